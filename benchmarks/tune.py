@@ -23,13 +23,12 @@ from rich.console import Console
 from benchmarks.recipes.data import ROOT, examples
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
-from dpfunc.train.candidates import Candidate, load, noise_of, train_candidate
+from dpfunc.train.candidates import Candidate, load, noise_of, score, train_candidate
 from dpfunc.train.dataset import read_records
 from dpfunc.train.grid import FACTORS, parse_grid, trials
 from dpfunc.train.model import load_processing
 from dpfunc.train.private_search import prepare_search, run_search
 from dpfunc.train.public_search import prepare_public, run_public
-from dpfunc.train.score import score
 
 RESULT = Path(__file__).resolve().parent / "results" / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1

@@ -33,7 +33,8 @@ from benchmarks.recipes.__main__ import EPSILON, delta_of
 from benchmarks.recipes.data import ROOT, SHARES, Part, examples, load, reviews
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
-from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.dataset import PadRight
+from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.metrics import classification
 from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
 
@@ -99,7 +100,7 @@ def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSI
         loss=LOSSES[job.task],
         train_dataset=records.train,
         eval_dataset=records.evaluation or None,
-        data_collator=CollateFrozen(job.data.max_length),
+        data_collator=PadRight(0, job.data.max_length),
         compute_metrics=classification,
     )  # fmt: skip
 

@@ -15,13 +15,15 @@ from dpfunc import accounting
 from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.accounting.record import COVERED, NEIGHBOURS, RECORD_FILE, Record, is_record
+from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, SELECTION, Record, is_record
+from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
-from dpfunc.cli import search_record as searches
-from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
-from dpfunc.cli.search_record import ROUNDING, Row, note_key, record_rows
+from dpfunc.cli.output import describe, json_option, listed, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
+_ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
+_Row = tuple[str, bool, str]
+"""Name of a check, True if it agrees, and what was found."""
 _METHODS = click.Choice(ACCOUNTANTS)
 # What a file lacks that is no record.
 _MISSING = {
@@ -36,14 +38,30 @@ class _Source:
     """Cost of a run as its files state it.
 
     Args:
-        path: of the file that was read. ledger: all that it counts. record: None for a ledger or a journal.
+        path: of the file that was read. ledger: all that it counts; of a search what came before it.
+        record: None for a ledger or a journal.
         uncounted: steps in the journals of the same folder that the ledger does not count; None without a journal.
     """
 
     path: Path
     ledger: Ledger
-    record: Record | None = None
+    record: Record | SelectionRecord | None = None
     uncounted: int | None = None
+
+    def guarantee(self, delta: float, method: str | None) -> accounting.Guarantee:
+        """The cost, computed again; without a method as it was recorded.
+
+        Raises:
+            UsageError: of click: an accountant other than that of a search.
+        """
+        if not isinstance(self.record, SelectionRecord):
+            recorded = "auto" if self.record is None else self.record.accountant
+            return accounting.epsilon(self.ledger, delta, method or recorded)
+        if method not in (None, "auto", "rdp"):
+            raise click.UsageError(
+                f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
+            )
+        return self.record.guarantee(delta)
 
 
 def _read_source(path: Path) -> _Source:
@@ -64,8 +82,12 @@ def _read_source(path: Path) -> _Source:
     if is_record(values):
         record = Record.from_json(file.read_bytes())
         return _Source(file, record.ledger, record, _uncounted(file.parent, record.ledger))
+    schema = str(values.get("schema")) if isinstance(values, dict) else ""
+    if schema.startswith(SELECTION):
+        search = SelectionRecord.from_json(file.read_bytes())
+        return _Source(file, search.spent, search)
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
-    if isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.ledger/"):
+    if schema.startswith("dpfunc.ledger/"):
         return _Source(file, Ledger.from_json(file.read_bytes()))
     raise InvalidArgument(
         f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run "
@@ -116,23 +138,21 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
 
     Example: dpfunc ledger show runs/mails
     """
-    search = searches.read_search(path)
-    if search is not None:
-        searches.refuse_method(method)
-        note_key(search)
-        searches.show_search(search, delta, as_json)
-        return
     source = _read_source(path)
     _note(source)
+    at = _given(source, "delta", delta)
     if source.record is not None and delta is None and method is None:
         _show_record(source.record, as_json)
         return
-    guarantee = accounting.epsilon(source.ledger, _given(source, "delta", delta), method or "auto")
+    guarantee = source.guarantee(at, method or "auto")
+    spent = None if isinstance(source.record, SelectionRecord) else source.ledger
     if as_json:
-        events = [dataclasses.asdict(event) for event in source.ledger.events]
-        print_json({**describe(guarantee), "num_steps": source.ledger.num_steps, "events": events})
+        events = [] if spent is None else [dataclasses.asdict(event) for event in spent.events]
+        steps = {} if spent is None else {"num_steps": spent.num_steps, "events": events}
+        print_json({**describe(guarantee), **steps})
         return
-    _print_events(source.ledger)
+    if spent is not None:
+        _print_events(spent)
     click.echo(str(guarantee))
 
 
@@ -145,8 +165,8 @@ def _given(source: _Source, name: str, value: float | None) -> float:
 
 def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
-    if source.record is not None:
-        note_key(source.record)
+    if source.record is not None and source.record.noise_key == GUESSABLE:
+        click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
     if source.path.parent.name.startswith("checkpoint-"):
         click.echo(
             "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it.",
@@ -160,10 +180,21 @@ def _note(source: _Source) -> None:
         )
 
 
-def _show_record(record: Record, as_json: bool) -> None:
+def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
+    """Print a record as it was written."""
     if as_json:
         print_json({**json.loads(record.to_json()), "covered": list(COVERED)})
         return
+    if isinstance(record, SelectionRecord):
+        _print_search(record)
+    else:
+        _print_run(record)
+    print_list("Covered, and may be published:", COVERED)
+    print_list("Not covered by this epsilon:", record.not_covered)
+    click.echo("\nAs it was written. Computed again by: dpfunc ledger check")
+
+
+def _print_run(record: Record) -> None:
     budget = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
     print_values("What the run has cost", {
         "protected": record.unit,
@@ -180,9 +211,32 @@ def _show_record(record: Record, as_json: bool) -> None:
         "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
     })  # fmt: skip
     _print_events(record.ledger)
-    print_list("Covered, and may be published:", COVERED)
-    print_list("Not covered by this epsilon:", record.not_covered)
-    click.echo("\nAs it was written. Computed again by: dpfunc ledger check")
+
+
+def _print_search(record: SelectionRecord) -> None:
+    shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
+    earlier = f", {record.spent.num_steps} steps of earlier runs included" if record.spent.num_steps else ""
+    best = "none was released" if record.chosen is None else (
+        f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
+    )  # fmt: skip
+    print_values("What the search has cost", {
+        "protected": record.unit,
+        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}, within the budget {record.target_epsilon:g}"
+                   f"{earlier}",
+        "neighbours": f"{NEIGHBOURS[record.spent.adjacency]} ({record.spent.adjacency})",
+        "computed by": "rdp, for the best of a random number of runs",
+        "runs": f"{record.runs.mean:g} on average, {shape}; how many there were is secret",
+        "released": best,
+        "score": f"{record.score}; noise of standard deviation {record.score_noise:g}",
+        "noise source": record.noise_key,
+        "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
+        "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
+    })  # fmt: skip
+    rows = [
+        (listed(values), f"{event.sampling_prob:g}", f"{event.noise_multiplier:g}", str(event.num_steps))
+        for values, ledger in zip(record.candidates, record.ledgers, strict=True) for event in ledger.events
+    ]  # fmt: skip
+    print_rows("Candidates: one run", ("values", "sampling prob", "noise multiplier", "steps"), rows)
 
 
 def _print_events(spent: Ledger) -> None:
@@ -204,22 +258,14 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
 
     Example: dpfunc ledger check runs/mails
     """
-    search = searches.read_search(path)
-    if search is not None:
-        searches.refuse_method(method)
-        note_key(search)
-        claim, at = search.epsilon if epsilon is None else epsilon, delta or search.delta
-        found, rows = search.guarantee(at), searches.search_rows(search, claim, at)
-    else:
-        source = _read_source(path)
-        _note(source)
-        claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
-        recorded = "auto" if source.record is None else source.record.accountant
-        found, rows = accounting.epsilon(source.ledger, at, method or recorded), _consistent(source, claim, at)
-    _print_checks(claim, found, [_compare(claim, found), *rows], as_json)
+    source = _read_source(path)
+    _note(source)
+    claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
+    found = source.guarantee(at, method)
+    _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
 
 
-def _print_checks(claim: float, found: accounting.Guarantee, rows: list[Row], as_json: bool) -> None:
+def _print_checks(claim: float, found: accounting.Guarantee, rows: list[_Row], as_json: bool) -> None:
     """Print what agrees and what does not; end with exit code 1 if something does not."""
     agrees = all(fine for _, fine, _ in rows)
     if as_json:
@@ -233,30 +279,52 @@ def _print_checks(claim: float, found: accounting.Guarantee, rows: list[Row], as
         sys.exit(1)
 
 
-def _compare(claim: float, found: accounting.Guarantee) -> Row:
+def _compare(claim: float, found: accounting.Guarantee) -> _Row:
     """Compare a claimed epsilon with the one that the counted steps cost."""
     computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
-    if claim < found.epsilon * (1 - ROUNDING):
+    if claim < found.epsilon * (1 - _ROUNDING):
         return "epsilon", False, f"{computed}: the claim is too small"
-    if claim > found.epsilon * (1 + ROUNDING):
+    if claim > found.epsilon * (1 + _ROUNDING):
         return "epsilon", True, f"{computed}: the claim is an upper bound"
     return "epsilon", True, computed
 
 
-def _consistent(source: _Source, claim: float, delta: float) -> list[Row]:
-    """Compare the facts of a record with each other, and with the journal beside it."""
-    rows: list[Row] = []
+def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
+    """Compare the facts of a record with each other, with a claim, and with the journal beside it."""
+    rows: list[_Row] = []
     if source.uncounted is not None:
         found = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
         rows.append(("journal", source.uncounted == 0, found))
     record = source.record
-    return rows if record is None else rows + record_rows(record, claim, delta, _sampling(record))
+    if record is None:
+        return rows
+    n, budget = record.dataset_size, record.target_epsilon
+    rows += [
+        ("key", record.noise_key != GUESSABLE, record.noise_key),
+        ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
+        _sampling_of_search(record) if isinstance(record, SelectionRecord) else _sampling(record),
+    ]
+    return rows if budget is None else [*rows, ("budget", claim <= budget * (1 + _ROUNDING), f"{budget:g}")]
 
 
-def _sampling(record: Record) -> Row:
+def _sampling(record: Record) -> _Row:
     """Compare the settings of the last step with the steps that were counted."""
     size, n, q, sigma = record.expected_batch_size, record.dataset_size, record.sampling_prob, record.noise_multiplier
     events = record.ledger.events
     counted = not events or any(e.sampling_prob in (q, 1.0) and e.noise_multiplier == sigma for e in events)
     found = f"{size:g} of {n} expected, probability {q:.6g}, noise {sigma:.6g}"
     return "sampling", math.isclose(q * n, size, rel_tol=1e-9) and counted, found
+
+
+def _sampling_of_search(record: SelectionRecord) -> _Row:
+    """Compare the values of the candidates with the steps that were counted for them."""
+    wrong = []
+    for values, ledger in zip(record.candidates, record.ledgers, strict=True):
+        q, steps = values.get("batch_size", math.nan) / record.dataset_size, values.get("steps")
+        counted = (
+            each.sampling_prob == 1 or (math.isclose(each.sampling_prob, q, rel_tol=1e-9) and each.num_steps == steps)
+            for each in ledger.events
+        )
+        wrong += [] if any(counted) else [listed(values)]
+    found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
+    return "sampling", not wrong, found

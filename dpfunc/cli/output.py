@@ -27,6 +27,11 @@ def describe(guarantee: Guarantee) -> dict[str, Any]:
     return {**values, "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
 
 
+def listed(values: Mapping[str, float]) -> str:
+    """Numbers with their names in one line."""
+    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+
+
 def print_json(values: object) -> None:
     """Print one JSON value."""
     click.echo(json.dumps(values, indent=2, allow_nan=False))

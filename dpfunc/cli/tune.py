@@ -14,14 +14,13 @@ import click
 
 from dpfunc.accounting import RunCount
 from dpfunc.accounting.selection import SHAPES
-from dpfunc.cli.output import json_option, print_rows
+from dpfunc.cli.output import json_option, listed, print_rows
 from dpfunc.cli.train import FILE, importing, keys_of_the_file, report, say, without_noise
 from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from dpfunc.train.candidates import Candidate
     from dpfunc.train.grid import Trial
-    from dpfunc.train.private_search import Search
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -120,9 +119,8 @@ def _search_public(
     from rich.console import Console
     from rich.progress import track
 
-    from dpfunc.train.candidates import shown
+    from dpfunc.train.candidates import MEANING
     from dpfunc.train.public_search import prepare_public, run_public, tuned
-    from dpfunc.train.score import MEANING
 
     if out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
@@ -148,7 +146,7 @@ def _search_public(
     job = chosen.prepared.job
     out.write_text(yaml.safe_dump(tuned(values, job), sort_keys=False, allow_unicode=True), "utf-8")
     tell(f"score: {MEANING[job.task]}, divided by their number; one run each, on public records: nothing was spent.")
-    tell(f"Best: {shown(chosen)}. Train with: dpfunc train {out}")
+    tell(f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}")
     return {"candidates": rows, "best": best, "out": str(out)}
 
 
@@ -165,36 +163,28 @@ def _search_private(
     insecure_seed: int | None, shown: dict[str, Any], tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Do a private search, or show its plan."""
-    from dpfunc.train.private_search import check_search_folder, interrupted_search, prepare_search, search_lines
-
-    check_search_folder(trials[0].job, resume)
-    search = prepare_search(trials, count, score_noise, shows=True)
-    for line in search_lines(search):
-        tell(line)
-    if dry_run:
-        tell("Nothing was trained, written or spent.")
-        return
-    try:
-        _run(search, resume, insecure_seed, shown, tell)
-    except KeyboardInterrupt:
-        click.echo(f"\n{interrupted_search(search.job)}", err=True)
-        raise
-
-
-def _run(
-    search: Search, resume: bool, insecure_seed: int | None, shown: dict[str, Any], tell: Callable[[str], None]
-) -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from dpfunc.accounting.record import NOT_COVERED, RECORD_FILE
-    from dpfunc.train.private_search import NOT_COVERED_BY_A_SEARCH, run_search
+    from dpfunc.train import private_search
 
+    private_search.check_search_folder(trials[0].job, resume)
+    search = private_search.prepare_search(trials, count, score_noise, shows=True)
+    for line in private_search.search_lines(search):
+        tell(line)
+    if dry_run:
+        tell("Nothing was trained, written or spent.")
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        # No total: it would tell the number of runs, which is secret.
-        progress.add_task(f"private search, {search.runs.mean:g} runs on average", total=None)
-        outcome = run_search(search, resume=resume, insecure_seed=insecure_seed)
+    try:
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+            # No total: it would tell the number of runs, which is secret.
+            progress.add_task(f"private search, {search.runs.mean:g} runs on average", total=None)
+            outcome = private_search.run_search(search, resume=resume, insecure_seed=insecure_seed)
+    except KeyboardInterrupt:
+        click.echo(f"\n{private_search.interrupted_search(search.job)}", err=True)
+        raise
     record, folder = outcome.record, search.job.output_dir
     shown["record"] = json.loads(record.to_json())
     tell(f"Spent by the whole search: epsilon={record.epsilon:.4g} at delta={record.delta:g}, one record protected.")
@@ -203,9 +193,9 @@ def _run(
     if record.chosen is None or record.chosen_score is None:
         tell(f"No model was released: {outcome.nothing}.")
     else:
-        values = ", ".join(f"{name}={value:.4g}" for name, value in record.candidates[record.chosen].items())
         noise = f"with noise of standard deviation {record.score_noise:g}"
-        tell(f"Best: {values}; score {record.chosen_score:.4g}, {noise}.")
+        tell(f"Best: {listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}, {noise}.")
         tell(f"Saved: {folder}/model. The other runs were deleted.")
     tell(f"Accounting: {folder}/{RECORD_FILE}.")
-    tell(f"Not covered by epsilon: {'; '.join((*NOT_COVERED_BY_A_SEARCH, *NOT_COVERED[:2]))}.")
+    not_covered = (*private_search.NOT_COVERED_BY_A_SEARCH, *NOT_COVERED[:2])
+    tell(f"Not covered by epsilon: {'; '.join(not_covered)}.")

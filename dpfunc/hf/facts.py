@@ -154,6 +154,24 @@ def base_model(model: nn.Module) -> nn.Module:
     return found if isinstance(found, nn.Module) else model
 
 
+def quantised_layers(model: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers whose weight is not an ordinary tensor of floats.
+
+    >>> quantised_layers(nn.Sequential(nn.Linear(2, 2)))
+    ()
+    """
+    return tuple(
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and isinstance(layer.weight, Tensor) and not _is_plain(layer.weight)
+    )
+
+
+def _is_plain(weight: Tensor) -> bool:
+    kinds = (Tensor, nn.Parameter)  # packed formats are subclasses of tensor, or hold bytes
+    return weight.is_floating_point() and type(weight) in kinds and type(weight.data) in kinds
+
+
 def facts_of(forward: AnyForward) -> Facts:
     """Facts about the model behind a forward function; the defaults for an ordinary function.
 

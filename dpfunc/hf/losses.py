@@ -1,8 +1,10 @@
 """Losses of language models with one value a sample: the mean over the sample's own tokens, never over the batch's.
 
-Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features. All compute in float32,
-or float64 for float64 outputs, and select nothing by value: what is ignored is multiplied away, so that every engine
-can run them.
+Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features.
+
+All return (B,), unreleased, in float32, or float64 for float64 outputs. They select nothing by value: what is ignored
+is multiplied away, so that every engine can run them. Shapes that do not fit are an `InvalidArgument`; on a CPU also
+classes that the outputs do not have.
 """
 
 from __future__ import annotations
@@ -24,15 +26,12 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
             learnt (padding, prompts, image tokens). ignore_index: that label.
 
     Returns:
-        (B,), float32 or float64, unreleased. 0 with zero gradient for a sample without labelled tokens.
+        (B,). 0 with zero gradient for a sample without labelled tokens.
 
     Guarantees:
         a sample's loss is torch's mean cross entropy of that sample alone
         (tests/hf/test_losses.py::test_causal_lm_equals_single_samples), whatever the length that the batch
         is padded to (test_the_length_of_the_batch_does_not_matter).
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
 
     >>> logits_BTV = torch.zeros(2, 3, 4)
     >>> causal_lm(logits_BTV, torch.tensor([[1, 2, 3], [1, -100, -100]]))
@@ -42,58 +41,27 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
     return token_mean(logits_BTV[:, :-1], labels_BT[:, 1:], ignore_index=ignore_index)
 
 
-def seq2seq(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """Cross entropy of the decoder's outputs, mean over the sample's own tokens, not shifted.
+def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Cross entropy of each token, mean over the sample's own labelled ones: `sum_t m_t CE_t / max(1, sum_t m_t)`.
 
     Args:
-        logits_BTV: floating, any dtype; position t predicts `labels_BT[:, t]`. labels_BT, ignore_index: see
-            `causal_lm`.
+        logits_BTV: floating, any dtype; position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it
+            predicts. labels_BT, ignore_index: see `causal_lm`; m_t = 1 where the label is not ignored.
 
     Returns:
-        (B,), unreleased. 0 with zero gradient for a sample without labelled tokens.
+        (B,). 0 with zero gradient for a sample without labelled tokens.
 
-    Raises:
-        InvalidArgument: shapes that do not fit.
-
-    >>> seq2seq(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
+    >>> token_mean(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     tensor([1.3863])
     """
     _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
-    return token_mean(logits_BTV, labels_BT, ignore_index=ignore_index)
-
-
-def token_classification(logits_BTC: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """Cross entropy of a class for each token, mean over the sample's own labelled tokens.
-
-    Args:
-        logits_BTC: floating, any dtype. labels_BT, ignore_index: see `causal_lm`; position t is about token t.
-
-    Returns:
-        (B,), unreleased. 0 with zero gradient for a sample without labelled tokens.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
-
-    >>> token_classification(torch.zeros(1, 3, 2), torch.tensor([[1, 0, -100]]))
-    tensor([0.6931])
-    """
-    _check("logits (B, T, C)", logits_BTC, "labels (B, T)", labels_BT)
-    return token_mean(logits_BTC, labels_BT, ignore_index=ignore_index)
-
-
-def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """`sum_t m_t CE(logits_t, labels_t) / max(1, sum_t m_t)` with `m_t` = 1 where the label is not ignored.
-
-    Args:
-        logits_BTV, labels_BT: of the same B and T. ignore_index: the label that is left out.
-
-    >>> token_mean(torch.zeros(1, 2, 2), torch.tensor([[0, -100]]))
-    tensor([0.6931])
-    """
     flat_NV, flat_N = _at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
     losses_N = _cross_entropy(flat_NV, flat_N, ignore_index)
     count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
     return losses_N.reshape(labels_BT.shape).sum(1) / count_B
+
+
+seq2seq = token_classification = token_mean
 
 
 def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
@@ -101,12 +69,6 @@ def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = I
 
     Args:
         logits_BC: floating, any dtype. labels_B: class numbers. ignore_index: a label whose sample has loss 0.
-
-    Returns:
-        (B,), unreleased.
-
-    Raises:
-        InvalidArgument: shapes that do not fit, or a class that the logits do not have (on a CPU).
 
     >>> classification(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([1.3863, 1.3863])
@@ -120,12 +82,6 @@ def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
 
     Args:
         logits_BC: floating, any dtype. labels_BC: 0 or 1, or probabilities.
-
-    Returns:
-        (B,), unreleased.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
 
     >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
     tensor([0.6931])
@@ -141,12 +97,6 @@ def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         outputs_BK: floating, any dtype. labels: (B, K), or (B,) for K = 1.
-
-    Returns:
-        (B,), unreleased.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
 
     >>> regression(torch.zeros(2, 1), torch.tensor([1.0, 2.0]))
     tensor([1., 4.])
@@ -164,12 +114,6 @@ def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B
     Args:
         start_BT, end_BT: logits over positions. first_B, last_B: positions; outside of 0 <= position < T they are
             ignored, as for answers that were truncated.
-
-    Returns:
-        (B,), unreleased.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
 
     >>> zeros_BT = torch.zeros(1, 4)
     >>> question_answering(zeros_BT, zeros_BT, torch.tensor([1]), torch.tensor([4]))
@@ -199,12 +143,6 @@ def ctc(
             each sample that are not padding. blank: class of the blank. by_length: divide by the number of labels,
             at least 1. zero_infinity: 0 instead of infinity for a sample with more labels than its frames can give.
 
-    Returns:
-        (B,), unreleased.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
-
     Paper: Graves, Fernandez, Gomez, Schmidhuber 2006, "Connectionist Temporal Classification", section 3.
 
     >>> ctc(torch.zeros(1, 2, 2), torch.tensor([[1, -100]]), torch.tensor([2]))
@@ -228,12 +166,6 @@ def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> 
     Args:
         first_BD, second_BD: floating, any dtype. scores_B: the wanted cosine of each pair.
 
-    Returns:
-        (B,), unreleased.
-
-    Raises:
-        InvalidArgument: shapes that do not fit.
-
     >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
     tensor([0.2500])
     """
@@ -244,11 +176,7 @@ def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> 
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """float32 for what is narrower; a mean over many tokens is not exact in 16 bits.
-
-    >>> _at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
-    torch.float32
-    """
+    """float32 for what is narrower; a mean over many tokens is not exact in 16 bits."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,8 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
 from dpfunc.functional.refuse import refuse_unsupported
-from dpfunc.hf.facts import AnyForward, augments, base_model
+from dpfunc.hf.facts import AnyForward, augments, base_model, quantised_layers
 from dpfunc.hf.tasks import infer_task
-from dpfunc.hf.vision_language.submodules import quantised_layers
 from dpfunc.types import Params
 
 
@@ -61,9 +61,7 @@ def check_model(model: nn.Module) -> ModelCheck:
     """
     params = list(model.parameters())
     trained = sum(p.numel() for p in params if p.requires_grad)
-    problems = [*_refusals(model), *_reentrant(model), *_no_padding(model), *_quantised(model), *_augmented(model)]
-    if not trained:
-        problems.append("No parameter requires gradients. Attach an adapter, or unfreeze some.")
+    config = getattr(base_model(model), "config", None)
     batchnorms = count_batchnorm(model)
     advice = []
     if batchnorms:
@@ -71,79 +69,59 @@ def check_model(model: nn.Module) -> ModelCheck:
             f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics "
             "of public data are fine too: model.eval()."
         )
-    if _experts(model):
+    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         advice.append("The load-balancing loss of the experts is a mean over the batch, and is not used.")
-    if getattr(getattr(base_model(model), "config", None), "feat_extract_norm", None) == "group":
+    if getattr(config, "feat_extract_norm", None) == "group":
         advice.append(
             "The first layer normalises over all of a recording, padding included: pad all recordings to one public "
             'length (padding="max_length"), or a record changes the gradients of others by its length.'
         )
-    return ModelCheck(_task(model), trained, sum(p.numel() for p in params), batchnorms, tuple(problems), tuple(advice))
+    task: str | None = None
+    with suppress(UnsupportedModel):
+        task = infer_task(model)
+    total = sum(p.numel() for p in params)
+    return ModelCheck(task, trained, total, batchnorms, tuple(_problems(model, task)), tuple(advice))
 
 
-def _task(model: nn.Module) -> str | None:
-    try:
-        return infer_task(model)
-    except UnsupportedModel:
-        return None
-
-
-def _refusals(model: nn.Module) -> list[str]:
+def _problems(model: nn.Module, task: str | None) -> Iterator[str]:
+    """What must be changed before training."""
+    base = base_model(model)
+    config = getattr(base, "config", None)
     try:
         refuse_unsupported(model, checkpointing=True)
     except UnsupportedModel as error:
-        return [str(error)]
-    return []
-
-
-def _reentrant(model: nn.Module) -> list[str]:
-    for part in model.modules():
-        function = getattr(part, "_gradient_checkpointing_func", None)
-        switched_on = getattr(part, "gradient_checkpointing", False) is True
-        if switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant") is not False:
-            return [
-                "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
-                'model.activation_checkpointing_enable({"use_reentrant": False}), or prepare_model_for_kbit_training('
-                'model, gradient_checkpointing_kwargs={"use_reentrant": False}).'
-            ]
-    return []
-
-
-def _quantised(model: nn.Module) -> list[str]:
-    """Weights in few bits have no gradients, so that without adapters only what is beside them would be trained."""
-    layers = quantised_layers(model)
+        yield str(error)
+    if any(map(_is_reentrant, model.modules())):
+        yield (
+            "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
+            'model.activation_checkpointing_enable({"use_reentrant": False}), or prepare_model_for_kbit_training('
+            'model, gradient_checkpointing_kwargs={"use_reentrant": False}).'
+        )
+    # decoders find the last token of a sequence by the padding token
+    if task == "sequence_classification" and hasattr(base, "score") and getattr(config, "pad_token_id", 0) is None:
+        yield "The model has no padding token, so it cannot tell where a sequence ends: set config.pad_token_id."
+    # weights in few bits have no gradients, so that without adapters only what is beside them would be trained
+    quantised = quantised_layers(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
-    if not layers or hasattr(model, "peft_config") or not trained:
-        return []
-    return [
-        f"{len(layers)} linear layers have quantised weights, which are not trained; without an adapter only "
-        f"{shorten(trained)} would be. Attach one: peft.get_peft_model(model, LoraConfig(...))."
-    ]
+    if quantised and trained and not hasattr(model, "peft_config"):
+        yield (
+            f"{len(quantised)} linear layers have quantised weights, which are not trained; without an adapter only "
+            f"{shorten(trained)} would be. Attach one: peft.get_peft_model(model, LoraConfig(...))."
+        )
+    if augments(config):
+        yield (
+            "The model masks its inputs at random by numpy's generator (SpecAugment), which the key of the run does "
+            "not drive. Set model.config.apply_spec_augment = False."
+        )
+    if not trained:
+        yield "No parameter requires gradients. Attach an adapter, or unfreeze some."
 
 
-def _augmented(model: nn.Module) -> list[str]:
-    if not augments(getattr(base_model(model), "config", None)):
-        return []
-    return [
-        "The model masks its inputs at random by numpy's generator (SpecAugment), which the key of the run does not "
-        "drive. Set model.config.apply_spec_augment = False."
-    ]
-
-
-def _no_padding(model: nn.Module) -> list[str]:
-    """Decoders find the last token of a sequence by the padding token."""
-    base = base_model(model)
-    config = getattr(base, "config", None)
-    if _task(model) != "sequence_classification" or config is None or not hasattr(config, "pad_token_id"):
-        return []
-    if config.pad_token_id is not None or not hasattr(base, "score"):
-        return []
-    return ["The model has no padding token, so it cannot tell where a sequence ends: set config.pad_token_id."]
-
-
-def _experts(model: nn.Module) -> bool:
-    config = getattr(base_model(model), "config", None)
-    return any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+def _is_reentrant(part: nn.Module) -> bool:
+    """True for a part whose checkpointing is switched on, and not of the kind that works."""
+    function = getattr(part, "_gradient_checkpointing_func", None)
+    switched_on = getattr(part, "gradient_checkpointing", False) is True
+    return switched_on and isinstance(function, partial) and function.keywords.get("use_reentrant") is not False
 
 
 def causal_mask(attention_mask_BT: Tensor, dtype: torch.dtype) -> Tensor:

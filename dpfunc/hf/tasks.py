@@ -6,8 +6,9 @@ The model is called without labels. What it would compute from them is a mean ov
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import losses
 from dpfunc.hf.facts import AnyForward, Caller, base_model, facts_of
-from dpfunc.hf.sentences import refusal, sentence_classes, sentence_similarity
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.types import LossFn, Params
 
@@ -25,18 +25,6 @@ CLASSES = "single_label_classification"
 
 SampleLoss = Callable[[AnyForward, Params, Mapping[str, Tensor]], Tensor]
 """`(forward, params, batch) -> (B,)`: one loss for each sample of a batch with the samples on axis 0."""
-
-
-@dataclass(frozen=True, eq=False)
-class _TaskLoss:
-    """A loss function `(params, batch) -> (B,)`; see `make_loss_fn`."""
-
-    forward: AnyForward
-    sample_loss: SampleLoss
-
-    def __call__(self, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Losses of the batch, shape (B,). Unreleased."""
-        return self.sample_loss(self.forward, params, batch)
 
 
 def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -61,9 +49,6 @@ def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
     """`causal_lm` of a vision-language model: the batch has "pixel_values", labels are -100 at image tokens.
 
     Samples are on axis 0 of all tensors, also of several images and of patches: see `flatten_images`.
-
-    Args:
-        forward, params, batch: see `causal_lm`.
     """
     if "pixel_values" not in batch:
         raise InvalidArgument(
@@ -75,10 +60,8 @@ def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
 def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """One class, several labels, or numbers for each sample: what the model's configuration says, or else the labels.
 
-    Without `problem_type`, one output is regression, whole numbers are classes, other labels are several labels.
-
-    Args:
-        forward, params, batch: see `causal_lm`; "labels" (B,) or (B, C).
+    Without `problem_type`, one output is regression, whole numbers are classes, other labels are several labels. The
+    "labels" are (B,) or (B, C).
     """
     inputs, labels = _split(batch)
     outputs_BC = _logits(forward(params, **inputs))
@@ -112,21 +95,18 @@ def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
 
 
 def token_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """A class for each token, mean over the sample's own labelled tokens; also for masked language models.
+    """A class for each token, mean over the sample's own labelled tokens, (B, T) with -100 where a token has no label.
 
-    Args:
-        forward, params, batch: see `causal_lm`; "labels" (B, T) with -100 where a token has none.
+    Also for masked language models.
     """
     inputs, labels_BT = _split(batch)
-    return losses.token_classification(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
+    return losses.token_mean(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
 
 def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """Loss of an encoder-decoder, mean over the sample's own target tokens.
+    """Loss of an encoder-decoder, mean over the sample's own target tokens, "labels" (B, T).
 
-    Args:
-        forward, params: see `causal_lm`. batch: "labels" (B, T) are the targets. "decoder_input_ids" are the labels
-            shifted to the right, made here if they are absent.
+    "decoder_input_ids" are the labels shifted to the right, made here if they are absent.
     """
     inputs, labels_BT = _split(batch)
     if not any(name in inputs for name in ("decoder_input_ids", "decoder_inputs_embeds")):
@@ -137,15 +117,13 @@ def seq2seq(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) ->
                 "start. DataCollatorForSeq2Seq(tokenizer, model=model) adds them."
             )
         inputs["decoder_input_ids"] = shifted(labels_BT)
-    return losses.seq2seq(_logits(forward(params, **inputs)), labels_BT)
+    return losses.token_mean(_logits(forward(params, **inputs)), labels_BT)
 
 
 def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """First and last position of an answer in the text.
+    """First and last position of an answer: "start_positions" (B,) and "end_positions" (B,), or "labels" (B, 2).
 
-    Args:
-        forward, params: see `causal_lm`. batch: model inputs, "start_positions" (B,) and "end_positions" (B,); or
-            "labels" (B, 2) with both. Where "attention_mask" (B, T) is 0, no answer can be.
+    Where "attention_mask" (B, T) is 0, no answer can be.
 
     Guarantees:
         tests/hf/test_tasks.py: a row filled up to another length has the same loss
@@ -212,6 +190,34 @@ def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
     )  # fmt: skip
 
 
+def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """Squared error of the cosine of two sentences, as `CosineSimilarityLoss` has it by default.
+
+    Args:
+        forward: of a model that returns a "sentence_embedding" (B, D) for a mapping of inputs, as SentenceTransformer.
+        params: its parameters. batch: two sentences as "<column>_input_ids", "<column>_attention_mask", ..., in the
+            order of their columns, and "label", "labels" or "score" (B,).
+    """
+    sentences, scores_B = _sentences(batch)
+    if len(sentences) != 2:
+        raise InvalidArgument(f"Expected two sentences in the batch, got {len(sentences)}, from {sorted(batch)}.")
+    first, second = (_embedding(forward(params, sentence)) for sentence in sentences)
+    return losses.cosine_similarity(first, second, scores_B)
+
+
+def sentence_classes(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross entropy of a class of a pair of sentences, as `SoftmaxLoss` has it by default.
+
+    Args:
+        forward: of the SoftmaxLoss module itself, which has the encoder and the classifier: called with a list of
+            mappings and no labels it returns embeddings and logits.
+        params, batch: see `sentence_similarity`; labels are class numbers.
+    """
+    sentences, labels_B = _sentences(batch)
+    _, logits_BC = forward(params, sentences, None)
+    return losses.classification(logits_BC, labels_B)
+
+
 TASKS: Mapping[str, SampleLoss] = MappingProxyType(
     {
         "causal_lm": causal_lm,
@@ -252,6 +258,15 @@ _NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "Prophe
 _ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Decoders whose configuration has `is_decoder`, and does not use it."""
 
+_SENTENCE_LABELS = ("label", "labels", "score")
+_IDS = "_input_ids"
+
+_COMPARE_RECORDS = (
+    "Negatives", "Batch", "GIST", "CoSENT", "AnglE", "OnlineContrastive", "Tension", "InfoNCE", "NTXent", "Clip",
+    "SigLip",
+)  # fmt: skip
+"""Parts of the names of losses in which the records of a batch are compared with each other."""
+
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
 """Names by which collators say where the texts begin that they have put into one row."""
 
@@ -287,12 +302,30 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
             raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
         task = TASKS[task]
     if isinstance(task, nn.Module):
-        raise refusal(task)
+        raise _refusal(task)
     if not callable(task):
         raise InvalidArgument(
             f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
         )
-    return _TaskLoss(Caller(forward, facts_of(forward)), task)
+    return partial(task, Caller(forward, facts_of(forward)))
+
+
+def _refusal(task: object) -> UnsupportedModel:
+    """Error about a module given as a loss: it has one value for a batch, and may compare records."""
+    name = type(task).__name__
+    if any(part in name for part in _COMPARE_RECORDS):
+        return UnsupportedModel(
+            f"{name} compares the records of a batch with each other (in-batch negatives): no part of its gradient "
+            "belongs to one record, so clipping bounds nobody's. Take a loss of single pairs, task="
+            '"sentence_similarity" or "sentence_classes", or give each record negatives of its own and a function '
+            "(forward, params, batch) -> losses_B."
+        )
+    return UnsupportedModel(
+        f"Expected one loss a sample, got the module {name}, which gives one value for a batch. For "
+        'CosineSimilarityLoss functionalize the encoder and take task="sentence_similarity"; for SoftmaxLoss '
+        'functionalize the loss and take task="sentence_classes"; for others pass a function (forward, params, batch) '
+        "-> losses_B."
+    )
 
 
 def infer_task(model: nn.Module) -> str:
@@ -395,3 +428,28 @@ def _logits(output: object) -> Tensor:
             f"Expected a model whose output has .logits, got {type(output).__name__}. Pass a loss function of your own."
         )
     return logits
+
+
+def _sentences(batch: Mapping[str, Tensor]) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """Inputs of each sentence, and the labels."""
+    columns = [name.removesuffix(_IDS) for name in batch if name.endswith(_IDS)]
+    labels = [batch[name] for name in _SENTENCE_LABELS if name in batch]
+    if not columns or len(labels) != 1:
+        raise InvalidArgument(
+            f"Expected sentences as '<column>{_IDS}', and one of {', '.join(_SENTENCE_LABELS)} in the batch, got "
+            f"{sorted(batch)}."
+        )
+    return [
+        {name.removeprefix(f"{column}_"): value for name, value in batch.items() if name.startswith(f"{column}_")}
+        for column in columns
+    ], labels[0]
+
+
+def _embedding(output: Any) -> Tensor:
+    found = output.get("sentence_embedding") if isinstance(output, Mapping) else None
+    if not isinstance(found, Tensor):
+        raise InvalidArgument(
+            f"Expected a model that returns a mapping with 'sentence_embedding', got {type(output).__name__}. For an "
+            "encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your own."
+        )
+    return found

@@ -1,4 +1,7 @@
-"""Candidates of a search: the jobs of a grid with their models, records and noise, ready to be trained."""
+"""Candidates of a search: the jobs of a grid with their models, records and noise; their training and their scores.
+
+The score of a model on held-out records is a sum to which each record adds a number between 0 and 1.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,23 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from dpfunc._utils.validation import fail
 from dpfunc.accounting import Ledger
 from dpfunc.plan import Plan
-from dpfunc.rng import Key
+from dpfunc.rng import Key, stream
 from dpfunc.train.config import ADAPTERS, Job
-from dpfunc.train.dataset import Records
+from dpfunc.train.dataset import Records, collator
 from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.grid import KEYS, Trial
 from dpfunc.train.model import choose_parameters, load_base
@@ -28,17 +34,25 @@ from dpfunc.train.run import Prepared, make_trainer, save_model
 from dpfunc.train.run_folder import MODEL
 from dpfunc.types import schedule_at
 
+MEANING = {
+    "text_classification": "number of held-out records whose most likely class is their label",
+    "causal_lm": "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1",
+    "vqa": "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1",
+}
+"""What a score is, by task."""
+
 
 @dataclass(frozen=True)
 class Candidate:
     """One combination of a grid, with all values of its job.
 
     Args:
-        values: what distinguishes it, by the keys of the grid. prepared: model, records, and the plan of one run.
+        values: what distinguishes it, by the keys of the grid. prepared: model and records. plan: of one run.
     """
 
     values: dict[str, float]
     prepared: Prepared
+    plan: Plan
 
 
 def load(
@@ -57,9 +71,6 @@ def load(
     Returns:
         Candidates whose privacy arguments have a noise multiplier instead of an epsilon. A learning rate that the
         recipe gives is that for the epsilon of one run.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: something of a job cannot be used.
     """
     models: dict[int, tuple[nn.Module, Records]] = {}
     jobs = []
@@ -77,7 +88,7 @@ def load(
         values = {key: getattr(getattr(filled, section), name) for key, (section, name) in KEYS.items()}
         if filled.strategy not in ADAPTERS:
             del values["rank"]
-        found.append(Candidate(values, Prepared(filled, model, processing, kept, plan, plan.num_steps)))
+        found.append(Candidate(values, Prepared(filled, model, processing, kept, plan, plan.num_steps), plan))
     return tuple(found)
 
 
@@ -113,14 +124,7 @@ def shown(candidate: Candidate) -> str:
 
 
 def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
-    """Train a candidate from its start, and save its model; print and log nothing.
-
-    Args:
-        candidate: not changed. folder: of this run. key: of its noise; None for a secret one.
-
-    Returns:
-        The trained model.
-    """
+    """Train a candidate from its start, and save its model; print and log nothing."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     prepared = candidate.prepared
@@ -152,3 +156,59 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def check_scored(job: Job) -> None:
+    """Check that the records of a job have a score, to which each unit adds at most 1.
+
+    Guarantees:
+        tests/train/test_candidates.py::test_jobs_without_a_score_are_refused.
+    """
+    if job.task not in MEANING:
+        raise fail(f"a task whose runs can be compared ({', '.join(MEANING)})", "task", job.task)
+    if job.data.unit_column is not None:
+        raise fail(
+            "no data.unit_column in a search", "unit_column", job.data.unit_column,
+            "The scored records of one person would change the score by more than 1. Choose the rates on public "
+            "records, one a person.",
+        )  # fmt: skip
+
+
+def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, Any]]) -> float:
+    """The sum of the scores of records, each of them between 0 and 1. It is private: see `noisy`.
+
+    Each record is computed alone, so that one record more or less changes no other summand: the sum changes by at most
+    1. A loss that is not finite scores 0.
+
+    Guarantees:
+        tests/train/test_candidates.py::test_one_record_changes_the_score_by_at_most_one.
+    """
+    model.train(False)
+    device = next(model.parameters()).device
+    job = prepared.job
+    collate = collator(job, prepared.processing)
+    total = 0.0
+    with torch.no_grad():
+        for record in records:
+            batch = {name: value.to(device) for name, value in collate([record]).items()}
+            total += _one(job.task, model, batch)
+    return total
+
+
+def _one(task: str, model: Any, batch: Mapping[str, Any]) -> float:
+    """Score of the one record in a batch."""
+    output = model(**batch)
+    if task == "text_classification":
+        return float(output.logits[0].argmax() == batch["labels"][0])
+    loss = float(output.loss)
+    return min(1.0, max(0.0, 1 - loss / math.log(output.logits.shape[-1]))) if math.isfinite(loss) else 0.0
+
+
+def noisy(value: float, noise: float, key: Key) -> float:
+    """A score with Gaussian noise of standard deviation `noise`; so it costs `Event(1.0, noise, 1)`.
+
+    >>> from dpfunc.rng import insecure_key
+    >>> noisy(100.0, 5.0, insecure_key(7)) == noisy(100.0, 5.0, insecure_key(7))
+    True
+    """
+    return value + noise * float(stream(key).standard_normal())

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import fail, integer, non_negative, one_of, positive
+from dpfunc._utils.validation import fail, integer, non_negative, one_of, positive, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
-from dpfunc.train.config_errors import explained
 
 TASKS = ("text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa")
 # What each task can train; a language model shares its head with its embeddings.
@@ -106,13 +105,6 @@ class DataSection:
         if self.labels is not None and len(self.labels) < 2:
             raise fail("at least two labels", "data.labels", list(self.labels))
         self.placeholders()
-        self._check_units()
-        integer("data.max_images", self.max_images, minimum=1)
-        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
-            raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
-
-    def _check_units(self) -> None:
-        """Check that people as units are bounded in what they give."""
         if self.max_records_per_unit is not None:
             integer("data.max_records_per_unit", self.max_records_per_unit, minimum=1)
         if (self.unit_column is None) != (self.max_records_per_unit is None):
@@ -120,13 +112,12 @@ class DataSection:
                 "Expected data.unit_column and data.max_records_per_unit together, got one of them. A person with more "
                 "records gives that many of them. It is a public number: choose it without a look at the table."
             )
+        integer("data.max_images", self.max_images, minimum=1)
+        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
+            raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
 
     def placeholders(self) -> tuple[str, ...]:
-        """The columns that the prompt template names.
-
-        Raises:
-            InvalidArgument: it is no template of plain column names.
-        """
+        """The columns that the prompt template names."""
         try:
             parts = list(Formatter().parse(self.prompt_template or ""))
         except ValueError as error:
@@ -224,11 +215,7 @@ class TrainingSection:
 
 
 def required(value: int | None) -> int:
-    """A value that the recipe has given where the job did not.
-
-    Raises:
-        InvalidArgument: it has not.
-    """
+    """A value that the recipe has given where the job did not."""
     if value is None:
         raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
     return value
@@ -326,6 +313,25 @@ class Job:
         return required(self.training.batch_size)
 
 
+_QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
+# The type of an error of pydantic -> domain, what to do.
+_KINDS = {
+    "bool_parsing": ("true or false", ""),
+    "bool_type": ("true or false", ""),
+    "dataclass_type": ("keys under {name}", "Write `key: value` lines below it, indented."),
+    "finite_number": ("a finite number", ""),
+    "float_parsing": ("a finite number", ""),
+    "float_type": ("a finite number", "A number has no quotes."),
+    "int_parsing": ("an integer", ""),
+    "int_type": ("an integer", ""),
+    "string_too_short": ("text", "Leave it out, or give it a value."),
+    "string_type": ("text", _QUOTES),
+    "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
+    "tuple_type": ("a list", "Write [first, second]."),
+}
+_LONGEST = 200  # characters of a value in a message
+_UNKNOWN = "unexpected_keyword_argument"
+
 _JOBS = TypeAdapter(Job)
 SECTIONS = {
     name: kind
@@ -364,7 +370,7 @@ def job_from_dict(values: Mapping[str, Any]) -> Job:
     try:
         return _JOBS.validate_json(text)
     except ValidationError as error:
-        raise explained(error, Job) from None
+        raise explained(error) from None
 
 
 def job_to_dict(job: Job) -> dict[str, Any]:
@@ -377,3 +383,43 @@ def twin(job: Job) -> Job:
     """The same job without privacy, into a folder of its own."""
     privacy = dataclasses.replace(job.privacy, dp_enabled=False)
     return dataclasses.replace(job, privacy=privacy, output_dir=f"{job.output_dir.rstrip('/')}-no-dp")
+
+
+def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
+    """The first problem of an error as an error of this library; an unknown key before all others.
+
+    Args:
+        error: of pydantic. flag: the flag with the value, if it is not in a file.
+
+    Returns:
+        The error to raise. A list or a section in a wrong place is not shown, since it may hold anything; nor is a long
+        text.
+    """
+    problems = error.errors(include_url=False)
+    problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])
+    kind, place, name = problem["type"], problem["loc"], flag or ".".join(map(str, problem["loc"]))
+    if kind == "value_error":  # of a section itself, which says it in its own words
+        return InvalidArgument(str(problem["ctx"]["error"]))
+    if kind == _UNKNOWN:
+        of = place[0] if len(place) > 1 else "a job"
+        return InvalidArgument(f"Expected a key of {of}, got {place[-1]!r}. {suggestion(str(place[-1]), _keys(place))}")
+    if kind == "missing":
+        return InvalidArgument(f"Expected {name} in the job. {_keys(place)[str(place[-1])]}".rstrip())
+    if kind == "literal_error":
+        return _wrong(f"{name} to be one of {problem['ctx']['expected']}", name, problem["input"], "")
+    if kind in _KINDS:
+        domain, hint = _KINDS[kind]
+        return _wrong(domain.replace("{name}", name), name, problem["input"], hint)
+    return InvalidArgument(f"Expected a job that can be read, got one that cannot: {name} {problem['msg']}.")
+
+
+def _wrong(domain: str, name: str, value: object, hint: str) -> InvalidArgument:
+    """The error for a value, which is shown if it is a short one."""
+    hidden = isinstance(value, list | dict) or len(repr(value)) > _LONGEST
+    return (wrong_type if hidden else fail)(domain, name, value, hint)
+
+
+def _keys(place: Sequence[int | str]) -> dict[str, str]:
+    """The keys of the section of a key, with their meanings."""
+    section: Any = get_type_hints(Job)[str(place[0])] if len(place) > 1 else Job
+    return {field.name: field.metadata.get("help", "") for field in dataclasses.fields(section)}

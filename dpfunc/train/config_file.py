@@ -15,8 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
-from dpfunc.train.config import SECTIONS, TOP, Job, Sizes, Texts, job_from_dict
-from dpfunc.train.config_errors import explained
+from dpfunc.train.config import SECTIONS, TOP, Job, Sizes, Texts, explained, job_from_dict
 
 # Far more than the largest job has, which lists every key and all labels and targets. A text of LONG characters counts
 # as two values, so that aliases multiply no long text either.
@@ -32,10 +31,6 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
 
     Args:
         path: the file. flags: as on a command line, see `parse_flags`.
-
-    Raises:
-        InvalidArgument: unreadable, a key twice, an unknown or missing key, a value of another type.
-        UsageError: of click, a flag that does not exist.
 
     Guarantees:
         tests/train/test_config.py: a key twice is refused (test_a_key_twice_is_refused), flags win
@@ -140,10 +135,6 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
         arguments: `--training.steps 10`, `--steps=10`, `--dp-epsilon 3`: the section may be left out where the key
             is unique, dashes are underscores, and true may be left out.
 
-    Raises:
-        UsageError: of click: an unknown name, with the nearest known one; a flag twice or without its value; or a word
-            that belongs to no flag.
-
     >>> parse_flags(["--dp-epsilon", "3", "--training.steps=10", "--bf16"])
     {('privacy', 'dp_epsilon'): '3', ('training', 'steps'): '10', ('training', 'bf16'): 'true'}
     >>> parse_flags(["--dp_epsilom", "3"])
@@ -184,9 +175,6 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
     Args:
         values: as from `read_yaml`. flags: as from `parse_flags`; for one of two alternatives (steps and epochs, budget
             and noise multiplier) it replaces the other one of the file.
-
-    Raises:
-        InvalidArgument: the text of a flag is not of the key's type.
     """
     kinds = _places()
     given: dict[str, dict[str, Any]] = {}
@@ -217,4 +205,4 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
             return [adapter.validate_strings(item.strip()) for item in text.split(",")]
         return adapter.validate_strings(text)
     except ValidationError as error:
-        raise explained(error, Job, flag) from None
+        raise explained(error, flag) from None

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.losses import IGNORED
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train.config import CLASSIFIES, Job
-from dpfunc.train.inputs import IGNORED, check_row, columns_of, lists_of, record_of
+from dpfunc.train.inputs import check_row, columns_of, lists_of, record_of
 from dpfunc.train.tables import Row, Table, read_table, split
 
-PADDING = 32  # few lengths of batches: engines look at each shape once
+_PADDING = 32  # few lengths of batches: engines look at each shape once
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Records:
 class PadRight:
     """A collator that pads on the right, to a multiple of `multiple` and at most to `max_length`.
 
+    Of records that `compute_frozen` has made it stacks the features as they are, and pads hidden states with zeros.
+
     >>> batch = PadRight(pad=0, max_length=8, multiple=4)([{"input_ids": [5, 6], "labels": [-100, 6]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 0, 0]], [[-100, 6, -100, -100]])
@@ -57,38 +61,40 @@ class PadRight:
 
     pad: int
     max_length: int
-    multiple: int = PADDING
+    multiple: int = _PADDING
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch: input_ids, attention_mask (B, T), and labels (B, L) or (B,); int64, numbers as labels float32."""
-        ids = self._rows(records, "input_ids", self.pad)
-        lengths = torch.tensor([len(record["input_ids"]) for record in records], dtype=torch.long)
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
-        if records and "token_type_ids" in records[0]:
+        """The batch: input_ids (B, T) or hidden (B, T, width), with attention_mask (B, T); or features (B, width).
+
+        Labels are (B, L) or (B,). All are int64; hidden states, features and numbers as labels floating.
+        """
+        first = records[0]
+        if isinstance(first["labels"], int | float):
+            labels = torch.tensor([record["labels"] for record in records])
+        else:
+            labels = self._rows(records, "labels", IGNORED)
+        if "features" in first:
+            return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
+        name = "hidden" if "hidden" in first else "input_ids"
+        rows = self._rows(records, name, 0 if name == "hidden" else self.pad)
+        lengths = torch.tensor([len(record[name]) for record in records])
+        batch = {name: rows, "attention_mask": (torch.arange(rows.shape[1]) < lengths[:, None]).long()}
+        if "token_type_ids" in first:
             batch["token_type_ids"] = self._rows(records, "token_type_ids", 0)
-        each = bool(records) and isinstance(records[0]["labels"], int | float)
-        return {**batch, "labels": one_label(records) if each else self._rows(records, "labels", IGNORED)}
+        return {**batch, "labels": labels}
 
     def _rows(self, records: Sequence[Mapping[str, Any]], name: str, fill: int) -> Tensor:
-        longest = max((len(record[name]) for record in records), default=1)
+        """Lists of numbers, or tensors (T, width), filled up to one length."""
+        longest = max(len(record[name]) for record in records)
         length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
-        return torch.tensor([[*r[name], *[fill] * (length - len(r[name]))] for r in records], dtype=torch.long)
-
-
-def one_label(records: Sequence[Mapping[str, Any]]) -> Tensor:
-    """The labels of records that have one each, (B,): classes as int64, numbers as float32.
-
-    >>> one_label([{"labels": 1}, {"labels": 0}]), one_label([{"labels": 0.5}])
-    (tensor([1, 0]), tensor([0.5000]))
-    """
-    return torch.tensor([record["labels"] for record in records])
+        values = [record[name] for record in records]
+        if isinstance(values[0], Tensor):
+            return torch.stack([F.pad(value, (0, 0, 0, length - len(value)), value=fill) for value in values])
+        return torch.tensor([[*value, *[fill] * (length - len(value))] for value in values], dtype=torch.long)
 
 
 def read_records(job: Job, processing: Any) -> Records:
     """Read the training and evaluation records of a job.
-
-    Args:
-        job: its section data. processing: as from `load_processing`.
 
     Raises:
         InvalidArgument: a table, a label, an image or a person that cannot be used; the row is named by its number.
@@ -170,12 +176,29 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
     return tuple(kept), tuple(persons), found.dropped
 
 
-def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
-    """Make the function that collates records of a job, or people with their records, into a batch.
+def left_out(records: Records) -> list[str]:
+    """Lines on what was left out, and what is trained and evaluated on; numbers that are private."""
+    lines = [f"{records.duplicates} exact duplicates were left out (a private number)."] * bool(records.duplicates)
+    if records.persons is not None:
+        lines.append(
+            f"{len(records.persons)} people with {len(records.train)} records are trained on; {records.above_limit} "
+            "records above max_records_per_unit were left out (private numbers)."
+        )
+    return lines + seen_lines(records)
 
-    Args:
-        job, processing: of the records. longest: pad to max_length, whatever the records are.
-    """
+
+def seen_lines(records: Records) -> list[str]:
+    """A warning of evaluation records that are trained on as well."""
+    if not records.seen:
+        return []
+    return [
+        f"WARNING: {records.seen} of {len(records.evaluation)} evaluation records are trained on as well (private "
+        "numbers): metrics will say little about new records."
+    ]
+
+
+def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
+    """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data
     if job.task == "vqa":
         from dpfunc.hf.vision_language.images import image_text_collator
@@ -186,11 +209,6 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
             chat=bool(processing.chat_template),
         )  # fmt: skip
     else:
-        collate = PadRight(processing.pad_token_id, data.max_length, data.max_length if longest else PADDING)
-    return by_person(job, collate)
-
-
-def by_person(job: Job, collate: Any) -> Any:
-    """A collator of records as one of people, where people are the unit of the job."""
-    limit = job.data.max_records_per_unit
+        collate = PadRight(processing.pad_token_id, data.max_length, data.max_length if longest else _PADDING)
+    limit = data.max_records_per_unit
     return collate if limit is None else CollatePersons(collate, limit)

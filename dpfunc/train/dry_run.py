@@ -14,8 +14,7 @@ from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import Records, collator
-from dpfunc.train.people import seen_lines
+from dpfunc.train.dataset import Records, collator, seen_lines
 from dpfunc.train.recipe import recipe_lines
 from dpfunc.train.run import Prepared, loss_of_job, prepare, training_arguments
 from dpfunc.types import LossFn, Params
@@ -28,12 +27,6 @@ _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
 def dry_run(job: Job) -> list[str]:
     """The plan, the trained parameters and an estimate of memory, as lines.
-
-    Args:
-        job: what would be done.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: what training would refuse before its first step.
 
     Guarantees:
         tests/cli/test_train.py::test_dry_run_writes_nothing.

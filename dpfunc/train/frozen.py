@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor, nn
+from torch import nn
 
 from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import PADDING, Records, by_person, collator, one_label
+from dpfunc.train.dataset import Records
 
 _MIB = 2**20
 _BYTES = {"features": 4, "hidden": 2}  # of a number
@@ -29,9 +28,6 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     Args:
         job: strategy and `training.cache_mib`. model: with what is trained requiring gradients.
         records: as they were read. shows: draw a progress bar on stderr.
-
-    Returns:
-        The records, and a line that says what was done, if anything could be.
 
     Guarantees:
         tests/train/test_frozen.py: the model gives the same logits (test_logits_are_those_of_the_whole_model), also
@@ -88,35 +84,3 @@ def _computed_record(base: MeanPooledClassifier, kind: str, record: Mapping[str,
     with torch.no_grad():
         found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
     return {kind: found.cpu(), "labels": record["labels"]}
-
-
-def collator_of(job: Job, record: Mapping[str, Any], processing: Any) -> Any:
-    """Make the function that collates records like this one: as they were read, or as `compute_frozen` gives them."""
-    frozen = record.keys() & {"features", "hidden"}
-    return by_person(job, CollateFrozen(job.data.max_length)) if frozen else collator(job, processing)
-
-
-@dataclass(frozen=True)
-class CollateFrozen:
-    """A collator of what `compute_frozen` gives: features as they are, hidden states padded on the right.
-
-    >>> records = [{"hidden": torch.ones(2, 4), "labels": 1}, {"hidden": torch.ones(3, 4), "labels": 0}]
-    >>> batch = CollateFrozen(max_length=8)(records)
-    >>> batch["hidden"].shape, batch["attention_mask"].sum(1)
-    (torch.Size([2, 8, 4]), tensor([2, 3]))
-    """
-
-    max_length: int
-
-    def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch: labels (B,), and features (B, width), or hidden (B, T, width) and attention_mask (B, T)."""
-        labels = one_label(records)
-        if "features" in records[0]:
-            return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
-        lengths = torch.tensor([len(record["hidden"]) for record in records])
-        length = min(-(-int(lengths.max()) // PADDING) * PADDING, self.max_length)
-        hidden = records[0]["hidden"].new_zeros(len(records), length, records[0]["hidden"].shape[1])
-        for row, record in zip(hidden, records, strict=True):
-            row[: len(record["hidden"])] = record["hidden"]
-        mask = (torch.arange(length) < lengths[:, None]).long()
-        return {"hidden": hidden, "attention_mask": mask, "labels": labels}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer.processes import place
+from dpfunc.hf.trainer.run import place
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.inputs import prompt_ids
@@ -82,10 +82,6 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Write
         folder: output_dir of `dpfunc train`. allow_non_private: take the twin without privacy as well, or a run whose
             key anybody can guess; texts then come with epsilon null.
 
-    Raises:
-        CheckpointError: no finished run, or no accounting.
-        InvalidArgument: not a language model, or one that is not private.
-
     Guarantees:
         tests/train/test_generate.py::test_a_model_without_privacy_is_refused.
     """
@@ -135,11 +131,7 @@ def _with_trained(base: nn.Module, path: Path, *, adapted: bool) -> nn.Module:
 
 
 def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
-    """Refuse the training table as a file of prompts: its fields would be written beside an epsilon.
-
-    Raises:
-        InvalidArgument: it is that table, or a copy.
-    """
+    """Refuse the training table as a file of prompts: its fields would be written beside an epsilon."""
     table = None if writer.epsilon is None else writer.trained_on
     if file is not None and table is not None and same_file(file, table):
         raise InvalidArgument(
@@ -155,9 +147,6 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     Args:
         prompt: one prompt; or None. file: .txt with one prompt a line, or .jsonl with `prompt` and other fields; or
             None. With neither, texts start with nothing.
-
-    Raises:
-        InvalidArgument: both, or a file that cannot be used.
 
     >>> read_prompts("Dear", None)
     ({'prompt': 'Dear'},)
@@ -208,7 +197,7 @@ def sample(
     starts, (rank, size) = range(0, how.num, how.batch_size), place(ranks)
     for turn in range(0, len(starts), size):
         own = starts[turn + rank : turn + rank + 1]
-        draw = partial(_chunks, writer, wanted, how, own)
+        draw = partial(_drawn, writer, wanted, how, own)
         texts = all_or_none(draw, ranks, "No more texts are drawn")
         if ranks is not None:
             of_each: list[list[str]] = [[]] * size
@@ -219,14 +208,14 @@ def sample(
             yield {"text": text, **row, "epsilon": writer.epsilon, "delta": writer.delta}
 
 
-def _chunks(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, starts: Sequence[int]) -> list[str]:
-    return [text for start in starts for text in _chunk(writer, wanted, how, start)]
-
-
-def _chunk(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, start: int) -> list[str]:
-    prompts = [row["prompt"] for row in wanted[start : start + how.batch_size]]
-    with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
-        return _continue(writer, prompts, how)
+def _drawn(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, starts: Sequence[int]) -> list[str]:
+    """The texts of the batches that begin at these places."""
+    texts: list[str] = []
+    for start in starts:
+        prompts = [row["prompt"] for row in wanted[start : start + how.batch_size]]
+        with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
+            texts += _continue(writer, prompts, how)
+    return texts
 
 
 def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str]:
@@ -260,10 +249,6 @@ def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None
     Returns:
         Their number.
 
-    Raises:
-        InvalidArgument: the file is there already, cannot be written, or is none of .jsonl.
-        StepAborted: the same, on the processes that do not write.
-
     Guarantees:
         tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all.
     """
@@ -271,22 +256,17 @@ def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None
         raise fail("a .jsonl file", "out", str(path))
     files: list[TextIO] = []
     count = 0
-    with ExitStack() as stack, _written(path):
-        distributed.once(ranks, lambda: files.append(stack.enter_context(open(path, "x", encoding="utf-8"))))
-        for text in texts:
-            count += 1
-            distributed.once(ranks, partial(_write, files, text))
-        distributed.once(ranks, stack.close)
+    try:
+        with ExitStack() as stack:
+            distributed.once(ranks, lambda: files.append(stack.enter_context(open(path, "x", encoding="utf-8"))))
+            for text in texts:
+                count += 1
+                distributed.once(ranks, partial(_write, files, text))
+            distributed.once(ranks, stack.close)
+    except OSError as error:
+        raise InvalidArgument(f"Expected to write a new file {str(path)!r}: {error.strerror}.") from error
     return count
 
 
 def _write(files: Sequence[TextIO], text: Mapping[str, Any]) -> None:
     files[0].write(json.dumps(text, ensure_ascii=False) + "\n")
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InvalidArgument(f"Expected to write a new file {str(path)!r}: {error.strerror}.") from error

@@ -54,9 +54,6 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
         texts: `key=value,value`; keys as in `KEYS`, with or without their section.
         factors: `0.3,1,3`; None for `FACTORS`.
 
-    Raises:
-        InvalidArgument: an unknown key, one twice, a value twice or none, or factors beside learning rates.
-
     >>> parse_grid(["ranks=4"], None)
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected key=value,value in --grid, got --grid='ranks=4'. Did you mean 'rank'?
@@ -103,9 +100,6 @@ def trials(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str], grid
 
     Args:
         values: of the file of the job. flags: over them, see `parse_flags`. grid: over both.
-
-    Raises:
-        InvalidArgument: a value of the grid is not one that the job can have.
     """
     found = []
     for combination in itertools.product(*grid.values.values()):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.losses import IGNORED
 from dpfunc.train.config import DataSection, Job
 from dpfunc.train.tables import Row
-
-IGNORED = -100
 
 
 def columns_of(job: Job) -> tuple[str, ...]:
@@ -38,13 +37,7 @@ def lists_of(job: Job) -> tuple[str, ...]:
 
 
 def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
-    """Check the label or the images of a row, before anything is spent.
-
-    Args:
-        job: its section data. row: of a table. where: names the row by its number. folder: of the table.
-
-    Raises:
-        InvalidArgument: it cannot be used; the message shows nothing of the row.
+    """Check the label or the images of a row, before anything is spent; no message shows anything of the row.
 
     Guarantees:
         tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number.
@@ -125,11 +118,7 @@ _CHECKS: dict[str, Callable[[DataSection, Row, str, Path], None]] = {
 
 
 def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
-    """Make the record of a row: token ids and labels, or what the collator of images takes.
-
-    Args:
-        job: its task and its section data. processing: tokenizer or processor. row: checked. folder: of the table.
-    """
+    """Make the record of a row: token ids and labels, or what the collator of images takes."""
     data = job.data
     if job.task == "causal_lm":
         return language_record(processing, *_prompt_and_response(data, row), data)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfunc.train.inputs import IGNORED
+from dpfunc.hf.losses import IGNORED
 from dpfunc.train.tables import json_values
 
 METRICS = "metrics.json"
@@ -56,12 +56,7 @@ MEASURES: dict[str, Callable[[Any], dict[str, float]]] = {
 
 
 def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
-    """Lines with the metrics, and with what to compare them with.
-
-    Args:
-        measured: as `evaluate` gives them. folder: of the run; its twin is beside it, if it was trained.
-        private: False for the twin itself.
-    """
+    """Lines with the metrics, and with what to compare them with."""
     names = [name for name in ("eval_loss", "eval_accuracy", "eval_rmse") if name in measured]
     lines = [f"{name}: {measured[name]:.4g}" for name in names]
     if "eval_majority" in measured:

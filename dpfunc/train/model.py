@@ -12,8 +12,8 @@ from torch import nn
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.facts import quantised_layers
 from dpfunc.hf.models import four_bit
-from dpfunc.hf.vision_language.submodules import quantised_layers
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, NEW_HEAD, Job, LoraSection
 
@@ -72,11 +72,7 @@ def _here_or_downloaded(job: Job, path: str) -> Iterator[None]:
 
 
 def load_processing(job: Job) -> Any:
-    """The tokenizer, or for VQA the processor, with a padding token.
-
-    Raises:
-        InvalidArgument: there is none at the job's path.
-    """
+    """The tokenizer, or for VQA the processor, with a padding token."""
     with one_line('transformers, from pip install "dpfunc[hf]"'):
         from transformers import AutoProcessor, AutoTokenizer
 
@@ -113,10 +109,6 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     """The model before training, in float32, or with the strategy `qlora` in 4 bits.
 
     New parameters are drawn from the job's seed, which is public.
-
-    Raises:
-        InvalidArgument: no such model, one of another kind, or one that takes fewer tokens than data.max_length.
-        UnsupportedModel: 4 bits without bitsandbytes, or for another strategy.
 
     Guarantees:
         tests/train/test_qlora.py::test_without_bitsandbytes_nothing_is_done.
@@ -202,15 +194,6 @@ def key_of(job: Job, purpose: str) -> Any:
 
 def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
-
-    Args:
-        model: as from `load_base`; it is changed. job: its strategy.
-
-    Returns:
-        A `PeftModel` for `lora` and `qlora`, else the same model.
-
-    Raises:
-        InvalidArgument: the strategy does not fit the model.
 
     Guarantees:
         tests/cli/test_train.py::test_strategies_train_what_they_say.

@@ -24,15 +24,23 @@ from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWrit
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling.records import data_name
-from dpfunc.train.candidates import Candidate, load, noise_of, shown, train_candidate
+from dpfunc.train.candidates import (
+    MEANING,
+    Candidate,
+    check_scored,
+    load,
+    noise_of,
+    noisy,
+    score,
+    shown,
+    train_candidate,
+)
 from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.dataset import Records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import load_processing
-from dpfunc.train.people import check_spent_units
 from dpfunc.train.run import check_job
-from dpfunc.train.run_folder import MODEL, check_folder, write_job
-from dpfunc.train.score import MEANING, check_scored, noisy, score
+from dpfunc.train.run_folder import MODEL, check_folder, check_spent_units, write_job
 from dpfunc.types import Event
 
 SECRET_FOLDER = "search"  # in output_dir, as long as the search is under way: as secret as the data
@@ -68,7 +76,7 @@ class Search:
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
         """Cost of training each candidate once."""
-        return tuple(_plan(candidate).ledger() for candidate in self.candidates)
+        return tuple(candidate.plan.ledger() for candidate in self.candidates)
 
 
 @dataclass(frozen=True)
@@ -97,15 +105,12 @@ class _State:
 
 
 def prepare_search(trials: Sequence[Trial], runs: RunCount, score_noise: float, *, shows: bool = False) -> Search:
-    """Load everything, and find the noise with which the whole search costs the budget of the job.
+    """Load everything, and find the noise with which the whole search costs the budget of the job; write nothing.
 
     Args:
         trials: combinations of a public grid. runs: distribution of the number of runs.
         score_noise: standard deviation of the noise of a score, > 0, in held-out records.
         shows: draw progress bars.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: the search cannot be done. Nothing was spent or written.
 
     Guarantees:
         tests/train/test_private_search.py::test_the_whole_search_costs_the_budget.
@@ -138,16 +143,9 @@ def prepare_search(trials: Sequence[Trial], runs: RunCount, score_noise: float, 
         )  # fmt: skip
 
     candidates = load(trials, processing, records, size, noise, shows=shows)
-    ledgers = [_plan(candidate).ledger() for candidate in candidates]
-    cost = search_cost(runs, ledgers, score_noise, _plan(candidates[0]).delta, spent)
+    ledgers = [candidate.plan.ledger() for candidate in candidates]
+    cost = search_cost(runs, ledgers, score_noise, candidates[0].plan.delta, spent)
     return Search(job, candidates, records, runs, score_noise, spent, size, cost, tuple(alone))
-
-
-def _plan(candidate: Candidate) -> Plan:
-    plan = candidate.prepared.plan
-    if plan is None:
-        raise InvalidArgument("Expected a private candidate, got one without a plan.")
-    return plan
 
 
 def _check_private(job: Job) -> None:
@@ -171,7 +169,7 @@ def _check_private(job: Job) -> None:
 
 def search_lines(search: Search) -> list[str]:
     """The plan of a search in lines, from public numbers."""
-    most, plans = search.runs.quantile(0.99), [_plan(candidate) for candidate in search.candidates]
+    most, plans = search.runs.quantile(0.99), [candidate.plan for candidate in search.candidates]
     steps = sum(plan.num_steps for plan in plans) / len(plans)
     lines = [
         f"runs: {search.runs.mean:g} on average, with probability 0.99 at most {most}; each of a random candidate",
@@ -191,11 +189,7 @@ def search_lines(search: Search) -> list[str]:
 
 
 def check_search_folder(job: Job, resume: bool) -> None:
-    """Check, before a table is read, that a search can begin or go on in the folder of its job.
-
-    Raises:
-        InvalidArgument: output_dir is in use or cannot be written. CheckpointError: nothing to resume.
-    """
+    """Check, before a table is read, that a search can begin or go on in the folder of its job."""
     if not resume:
         check_job(job, False, None)
     elif not (Path(job.output_dir) / SECRET_FOLDER / _STATE).is_file():
@@ -218,9 +212,6 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
 
     Returns:
         The record, which is in output_dir as well; and a message if no model was released.
-
-    Raises:
-        InvalidArgument: output_dir cannot be used. CheckpointError: nothing to resume, or another search.
 
     Guarantees:
         tests/train/test_private_search.py::test_the_best_run_alone_is_released,

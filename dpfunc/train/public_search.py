@@ -13,13 +13,12 @@ from dpfunc._utils.validation import fail
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import fold_in, insecure_key, secure_key, stream
-from dpfunc.train.candidates import Candidate, load, train_candidate
+from dpfunc.train.candidates import Candidate, check_scored, load, score, train_candidate
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.dataset import Records, count_records, read_records
 from dpfunc.train.grid import Trial
 from dpfunc.train.model import key_of, load_processing
-from dpfunc.train.people import check_spent_units
-from dpfunc.train.score import check_scored, score
+from dpfunc.train.run_folder import check_spent_units
 from dpfunc.train.tables import same_file
 
 _HELD_OUT = 0.2  # of the public records, where the job has no share
@@ -48,9 +47,6 @@ def prepare_public(trials: Sequence[Trial], public: Path, *, shows: bool = False
 
     Args:
         trials: combinations of a grid. public: table with the columns of the job. shows: draw progress bars.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job or of the table cannot be used.
 
     Guarantees:
         tests/train/test_public_search.py::test_public_runs_have_the_noise_of_the_private_run.
@@ -96,11 +92,7 @@ def _on_public(candidate: Candidate) -> Candidate:
 
 
 def run_public(search: PublicSearch, insecure_seed: int | None = None) -> Iterator[float]:
-    """Train each candidate once, and give its mean score on the held-out public records, in their order.
-
-    Args:
-        search: from `prepare_public`. insecure_seed: to repeat the search exactly.
-    """
+    """Train each candidate once, and give its mean score on the held-out public records, in their order."""
     root = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     for number, candidate in enumerate(search.candidates):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -110,11 +102,7 @@ def run_public(search: PublicSearch, insecure_seed: int | None = None) -> Iterat
 
 
 def tuned(values: Mapping[str, Any], chosen: Job) -> dict[str, Any]:
-    """The values of a job file with those of a candidate, for `dpfunc train`.
-
-    Args:
-        values: of the file, flags included. chosen: job of the candidate.
-    """
+    """The values of a job file with those of a candidate, for `dpfunc train`."""
     training = {
         name: getattr(chosen.training, name)
         for name in ("learning_rate", "head_rate", "batch_size", "steps", "physical_batch_size")

@@ -52,9 +52,6 @@ def with_recipe(
         job: what is given stays. model: with what is trained requiring gradients. dataset_size: public number.
         spent: by earlier runs; the recipe is for what is left of the budget.
 
-    Raises:
-        InvalidArgument: there is no recipe for the strategy, or no budget to derive it from.
-
     Guarantees:
         tests/train/test_recipe.py::test_what_is_given_stays.
     """
@@ -64,21 +61,17 @@ def with_recipe(
     found = _found(job, model, dataset_size, spent)
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
     batch = training.batch_size or found.expected_batch_size
+    at_once = max(1, PHYSICAL // (job.data.max_records_per_unit or 1))  # units that have the usual number of records
+    asked = training.physical_batch_size or job.privacy.dp_physical_batch_size
     filled = dataclasses.replace(
         training,
         learning_rate=training.learning_rate or found.learning_rate,
         head_rate=found.head_rate if by_recipe else training.head_rate,
         batch_size=batch,
         steps=found.num_steps if "steps" in missing else training.steps,
-        physical_batch_size=_physical(job, batch),
+        physical_batch_size=asked or min(at_once, batch),
     )
     return dataclasses.replace(job, training=filled), found
-
-
-def _physical(job: Job, batch_size: int) -> int:
-    """Units that are differentiated at once: as the job says, or as many as have the usual number of records."""
-    at_once = max(1, PHYSICAL // (job.data.max_records_per_unit or 1))
-    return job.training.physical_batch_size or job.privacy.dp_physical_batch_size or min(at_once, batch_size)
 
 
 def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:

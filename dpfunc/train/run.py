@@ -27,21 +27,30 @@ from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
-from dpfunc.hf.trainer.environment import refuse_environment
+from dpfunc.hf.trainer.checks import recomputed
 from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import Loss, trainable
+from dpfunc.hf.trainer.settings import refuse_environment
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
-from dpfunc.train.dataset import Records, read_records
-from dpfunc.train.frozen import collator_of, compute_frozen
+from dpfunc.train.dataset import Records, collator, left_out, read_records
+from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
-from dpfunc.train.people import check_spent_units, left_out, unit_of
 from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.run_folder import MODEL, check_accounting, check_folder, has_checkpoint, recorded_job, write_job
+from dpfunc.train.run_folder import (
+    MODEL,
+    check_accounting,
+    check_folder,
+    check_spent_units,
+    has_checkpoint,
+    recorded_job,
+    unit_of,
+    write_job,
+)
 
 LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
@@ -82,12 +91,9 @@ class Prepared:
 
 
 def prepare(job: Job) -> Prepared:
-    """Read the tables, find the plan, load the model; in this order, so that what is cheap is refused first.
+    """Read the tables, find the plan, load the model, and write nothing; what is cheap to refuse comes first.
 
     A recipe depends on the number of trained parameters: if one is needed, the model is loaded before the plan.
-
-    Raises:
-        InvalidArgument, UnreachableBudget, UnsupportedModel: something of the job cannot be used. Nothing is written.
     """
     job = with_shape(job)
     if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
@@ -192,14 +198,6 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
-    Args:
-        job: what to do. resume, insecure_seed: as for `run_job`.
-
-    Raises:
-        InvalidArgument: a logger that is unknown or not installed, an output_dir that cannot be used, or a launcher
-            that asks for what a private run does not do.
-        CheckpointError: resume without a checkpoint of this very job.
-
     Guarantees:
         tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses.
     """
@@ -237,9 +235,8 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
-    first = records.train[0]
     many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
-    at_once = max(many, job.physical_batch_size) if "features" in first else job.physical_batch_size
+    at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return DPTrainer(
         model=prepared.model,
         args=training_arguments(prepared),
@@ -250,7 +247,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         ledger=prepared.spent,
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,
-        data_collator=collator_of(job, first, prepared.processing),
+        data_collator=collator(job, prepared.processing),
         processing_class=prepared.processing,
         compute_metrics=MEASURES.get(job.task),
         optimizers=(_optimizer(prepared), None),
@@ -269,20 +266,13 @@ def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
 
 
 def training_arguments(prepared: Prepared) -> Any:
-    """Translate the settings of a job into `TrainingArguments` of Transformers.
-
-    Raises:
-        InvalidArgument: an optimizer, scheduler or logger that Transformers does not know.
-    """
+    """Translate the settings of a job into `TrainingArguments` of Transformers."""
     from transformers import TrainingArguments
 
     job = prepared.job
     training = job.training
     batch, accumulated = (job.batch_size, 1) if prepared.plan is not None else _batches_of_twin(job)
-    checkpointing: dict[str, Any] = {}
-    if training.gradient_checkpointing:
-        name = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
-        checkpointing = {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
+    checkpointing = recomputed(TrainingArguments) if training.gradient_checkpointing else {}
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
     with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
         return TrainingArguments(

@@ -1,4 +1,4 @@
-"""The folder of a run: the job that is kept in it, checks before it is used, and the cost that its journal holds."""
+"""The folder of a run: the job that is kept in it, checks before it is used, its cost, and what it protected."""
 
 from __future__ import annotations
 
@@ -10,28 +10,25 @@ from typing import Any
 
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import shorten, unique_json
+from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.format import remove
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.files import JOURNAL, START, is_complete, newest, released
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
+from dpfunc.train.tables import json_values
 
 MODEL = "model"
 _JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
 _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
+_PERSON = "one person: all records with the same value of the unit column"
 
 
 def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
-    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out.
-
-    Args:
-        job: as it was given. filled: with the values of its recipe. reasons: for these values.
-        folder: of the run. insecure_seed: see `run_job`.
-    """
+    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out."""
     folder.mkdir(parents=True, exist_ok=True)
     remove(folder / START)  # of a run that was killed here before its first step
     content = {
@@ -58,11 +55,7 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | 
 
 
 def saved_job(folder: Path) -> tuple[Job, int | None]:
-    """The job of a run folder, and its insecure seed.
-
-    Raises:
-        CheckpointError: not a folder of `dpfunc train`.
-    """
+    """The job of a run folder, and its insecure seed."""
     path = folder / _JOB_FILE
     if not path.is_file():
         raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
@@ -81,9 +74,6 @@ def recorded_job(job: Job) -> Job:
 
     A later version of the recipe does not change a run under way. What changes nothing that is trained is as in `job`.
 
-    Raises:
-        CheckpointError: damaged.
-
     Guarantees:
         tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values.
     """
@@ -101,10 +91,6 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check that a run can begin in the output folder, or that it holds the run to resume.
 
     A run that was killed before its first step begins again, with --resume or without.
-
-    Raises:
-        InvalidArgument: a new run in a folder with files, or in none that can be written.
-        CheckpointError: nothing to resume, another job, or a journal that lacks lines.
 
     Guarantees:
         tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again.
@@ -207,12 +193,6 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
 def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder.
 
-    Args:
-        folder: of the run.
-
-    Raises:
-        CheckpointError: another process has trained into the same folder, or lines were lost.
-
     Guarantees:
         tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
     """
@@ -224,3 +204,40 @@ def check_accounting(folder: Path) -> None:
             f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
             f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
         )
+
+
+def unit_of(job: Job) -> str:
+    """The unit that the job protects, in the words of its accounting."""
+    return ONE_RECORD if job.data.unit_column is None else _PERSON
+
+
+def check_spent_units(job: Job) -> None:
+    """Check that the earlier runs that the job counts protected what it protects: costs of others do not add up.
+
+    Under noise for people, a record may move a step by more than it may under noise for records, and the reverse.
+
+    Guarantees:
+        tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up.
+    """
+    for name in job.data.spent or () if job.privacy.dp_enabled else ():
+        found = _unit_of_run(Path(name))
+        if found is None and job.data.unit_column is None:
+            continue  # a ledger or a journal of any loop, which counts rows
+        if found != unit_of(job):
+            raise InvalidArgument(
+                f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
+                f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "
+                f"{ACCOUNTING} of a run with the same unit, or its journal in its folder."
+            )
+
+
+def _unit_of_run(path: Path) -> str | None:
+    """The unit in a record of a run; of a journal, that of the job or the record beside it."""
+    beside = (path, path.parent / ACCOUNTING, path.parent / _JOB_FILE)
+    for values in map(json_values, beside if path.suffix == ".jsonl" else (path,)):
+        if isinstance(values.get("unit"), str):
+            return str(values["unit"])
+        job = values.get("job")
+        if isinstance(job, dict) and isinstance(job.get("data"), dict):
+            return _PERSON if job["data"].get("unit_column") is not None else ONE_RECORD
+    return None

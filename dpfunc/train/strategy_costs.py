@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.vision_language.strategies import STRATEGIES, trained_parameters
-from dpfunc.hf.vision_language.submodules import language_layers, quantised_layers
+from dpfunc.hf.facts import quantised_layers
+from dpfunc.hf.vision_language.strategies import STRATEGIES, language_layers, trained_parameters
 
 _GIB = 2**30
 

@@ -126,7 +126,7 @@ def troubles(folder, ranks):
     found["full"] = caught(generate.write_texts, folder / "full.jsonl", iter(texts), ranks)
     generate._write = write
     found["written"] = generate.write_texts(folder / "texts.jsonl", iter(texts), ranks)
-    generate._chunk = fails if ranks.rank == 1 else lambda *args: ["text"]
+    generate._drawn = fails if ranks.rank == 1 else lambda *args: ["text"]
     how = generate.Sampling(num=2, batch_size=1)
     writer = generate.Writer(None, None, 1.0, 1e-3, 8)
     found["draw"] = caught(lambda: list(generate.sample(writer, [{"prompt": ""}], how, ranks)))

@@ -10,7 +10,7 @@ from text_job import write_job
 
 from dpfunc.train.config_file import read_job
 from dpfunc.train.dataset import collator, read_records
-from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.model import choose_parameters, load_base, load_processing
 from dpfunc.train.recipe import with_shape
 
@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_whole_model(prepared, strategy):
     assert "computed once for each record" in told
     for before, after in zip((records.train, records.evaluation), (computed.train, computed.evaluation), strict=True):
         assert "input_ids" not in after[0]
-        whole, kept = collator(job, processing)(before), CollateFrozen(job.data.max_length)(after)
+        whole, kept = (collator(job, processing)(each) for each in (before, after))
         assert torch.equal(whole.pop("labels"), kept.pop("labels"))
         with torch.no_grad():
             torch.testing.assert_close(model(**kept).logits, model(**whole).logits, rtol=1e-2, atol=1e-2)

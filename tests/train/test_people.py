@@ -19,7 +19,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.train.config_file import read_job
 from dpfunc.train.dataset import collator, read_records
 from dpfunc.train.dry_run import dry_run
-from dpfunc.train.frozen import CollateFrozen, compute_frozen
+from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.model import choose_parameters, load_base, load_processing
 from dpfunc.train.recipe import with_shape
 from dpfunc.train.tables import read_table, split
@@ -228,9 +228,7 @@ def test_frozen_layers_are_computed_once_for_people_as_well(tmp_path, monkeypatc
     records = read_records(job, processing)
     computed, told = compute_frozen(job, model, records, shows=False)
     assert "computed once" in told
-    from dpfunc.train.dataset import by_person
-
-    whole, kept = collator(job, processing)(records.units), by_person(job, CollateFrozen(16))(computed.units)
+    whole, kept = (collator(job, processing)(each.units) for each in (records, computed))
     assert torch.equal(whole["text_mask"], kept["text_mask"])
     mask = whole.pop("text_mask"), kept.pop("text_mask")
     with torch.no_grad():

@@ -21,7 +21,7 @@ from dpfunc.accounting.selection_record import SelectionRecord
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import candidates
-from dpfunc.train.candidates import noise_of
+from dpfunc.train.candidates import noise_of, noisy
 from dpfunc.train.config_file import parse_flags, read_yaml
 from dpfunc.train.grid import parse_grid, trials
 from dpfunc.train.private_search import (
@@ -31,7 +31,6 @@ from dpfunc.train.private_search import (
     run_search,
     search_lines,
 )
-from dpfunc.train.score import noisy
 
 RUNS, NOISE = RunCount(4.0, 1.0), 3.0
 

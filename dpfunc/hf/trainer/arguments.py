@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -209,31 +209,27 @@ class PrivacyArguments:
             raise InvalidArgument("Expected dp_enabled=True for a plan, got dp_enabled=False: nothing is private.")
         sampler = self._sampler(dataset_size, expected_batch_size)
         before = Ledger(adjacency=self.adjacency) if spent is None else spent
-        delta = self.dp_delta
-
-        def plan(noise_multiplier: float, steps: int, budget: float | None) -> Plan:
-            return Plan(
-                sampler, self.clip(), noise_multiplier, steps, delta, budget, self.adjacency,
-                accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
-            )  # fmt: skip
-
-        plan(1.0, num_steps, None)  # bad arguments are found before any search
+        # bad arguments are found before any search
+        start = Plan(
+            sampler, self.clip(), 1.0, num_steps, self.dp_delta, None, self.adjacency,
+            accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
+        )  # fmt: skip
         if self.dp_epsilon is not None:
             noise = calibrate(
-                lambda scale: before.compose(plan(scale, num_steps, None).ledger()),
+                lambda scale: before.compose(replace(start, noise_multiplier=scale).ledger()),
                 epsilon=self.dp_epsilon,
-                delta=delta,
+                delta=self.dp_delta,
                 method=self.dp_accountant,
             )
-            return plan(noise, num_steps, self.dp_epsilon)
+            return replace(start, noise_multiplier=noise, epsilon=self.dp_epsilon)
         noise = self.dp_noise_multiplier if self.dp_noise_multiplier is not None else math.nan
+        whole_run = replace(start, noise_multiplier=noise)
         if self.dp_max_epsilon is None:
-            return plan(noise, num_steps, None)
-        whole_run = plan(noise, num_steps, None)
+            return whole_run
         steps = affordable_steps(
             lambda k: before.compose(whole_run.ledger(k)),
             epsilon=self.dp_max_epsilon,
-            delta=delta,
+            delta=self.dp_delta,
             limit=num_steps,
             method=self.dp_accountant,
         )
@@ -242,7 +238,7 @@ class PrivacyArguments:
                 f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
                 f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
             )
-        return plan(noise, steps, self.dp_max_epsilon)
+        return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
 
     def _sampler(self, dataset_size: int, expected_batch_size: float) -> Sampler:
         if self.dp_poisson_sampling:
@@ -255,9 +251,6 @@ class PrivacyArguments:
 
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them.
-
-    Raises:
-        InvalidArgument: an unknown name, with a suggestion; or two names of one argument that differ.
 
     >>> own_names({"target_epsilon": 8.0, "disable_dp": False})
     {'dp_epsilon': 8.0, 'dp_enabled': True}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from dpfunc.checkpoint.format import (
 )
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
-from dpfunc.checkpoint.saving import save
-from dpfunc.distributed.launch import once
 from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
@@ -43,30 +40,6 @@ START = "checkpoint-0"  # before the first step; it stays until there is a later
 _TRAINER_STATE = "trainer_state.json"
 FILES = "trainer_files.json"
 """A digest of every file that the Trainer has written into a checkpoint."""
-
-
-def save_run(
-    checkpoint: Path,
-    *,
-    params: Params,
-    state: StepState,
-    plan: Plan,
-    data: str,
-    journal: Path,
-    ranks: Ranks | None,
-    optimizer_state: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Write parameters, key, ledger and plan into a checkpoint of the Trainer, which counts as complete only later.
-
-    All processes call it. `optimizer_state` and `extra` are of a sharded model: of others the Trainer writes the first.
-    """
-    folder = checkpoint / FOLDER
-    once(ranks, lambda: remove(folder))  # of an earlier run, whose files the Trainer has replaced
-    save(
-        folder, params=params, state=state, plan=plan, data=data, ranks=ranks, keep=1, journal=journal,
-        optimizer_state=optimizer_state, extra=extra,
-    )  # fmt: skip
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:
@@ -86,9 +59,6 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
     """Checkpoints that the Trainer would remove; it would remove their files in any order, and a kill leave some.
 
     What a kill left half-written goes first, whatever its number.
-
-    Args:
-        output_dir: of the run. limit: how many stay; None or 0 for all. best: a checkpoint that stays, too.
     """
     from transformers.trainer_utils import sort_checkpoints
 
@@ -101,11 +71,7 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
 
 
 def clean(output_dir: Path) -> None:
-    """Remove what killed processes left unfinished in the folder of a run; some of it holds the key.
-
-    Args:
-        output_dir: of the run, used by no other process.
-    """
+    """Remove what killed processes left unfinished in the folder of a run; some of it holds the key."""
     sweep(output_dir)
     for path in output_dir.glob("checkpoint-*"):
         sweep(path)
@@ -115,7 +81,7 @@ def clean(output_dir: Path) -> None:
 def load_run(
     checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
-    """Read what `save_run` wrote; the ledger also counts the steps that the journal has beyond it.
+    """Read the part of a checkpoint that is not the Trainer's; its ledger also counts later steps in the journal.
 
     All processes call it.
 
@@ -141,14 +107,7 @@ def load_run(
 
 
 def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None) -> None:
-    """Check what the user says about the start of a run that is resumed.
-
-    Args:
-        saved: what was loaded. plan: of the run. key, earlier: as given to the Trainer; None says nothing.
-
-    Raises:
-        CheckpointError: the run has another key, or began with another ledger.
-    """
+    """Check what the user says about the start of a run that is resumed."""
     if key is not None and key != saved.state.key:
         raise CheckpointError(
             f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
@@ -164,11 +123,7 @@ def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Le
 
 
 def check_goes_on(before: StepState, saved: Checkpoint) -> None:
-    """A trainer that was interrupted goes on with its own run, and with all that it has spent.
-
-    Raises:
-        CheckpointError: another run's checkpoint, or a journal that lacks steps of this trainer.
-    """
+    """A trainer that was interrupted goes on with its own run, and with all that it has spent."""
     if saved.state.key != before.key:
         raise CheckpointError(
             f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new DPTrainer."
@@ -221,11 +176,7 @@ def released(output_dir: Path) -> bool:
 
 
 def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
-    """Check that all checkpoints are of one run, and that it is the one that began last in the journal.
-
-    Raises:
-        CheckpointError: a folder that several runs have used; a higher number is not a newer run.
-    """
+    """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
     runs = {_run_of(path): path for path in reversed(checkpoints)}
     which = (
         "Name the one to go on with: resume_from_checkpoint=PATH. A run of its own belongs into a folder of its own."
@@ -268,9 +219,6 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
 
     A run that is killed later would leave that behind, with fewer steps than were taken.
 
-    Args:
-        journal: of the run. ledger: of the run. resumed: it goes on, and runs that it does not count cause a warning.
-
     Raises:
         LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
     """
@@ -291,9 +239,6 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
 def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
     """A state that is charged for every step of its run in the journal, and stands after the last of them.
 
-    Args:
-        state: of the run. plan: of the run. journal: its file.
-
     Guarantees:
         tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted.
     """
@@ -306,11 +251,7 @@ def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
 
 
 def check_journal(journal: Path, state: StepState) -> None:
-    """Check that the journal of a finished run has its steps, and no others of the same key.
-
-    Raises:
-        CheckpointError: steps were lost, or another process went on with the same run.
-    """
+    """Check that the journal of a finished run has its steps, and no others of the same key."""
     taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
     if len(taken) != state.charged:
         raise CheckpointError(

@@ -40,9 +40,6 @@ def refuse_filling(
         loss_fn: one loss a sample. params: of `model`, which is in evaluation mode meanwhile: no dropout.
         dataset: of the private records. collate: list of records -> batch. prepare: moves a batch to the model.
 
-    Raises:
-        UnsupportedModel: the gradient changes.
-
     Guarantees:
         tests/hf/trainer/test_filling.py: FNet is refused, and models with a mask are not (test_models).
     """

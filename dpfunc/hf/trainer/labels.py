@@ -36,9 +36,6 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
         dataset: of the private records. collate: list of records -> batch.
         model: of Transformers, or a PEFT model around one.
         task: its name. A function may read labels in another way, so then nothing is checked.
-
-    Raises:
-        InvalidArgument: naming the column, and what it may hold.
     """
     base = base_model(model)
     classes = _num_classes(base)

@@ -39,9 +39,6 @@ def model_recipe(
         dataset_size: public number of records. epsilon, delta: the budget.
         measure: find the norm of a head's inputs on made-up tokens; without, it is that behind a layer norm.
 
-    Raises:
-        InvalidArgument: `head` for what is no single linear layer.
-
     Guarantees:
         tests/hf/trainer/test_recipes.py: the length of a head's inputs is measured on made-up tokens
         (test_the_length_of_features_is_measured_without_data).
@@ -121,9 +118,6 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
         args: `TrainingArguments`. A value that is not the default of Transformers was given, and is not replaced in
             silence; one that equals the default cannot be told from one that was not given, and is replaced.
         physical: records differentiated at once. private: False for the twin, which accumulates a batch.
-
-    Raises:
-        InvalidArgument: an argument that the recipe decides was given, and is another.
     """
     values = found.training_arguments()
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -182,8 +176,7 @@ def _guessed(model: nn.Module) -> Strategy | None:
     params = trainable(model)
     if any(_ADAPTER in name for name in params):
         return "lora"
-    matrices = [p for p in params.values() if p.dim() > 1]
-    return "head" if len(matrices) == 1 and len(params) <= 2 and matrices[0].dim() == 2 else None
+    return None if _weight_of_linear([*params.values()]) is None else "head"
 
 
 def one_class(predictions: object, labels: object) -> str | None:

@@ -1,37 +1,38 @@
-"""A private run of the Trainer: its start, and the messages about it."""
+"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and its messages."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
+from dpfunc.batches import batch_size
 from dpfunc.checkpoint.format import Checkpoint
-from dpfunc.checkpoint.journal import Journal
 from dpfunc.distributed.fully_sharded import functionalize_managed
+from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import CheckpointError, UnsupportedModel
+from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.functional.fsdp import fsdp_parts
 from dpfunc.functional.names import select
 from dpfunc.hf import peft
 from dpfunc.hf.facts import AnyForward
 from dpfunc.hf.tasks import infer_task, make_loss_fn
-from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
-from dpfunc.step import DPStep, make_dp_step
-from dpfunc.types import Engine, LossFn, Params, schedule_at
+from dpfunc.step import DPStep
+from dpfunc.types import Batch, Engine, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -68,11 +69,7 @@ class Run:
     start: Start
 
     def at(self, step: int) -> StepState:
-        """The state before this step: the present one, or the one before where the optimizer has not stepped yet.
-
-        Raises:
-            CheckpointError: the Trainer is somewhere else.
-        """
+        """The state before this step: the present one, or the one before where the optimizer has not stepped yet."""
         for state in (self.state, self.previous):
             if state.step == step:
                 return state
@@ -82,65 +79,81 @@ class Run:
         )
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """An Accelerator that leaves models as they are, except for their place and their autocast.
+
+    DistributedDataParallel would average gradients that are not clipped yet. All else is the Accelerator's own.
+    """
+
+    accelerator: Any = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare objects as the `Accelerator` does; models are not wrapped."""
+        ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
+    ) -> nn.Module:
+        """Prepare a model as the `Accelerator` does for evaluation, without wrapping it; parts stay in place."""
+        place = False if fsdp_parts(model) else device_placement
+        placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
+        return placed
+
+
+def ranks_of(args: Any) -> Ranks | None:
+    """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
+    world = int(args.world_size)
+    try:
+        check_launch(os.environ, world)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
+            "only."
+        ) from error
+    return distributed.data_parallel() if world > 1 else None
+
+
+def place(ranks: Ranks | None) -> tuple[int, int]:
+    """Rank of this process in the data group, and the size of that group."""
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+def placeholder_mask(plan: Plan, state: StepState, ranks: Ranks | None, batch: Batch) -> Tensor | None:
+    """Mask for a process without records: it runs a placeholder with weight zero, since all processes communicate."""
+    if ranks is None or len(plan.draw(state, state.step, ranks)):
+        return None
+    return torch.zeros(batch_size(batch), dtype=torch.bool)
+
+
+def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
+    """The mean loss of the records of all processes; 0 where there are none. UNRELEASED."""
+    total = torch.stack([losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B))).double()])
+    if ranks is not None:
+        total = total.to(ranks.device)
+        dist.all_reduce(total, group=ranks.group)
+    return (total[0] / total[1].clamp(min=1)).float()
+
+
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The model's own parameters that are trained: which require gradients; in PEFT of the active adapter."""
     adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return select(model, peft.trainable(model) if adapters else None)
 
 
-def begin(
-    model: nn.Module,
-    plan: Plan,
-    start: Start,
-    privacy: PrivacyArguments,
-    task: Loss | None,
-    microbatch: int,
-    journal: Path,
-    ranks: Ranks | None = None,
-    num_records: int | None = None,
-    check: Callable[[LossFn, Params], None] = lambda loss_fn, params: None,
-) -> Run:
-    """The run, once the model is where it is trained; a resumed one gets its parameters back.
-
-    On several processes all start with the model of the first one: a new head was drawn differently on each.
-    `check` sees the loss and the parameters before anything is spent.
-    """
-    if not fsdp_parts(model):  # parts differ, and are of the same values
-        distributed.replicate((*model.parameters(), *model.buffers()), ranks)
-    params = trainable(model)
-    if start.resumed is not None:
-        with torch.no_grad():
-            for name, value in start.resumed.params.items():
-                params[name].copy_(value)
-    forward, engine, ranks = _functional(model, params, privacy, ranks)
-    on_cuda = all(param.is_cuda for param in params.values())
-    loss_fn = make_loss_fn(forward, infer_task(model) if task is None else task)
-    check(loss_fn, params)
-    dp_step = make_dp_step(
-        loss_fn,
-        plan,
-        engine=engine,
-        microbatch_size=microbatch,
-        noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
-        journal=Journal(journal, plan),
-        ranks=ranks,
-    )
-    if start.resumed is None:
-        state = dp_step.init(params, start.key, start.ledger, num_records=num_records)
-    else:
-        state = start.resumed.state
-    return Run(dp_step, params, state, state, start)
-
-
-def _functional(
-    model: nn.Module, params: Params, privacy: PrivacyArguments, ranks: Ranks | None
+def as_function(
+    model: nn.Module, params: Params, engine: str, ranks: Ranks | None
 ) -> tuple[AnyForward, str | Engine, Ranks | None]:
     """The model as a function, with the engine and the ranks that its steps need."""
     if ranks is None or not fsdp_parts(model):
         model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
         forward, _ = functionalize(model, list(params))
         model.train()
-        return forward, privacy.dp_engine, ranks
+        return forward, engine, ranks
     managed = functionalize_managed(model, ranks)
     others = sorted(managed.params.keys() ^ params.keys())
     if others:
@@ -164,11 +177,7 @@ class _Native:
 
 
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
-    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each.
-
-    Args:
-        model: what is trained. wrapped: the same, as the Trainer calls it. task: None infers it from the model.
-    """
+    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
     loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
     return lambda batch: loss_fn({}, dict(batch)).mean()
 

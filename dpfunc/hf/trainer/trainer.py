@@ -22,56 +22,51 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
-from dpfunc.checkpoint.format import Checkpoint
-from dpfunc.checkpoint.journal import writing
+from dpfunc.checkpoint.format import Checkpoint, remove
+from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
+from dpfunc.checkpoint.saving import save
 from dpfunc.distributed.launch import check_same_data
 from dpfunc.distributed.object_collectives import all_or_none, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
-from dpfunc.hf.tasks import infer_task
+from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.hf.trainer import checks, fsdp
 from dpfunc.hf.trainer import files as trainer_state
-from dpfunc.hf.trainer import processes, sharded
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.checks import (
-    changed,
-    one_draw_a_step,
-    refuse_arguments,
-    refuse_data_name,
-    refuse_model,
-    refuse_optimizer,
-    refuse_overrides,
-    refuse_unit,
-    refuse_values,
-)
-from dpfunc.hf.trainer.environment import refuse_accelerator, without_effect
 from dpfunc.hf.trainer.filling import refuse_filling
-from dpfunc.hf.trainer.fsdp import refuse_with_sharding, sharding_of
 from dpfunc.hf.trainer.labels import refuse_labels
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
     Loss,
+    Replicas,
     Run,
     Start,
-    begin,
+    as_function,
+    mean_loss,
     metrics,
+    place,
+    placeholder_mask,
     plan_text,
+    ranks_of,
     trainable,
     twin_loss,
     warning_step,
     warning_text,
 )
+from dpfunc.hf.trainer.settings import refuse_accelerator, refuse_arguments, without_effect
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling.loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling.records import check_repeatable, data_name
 from dpfunc.state import StepState
-from dpfunc.types import LossFn, Params
+from dpfunc.step import make_dp_step
 
 _logger = logging.getLogger(__name__)
 
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
+_PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -130,16 +125,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         data_name: str | None = None,
         unit: str = ONE_RECORD,
     ) -> None:
-        refuse_values(model, privacy, key, model_init, compute_loss_func)
-        refuse_unit(unit)
-        refuse_data_name(data_name)
+        checks.refuse_values(model, privacy, key, model_init, compute_loss_func, unit, data_name)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
         self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
             at_once = privacy.dp_physical_batch_size or PHYSICAL
-            args = changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
+            args = checks.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
@@ -154,18 +147,19 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
-        self._division: sharded.Division | None = None
+        self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
             refuse_arguments(args)
-            refuse_overrides(self, DPTrainer, Trainer)
+            checks.refuse_overrides(self, DPTrainer, Trainer)
             for setting in without_effect(args):
                 _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
-            args = changed(args, one_draw_a_step(self.logical_batch_size))
+            one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
+            args = checks.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
             self._division, args = _shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
-        self._ranks = processes.ranks_of(args) if self._division is None else self._division.ranks
+        self._ranks = ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -176,15 +170,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own; of a private run on several processes one that wraps no model."""
-        with nullcontext() if self._division is None else processes.without_fsdp():
+        with nullcontext() if self._division is None else fsdp.without_fsdp():
             super().create_accelerator_and_postprocess()
         if self.privacy.dp_enabled:
             refuse_accelerator(self.accelerator)
             if self._ranks is not None:
-                self.accelerator: Any = processes.Replicas(self.accelerator)
+                self.accelerator: Any = Replicas(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The Trainer's own; a sharded model is where it was sharded."""
+        """The Trainer's own; a sharded model is where it was divided."""
         if self._division is None:
             super()._move_model_to_device(model, device)
 
@@ -298,10 +292,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
         """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
-        sharded.settle(self.model)
+        fsdp.settle(self.model)
         self.model.train()
-        refuse_model(self.model)
-        refuse_optimizer(self.optimizer, trainable(self.model))
+        checks.refuse_model(self.model)
+        checks.refuse_optimizer(self.optimizer, trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
@@ -330,7 +324,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         advice = self._advice()
         if writes and advice is not None:
             _logger.warning(advice)
-        self.args = changed(self.args, {"max_steps": start.limit})
+        self.args = checks.changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
@@ -362,7 +356,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
         def check() -> None:
             if self._division is not None:
-                sharded.check_frozen(self._division, saved.extra)
+                fsdp.check_frozen(self._division, saved.extra)
             trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
             if self._run is not None:
                 trainer_state.check_goes_on(self._run.state, saved)
@@ -385,17 +379,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
         start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
         if pending is not None:
-            self._run = begin(
-                self.model, self.plan, start, self.privacy, self._task, self.physical_batch_size, self._journal(),
-                self._ranks, self._num_records(), self._check_filling,
-            )  # fmt: skip
+            self._run = self._begin(pending)
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
 
         def steps() -> range:
             first = self._first_step() if pending else 0
             return range(first, min(first + epoch, start.limit))
 
-        args, (rank, size) = self.args, processes.place(self._ranks)
+        args, (rank, size) = self.args, place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         return data_loader(
@@ -409,9 +400,38 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
-    def _check_filling(self, loss_fn: LossFn, params: Params) -> None:
+    def _begin(self, start: Start) -> Run:
+        """The run, once the model is where it is trained; a resumed one gets its parameters back.
+
+        On several processes all start with the model of the first one: a new head was drawn differently on each.
+        """
+        model, privacy = self.model, self.privacy
+        if self._division is None:  # else parts differ, and are of the same values
+            distributed.replicate((*model.parameters(), *model.buffers()), self._ranks)
+        params = trainable(model)
+        if start.resumed is not None:
+            with torch.no_grad():
+                for name, value in start.resumed.params.items():
+                    params[name].copy_(value)
+        forward, engine, ranks = as_function(model, params, privacy.dp_engine, self._ranks)
+        on_cuda = all(param.is_cuda for param in params.values())
+        loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
-            refuse_filling(loss_fn, params, self.model, self.train_dataset, self._collator(), self._prepare_inputs)
+            refuse_filling(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
+        dp_step = make_dp_step(
+            loss_fn,
+            self.plan,
+            engine=engine,
+            microbatch_size=self.physical_batch_size,
+            noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
+            journal=Journal(self._journal(), self.plan),
+            ranks=ranks,
+        )
+        if start.resumed is None:
+            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
+        else:
+            state = start.resumed.state
+        return Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
         """Number of records, where the plan has a bound on it."""
@@ -448,8 +468,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        mask_B = processes.placeholder_mask(self.plan, before, self._ranks, batch)
-        with sharded.settled(self.model):
+        mask_B = placeholder_mask(self.plan, before, self._ranks, batch)
+        with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
@@ -457,7 +477,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if state.step >= self._warn_at:
             self._warn(state)
         if self.privacy.dp_log_unreleased:
-            return processes.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
+            return mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
 
     def _warn(self, state: StepState) -> None:
@@ -488,7 +508,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         metric_key_prefix: str = "eval",
     ) -> Any:
         """The Trainer's own; predictions that are all one class are warned of, once."""
-        with sharded.settled(self.model):
+        with fsdp.settled(self.model):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -528,22 +548,24 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        save, run, args = super()._save_checkpoint, self._run, self.args
+        save_own, run, args = super()._save_checkpoint, self._run, self.args
         if run is None:
-            return save(model, trial)  # type: ignore[no-any-return]  # of Trainer
+            return save_own(model, trial)  # type: ignore[no-any-return]  # of Trainer
         folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
-        parts = {} if self._division is None else sharded.parts_of_run(self._division, self.optimizer, run.params)
+        parts = {} if self._division is None else fsdp.parts_of_run(self._division, self.optimizer, run.params)
         with writing(folder, run.state.ledger, self.plan):
             if not args.save_only_model:  # which is also how to get a checkpoint without the key
-                trainer_state.save_run(
-                    folder, params=run.params, state=now, plan=self.plan, data=run.start.data, journal=self._journal(),
-                    ranks=self._ranks, **parts,
+                own = folder / trainer_state.FOLDER
+                distributed.once(self._ranks, lambda: remove(own))  # of an earlier run, whose files are replaced
+                save(
+                    own, params=run.params, state=now, plan=self.plan, data=run.start.data, ranks=self._ranks, keep=1,
+                    journal=self._journal(), **parts,
                 )  # fmt: skip
             distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
-            self.args = changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+            self.args = checks.changed(args, {"save_total_limit": None})  # none is removed before this one is whole
             try:
-                all_or_none(partial(save, model, trial), self._ranks, "No checkpoint was made")
+                all_or_none(partial(save_own, model, trial), self._ranks, "No checkpoint was made")
             finally:
                 self.args = args
             distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
@@ -551,7 +573,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""
         if self._division is not None:
-            self._whole = sharded.whole_state(self.model, self.args.should_save)
+            self._whole = fsdp.whole_state(self.model, self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
@@ -573,7 +595,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if saved is None or saved.optimizer_state is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        sharded.load_optimizer_state(self.optimizer, saved.optimizer_state)
+        fsdp.load_optimizer_state(self.optimizer, saved.optimizer_state)
         self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -603,22 +625,21 @@ def _shard(
     args: Any,
     privacy: PrivacyArguments,
     optimizers: tuple[Any, Any],
-) -> tuple[sharded.Division | None, Any]:
+) -> tuple[fsdp.Division | None, Any]:
     """Shard the model, if the script asks for it; arguments with which nobody does so once more."""
-    sharding = sharding_of(args, os.environ)
+    sharding = fsdp.sharding_of(args, os.environ)
     if sharding is None:
         return None, args
-    refuse_with_sharding(args, privacy, optimizers)
-    ranks = processes.ranks_of(args)
+    fsdp.refuse_with_sharding(args, privacy, optimizers)
+    ranks = ranks_of(args)
     if distributed.is_writer(ranks) and sharding.without_effect:
         _logger.warning(
             "FSDP2 and a private run have no use for %s: it changes nothing.", list(sharding.without_effect)
         )
     values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
     if sharding.checkpointing:
-        name = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
-        values |= {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": False}}
-    return sharded.shard_model(model, sharding, ranks, args.device), changed(args, values)
+        values |= checks.recomputed(args)
+    return fsdp.shard_model(model, sharding, ranks, args.device), checks.changed(args, values)
 
 
 def _recipe_of(

@@ -11,11 +11,31 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf.vision_language.one_image import ONE_SIZE, OneImage, one_image, processed
+from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.vision_language.reading import opened
 
-IGNORED = -100
 _KEYS = ("prompt", "answer", "image", "images")
+_ONE_SIZE = (
+    "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
+    "processor with a fixed size, as that of LLaVA 1.5."
+)
+"""Advice where an image has other tokens or tensors than another one."""
+
+
+@dataclass(frozen=True)
+class _OneImage:
+    """Tokens and tensors of one image, of which every image has as many.
+
+    Args:
+        tokens: what stands for an image in a text. tensors: of a blank image, as the image processor gives them.
+        nested: the image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...).
+        marks: inputs of the model that are 1 at image tokens.
+    """
+
+    tokens: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+    nested: bool
+    marks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,7 @@ class ImageTextCollator:
     pad_to_multiple_of: int | None
     chat: bool
     image_size: tuple[int, int] | None
-    image: OneImage = field(repr=False, compare=False)
+    image: _OneImage = field(repr=False, compare=False)
 
     @property
     def tokens_per_image(self) -> int:
@@ -140,14 +160,14 @@ class ImageTextCollator:
 
     def _tensors_of(self, image: Any) -> dict[str, Tensor]:
         """Tensors of one image, with those of a blank one as the example."""
-        found = processed(self.processor, [opened(image, self.image_size)])
+        found = _processed(self.processor, [opened(image, self.image_size)])
         tensors = {}
         for name, blank in self.image.tensors.items():
             value = found[name][0] if self.image.nested else found[name]
             if value.shape != blank.shape:
                 raise UnsupportedModel(
                     f"Expected a processor that gives every image the same shape, got {name} of {tuple(blank.shape)} "
-                    f"and of {tuple(value.shape)}. {ONE_SIZE}"
+                    f"and of {tuple(value.shape)}. {_ONE_SIZE}"
                 )
             tensors[name] = value.to(blank.dtype)
         return tensors
@@ -217,7 +237,7 @@ def image_text_collator(
         raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
     if image_size is not None:
         image_size = _checked_size(image_size)
-    image = one_image(processor, image_size) if max_images else OneImage((), {}, False, ())
+    image = _one_image(processor, image_size) if max_images else _OneImage((), {}, False, ())
     tokens = len(image.tokens)
     needed = max_images * tokens + 2
     if max_length < needed:
@@ -235,6 +255,45 @@ def _checked_size(image_size: object) -> tuple[int, int]:
         raise fail("image_size to be (height, width)", "image_size", image_size)
     height, width = (integer("image_size", size, minimum=1) for size in image_size)
     return height, width
+
+
+def _one_image(processor: Any, size: tuple[int, int] | None) -> _OneImage:
+    """Tokens and tensors of a blank image, which is grey: models take images of zeros for none."""
+    from PIL import Image
+
+    square, wide = (opened(Image.new("RGB", shape, (128, 128, 128)), size) for shape in ((32, 32), (96, 32)))
+    seen = [_look(processor, [picture]) for picture in (square, wide)]
+    shapes = [(len(tokens), {name: tuple(value.shape) for name, value in out.items()}) for tokens, out, _ in seen]
+    if shapes[0] != shapes[1] or not seen[0][0] or "pixel_values" not in seen[0][1]:
+        raise UnsupportedModel(
+            f"Expected a processor that gives every image the same number of tokens and pixels, got {shapes[0]} for a "
+            f"square and {shapes[1]} for a wide one. {_ONE_SIZE}"
+        )
+    tokens, tensors, marks = seen[0]
+    nested = len(_processed(processor, [square, square])["pixel_values"]) == 1
+    return _OneImage(tokens, {name: value[0] if nested else value for name, value in tensors.items()}, nested, marks)
+
+
+def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str, Tensor], tuple[str, ...]]:
+    """Tokens of one image, its tensors, and the inputs that are 1 at image tokens."""
+    token, image_id = processor.image_token, processor.image_token_id
+    plain = list(processor.tokenizer(token)["input_ids"])
+    out = processor(text=[token], images=images, return_tensors="pt")
+    ids = out["input_ids"][0]
+    if plain.count(image_id) != 1:
+        return (), {}, ()
+    first = plain.index(image_id)
+    tokens = tuple(ids.tolist()[first : len(ids) - (len(plain) - 1 - first)])
+    where = (ids == image_id).tolist()
+    types = {name: out[name] for name in ("token_type_ids", "mm_token_type_ids") if name in out}
+    marks = tuple(name for name, values in types.items() if torch.as_tensor(values[0]).bool().tolist() == where)
+    return tokens, _processed(processor, images), marks
+
+
+def _processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:
+    """Tensors that the image processor makes of a list of pictures or arrays."""
+    found = processor.image_processor(images=images, return_tensors="pt")
+    return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict[str, Tensor]:

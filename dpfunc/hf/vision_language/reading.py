@@ -32,14 +32,7 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:
 
 
 def check_readable(path: Path | str) -> None:
-    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        InvalidArgument: as `opened_image`, also for a file that is cut off behind its header.
-    """
+    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
     with opened_image(path) as file:
         file.draft("RGB", (1, 1))
         file.load()
@@ -64,9 +57,6 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
 @contextmanager
 def opened_image(path: Path | str) -> Iterator[Any]:
     """Open an image file, of which only the header is read so far, if it has no more than `_MOST_PIXELS`.
-
-    Args:
-        path: of the file.
 
     Raises:
         InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
-from dpfunc.hf.facts import facts_of
+from dpfunc.hf.facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
 from dpfunc.hf.vision_language.images import flatten_images
-from dpfunc.hf.vision_language.submodules import (
-    image_features,
-    image_size,
-    language_layers,
-    parts,
-    quantised_layers,
-    takes_pixels_alone,
-    without_values,
-)
 from dpfunc.lora import LoRA, attach
 from dpfunc.rng import Key
 from dpfunc.types import Params
 
 STRATEGIES = ("full", "lora", "qlora", "projector")
 _ADAPTERS = ("lora", "qlora")
+_VISION = ("vision_tower", "vision_model", "visual")
+_PROJECTOR = ("multi_modal_projector", "mm_projector", "connector", "merger")
+_LANGUAGE = ("language_model", "text_model")
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,7 @@ def strategy(
     >>> sum(p.numel() for p in lora.params.values())
     992
     """
-    _check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
-    _check_base(model, name, train_projector)
+    _check(model, name, rank, alpha, targets, train_projector)
     if name not in _ADAPTERS:
         if key is not None:
             raise fail(f"no key with {name!r}", "key", key, "Nothing is drawn: the parameters start as they are.")
@@ -159,8 +155,7 @@ def prepare(
     >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
     544
     """
-    _check_options(name, rank=rank, alpha=alpha, targets=targets, train_projector=train_projector)
-    _check_base(model, name, train_projector)
+    _check(model, name, rank, alpha, targets, train_projector)
     if name not in _ADAPTERS:
         wanted = set(trained_parameters(model, name))
         for parameter_name, parameter in model.named_parameters():
@@ -183,40 +178,30 @@ def prepare(
     return adapted
 
 
-def _check_options(
+def _check(
+    model: nn.Module,
     name: str,
-    *,
     rank: int | None,
     alpha: float | None,
     targets: str | Sequence[str] | None,
     train_projector: bool,
 ) -> None:
-    """Check that the options fit the strategy.
-
-    Raises:
-        InvalidArgument: one is missing, or one has no effect.
-    """
+    """Check that the options fit the strategy, that the base is in 4 bits exactly where the strategy needs it, and that
+    layers trained whole are in float."""
     one_of("strategy", name, STRATEGIES)
     if name in _ADAPTERS:
         for option, value in (("rank", rank), ("alpha", alpha)):
             if value is None:
                 raise InvalidArgument(f"Expected {option} with the strategy {name!r}, got {option}=None.")
         integer("rank", rank, minimum=1)
-        return
-    given = {"rank": rank, "alpha": alpha, "targets": targets, "train_projector": train_projector or None}
-    useless = [option for option, value in given.items() if value is not None]
-    if useless:
-        raise InvalidArgument(
-            f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
-        )
-
-
-def _check_base(model: nn.Module, name: str, train_projector: bool) -> None:
-    """Check that the base is in 4 bits exactly where the strategy needs it, and layers trained whole are in float.
-
-    Raises:
-        UnsupportedModel: it is not; the message names the way out.
-    """
+    else:
+        given = {"rank": rank, "alpha": alpha, "targets": targets, "train_projector": train_projector or None}
+        useless = [option for option, value in given.items() if value is not None]
+        if useless:
+            raise InvalidArgument(
+                f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or "
+                "'qlora'."
+            )
     quantised = quantised_layers(model)
     if name == "qlora" and not quantised:
         raise UnsupportedModel(
@@ -240,11 +225,63 @@ def _check_base(model: nn.Module, name: str, train_projector: bool) -> None:
         )
 
 
-def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names of the model's own parameters that `"full"` or `"projector"` trains.
+@dataclass(frozen=True)
+class Parts:
+    """Names of the modules that are the parts of a model.
 
     Args:
-        model: see `strategy`. name: `"full"` or `"projector"`; the others train adapters.
+        vision: image to patches. projector: patches to the width of the language model. language: the language model.
+    """
+
+    vision: tuple[str, ...]
+    projector: tuple[str, ...]
+    language: tuple[str, ...]
+
+
+def parts(model: nn.Module) -> Parts:
+    """The vision tower, the projector and the language model, by their usual names.
+
+    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
+    >>> parts(tiny_llava()).projector
+    ('model.multi_modal_projector',)
+    """
+    found = {"vision": _topmost(model, _VISION), "projector": _topmost(model, _PROJECTOR)}
+    found["language"] = _topmost(model, _LANGUAGE)
+    missing = [name for name, modules in found.items() if not modules]
+    if missing:
+        raise UnsupportedModel(
+            f"Expected a vision-language model, got {type(model).__name__} without {shorten(missing)}. Looked for "
+            f"{', '.join(_VISION)}; {', '.join(_PROJECTOR)}; {', '.join(_LANGUAGE)}. Name the trained parameters "
+            "yourself: dpfunc.functionalize(model, trainable=...)."
+        )
+    return Parts(**found)
+
+
+def _topmost(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name, _ in model.named_modules():  # parents come first
+        if name.rpartition(".")[2] in names and not name.startswith(tuple(other + "." for other in found)):
+            found.append(name)
+    return tuple(found)
+
+
+def language_layers(model: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers of the language model, the output layer left out: what LoRA adapts.
+
+    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
+    >>> language_layers(tiny_llava())[0]
+    'model.language_model.layers.0.self_attn.q_proj'
+    """
+    prefixes = tuple(part + "." for part in parts(model).language)
+    return tuple(
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name.startswith(prefixes) and not name.endswith("lm_head")
+    )
+
+
+def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
+    """The names of the model's own parameters that `"full"` or `"projector"` trains.
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> trained_parameters(tiny_llava(), "projector")[0]
@@ -279,20 +316,48 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
     'model.vision_tower.post_layernorm.bias'
     """
     found = parts(model)
-    if not takes_pixels_alone(model):
+    if not _takes_pixels_alone(model):
         return ()
-    structure = without_values(model)
+    structure: Any = _without_values(model)
     prefixes = tuple(part + "." for part in found.vision)
     vision = {
         name: parameter.requires_grad_()
         for name, parameter in structure.named_parameters()
         if name.startswith(prefixes)
     }
-    dtype = next(iter(vision.values())).dtype
+    size = structure.config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    pixels = torch.empty((1, 3, height, width), device="meta", dtype=next(iter(vision.values())).dtype)
     with torch.enable_grad():
-        features = image_features(structure, torch.empty((1, 3, *image_size(model)), device="meta", dtype=dtype))
-        grads = torch.autograd.grad(features.sum(), list(vision.values()), allow_unused=True)
+        output = structure.get_image_features(pixel_values=pixels)
+        features = pytree.tree_leaves(getattr(output, "pooler_output", output))
+        total = torch.stack([each.sum() for each in features if isinstance(each, Tensor)]).sum()
+        grads = torch.autograd.grad(total, list(vision.values()), allow_unused=True)
     return tuple(name for name, grad in zip(vision, grads, strict=True) if grad is None)
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy of the structure of a model with weights in float on the meta device: shapes without memory."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    structure: nn.Module = copy.deepcopy(model, memo)  # deepcopy takes what its memo holds in place of the original
+    return structure
+
+
+def _takes_pixels_alone(model: nn.Module) -> bool:
+    """True if `get_image_features(pixel_values)` takes images of one size, and needs to know nothing else of them."""
+    inner = getattr(model, "model", model)
+    function: Any = getattr(inner, "get_image_features", getattr(model, "get_image_features", None))
+    config: Any = getattr(model, "config", None)
+    if function is None or not hasattr(getattr(config, "vision_config", None), "image_size"):
+        return False
+    arguments = inspect.signature(function).parameters.values()
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)]
+    described = any(a.name in ("image_grid_thw", "pixel_attention_mask") for a in arguments)
+    return needed == ["pixel_values"] and not described
 
 
 def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:

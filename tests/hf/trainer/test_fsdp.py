@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
-from dpfunc.hf.trainer import processes, sharded
+from dpfunc.hf.trainer import fsdp
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.fsdp import Sharding, refuse_with_sharding, sharding_of
 
@@ -228,7 +228,7 @@ def test_accelerate_does_not_see_the_launcher(monkeypatch):
         assert "ACCELERATE_USE_FSDP" not in os.environ
         raise OSError("in between")
 
-    with pytest.raises(OSError, match="in between"), processes.without_fsdp():
+    with pytest.raises(OSError, match="in between"), fsdp.without_fsdp():
         fails()
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
 
@@ -239,19 +239,19 @@ def test_accelerate_does_not_see_the_launcher(monkeypatch):
 def test_a_tied_tensor_is_in_one_part():
     """Of several modules that hold it none is sharded alone: each would train a tensor of its own."""
     model = jobs.writer(0)
-    names = sharded.part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=500))
+    names = fsdp.part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=500))
     assert "transformer.h.0" in names
     assert not {"lm_head", "transformer.wte", "transformer"} & set(names)
     with pytest.raises(UnsupportedModel, match="one tensor"):
-        sharded.part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=("Embedding",)))
-    assert sharded.part_names(model, Sharding("TRANSFORMER_BASED_WRAP")) == ["transformer.h.1", "transformer.h.0"]
+        fsdp.part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=("Embedding",)))
+    assert fsdp.part_names(model, Sharding("TRANSFORMER_BASED_WRAP")) == ["transformer.h.1", "transformer.h.0"]
     for layers in (("NoBlock",), ("GPT2Block", "NoBlock")):
         with pytest.raises(InvalidArgument, match="NoBlock"):
-            sharded.part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=layers))
+            fsdp.part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=layers))
     with pytest.raises(InvalidArgument, match="_no_split_modules"):
-        sharded.part_names(nn.Linear(2, 2), Sharding("TRANSFORMER_BASED_WRAP"))
+        fsdp.part_names(nn.Linear(2, 2), Sharding("TRANSFORMER_BASED_WRAP"))
 
 
 def test_a_checkpoint_of_whole_models_has_no_parts():
     with pytest.raises(CheckpointError, match="a run without"):
-        sharded.check_frozen(sharded.Division(None, "00"), None)
+        fsdp.check_frozen(fsdp.Division(None, "00"), None)

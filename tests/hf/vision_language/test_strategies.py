@@ -20,11 +20,19 @@ import dpfunc
 from dpfunc import clipping, engines, sampling
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
+from dpfunc.hf.facts import quantised_layers
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language import strategies as vision_language
 from dpfunc.hf.vision_language.images import IGNORED, image_text_collator
-from dpfunc.hf.vision_language.strategies import STRATEGIES, prepare, strategy, trained_parameters, unused_parameters
-from dpfunc.hf.vision_language.submodules import language_layers, parts, quantised_layers
+from dpfunc.hf.vision_language.strategies import (
+    STRATEGIES,
+    language_layers,
+    parts,
+    prepare,
+    strategy,
+    trained_parameters,
+    unused_parameters,
+)
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import without_rows

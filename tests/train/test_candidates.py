@@ -11,11 +11,11 @@ from text_job import write_job
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import fold_in, insecure_key
-from dpfunc.train import score as scores
+from dpfunc.train import candidates
+from dpfunc.train.candidates import check_scored, noisy, score
 from dpfunc.train.config_file import read_job
 from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.run import prepare
-from dpfunc.train.score import check_scored, noisy, score
 
 KINDS = {"text_classification": "bert", "causal_lm": "llama"}
 
@@ -79,7 +79,7 @@ def test_scores_are_of_known_tasks():
     """The other tasks are refused below."""
     from dpfunc.train.config import TASKS
 
-    assert set(scores.MEANING) < set(TASKS)
+    assert set(candidates.MEANING) < set(TASKS)
 
 
 @pytest.mark.parametrize(

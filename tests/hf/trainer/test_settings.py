@@ -22,7 +22,7 @@ import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import changed
-from dpfunc.hf.trainer.environment import refuse_accelerator, refuse_environment, refuse_uploads
+from dpfunc.hf.trainer.settings import refuse_accelerator, refuse_environment, refuse_uploads
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.config_file import read_yaml
@@ -227,7 +227,7 @@ def test_a_subclass_that_makes_another_accelerator_is_refused(tmp_path):
 SCRIPT = """
 from pathlib import Path
 import torch
-from test_environment import run
+from test_settings import run
 torch.save(run(Path("run"), {}), "trained.pt")
 """
 
