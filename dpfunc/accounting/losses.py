@@ -13,8 +13,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfunc.types import Adjacency
+
 Array = NDArray[np.float64]
 Direction = Literal["remove", "add", "replace"]
+_BOTH: tuple[Direction, ...] = ("remove", "add")
+DIRECTIONS: dict[Adjacency, tuple[Direction, ...]] = {
+    "add_remove": _BOTH, "zero_out": _BOTH, "replace_one": ("replace",)
+}  # fmt: skip
+"""Orders of two neighbours that cost differently."""
 
 _REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 

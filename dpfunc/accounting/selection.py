@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpfunc._utils.validation import fail, open_unit, positive, real
-from dpfunc.accounting.accountant import merge_gaussians
-from dpfunc.accounting.fewer_kinds import fewer_kinds
+from dpfunc.accounting.accountant import renyi_events
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.accounting.losses import Array
@@ -221,7 +220,7 @@ def _deltas(curve: Array, a: Array) -> Array:
 
 
 def _curve(ledger: Ledger) -> Array:
-    events, _ = fewer_kinds(merge_gaussians(ledger.events))
+    events, _ = renyi_events(ledger)
     return composed_curve(events, ledger.adjacency, ORDERS)
 
 
