@@ -13,7 +13,8 @@ from dpfunc.accounting.ledger import Ledger, canonical
 from dpfunc.accounting.losses import DIRECTIONS
 from dpfunc.accounting.prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting.rdp import rdp_epsilon
-from dpfunc.accounting.tilted import Kind, TiltedUnavailable, tilted_epsilon
+from dpfunc.accounting.tilted import tilted_epsilon
+from dpfunc.accounting.tilted_law import Kind, TiltedUnavailable
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 

@@ -16,8 +16,8 @@ from dpfunc.accounting.losses import DIRECTIONS
 from dpfunc.accounting.prv import PRVUnavailable
 from dpfunc.accounting.rdp import rdp_epsilon
 from dpfunc.accounting.search import largest_integer, smallest_real
-from dpfunc.accounting.tilted import TiltedUnavailable
 from dpfunc.accounting.tilted import rough_epsilon as tilted_guess
+from dpfunc.accounting.tilted_law import TiltedUnavailable
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 
