@@ -165,11 +165,7 @@ def _check_types(params: object, state: object, plan: object, optimizer_state: o
 
 
 def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
-    """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only.
-
-    Raises:
-        InvalidArgument: a DTensor without ranks.
-    """
+    """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only."""
     sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
     if sharded and ranks is None:
         raise InvalidArgument(
