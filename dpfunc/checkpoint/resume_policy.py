@@ -180,24 +180,17 @@ def _own_journal(history: History) -> None:
     """Check that the journal has the steps of the checkpoint, from the first one with its own key."""
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
     last = int(history.values["charged"]) - 1
-    if history.taken is not None and last >= (born[0] if born else 0) and last not in history.steps:
-        raise CheckpointError(
-            f"Expected the journal to have step {last} of this run, which the checkpoint has. "
-            f"{_other_journal(history, last)}."
+    if history.taken is None or last < (born[0] if born else 0) or last in history.steps:
+        return
+    advice = "It is the journal of another run, or incomplete: pass the right one"
+    counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
+    if later := [run for run in history.taken if run in counting]:
+        advice = (
+            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
+            "saved parameters that counts both, dp_step.init(params, dpfunc.secure_key(), "
+            "ledger=dpfunc.checkpoint.journal_ledger(path))"
         )
-
-
-def _other_journal(history: History, last: int) -> str:
-    """Advice where a journal lacks the last step of a checkpoint."""
-    counting = [note.run for note in history.notes if note.counted.get(history.run, 0) > last]
-    later = [run for run in history.taken or {} if run in counting]
-    if not later:
-        return "It is the journal of another run, or incomplete: pass the right one"
-    return (
-        f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
-        "saved parameters that counts both, dp_step.init(params, dpfunc.secure_key(), "
-        "ledger=dpfunc.checkpoint.journal_ledger(path))"
-    )
+    raise CheckpointError(f"Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.")
 
 
 def _explained(history: History, state: StepState, plan: Plan) -> None:
