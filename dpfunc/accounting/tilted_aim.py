@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting.losses import Array, Direction, log_ratio
+from dpfunc.accounting.losses import Array, Direction, log_ratios
 from dpfunc.accounting.search import least
 from dpfunc.accounting.tilted_law import Kind, gaussian_part
 
@@ -76,12 +76,8 @@ def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, sh
 
 def _loss_and_density(q: Array, s: Array, x: Array, direction: Direction) -> tuple[Array, Array]:
     """The privacy loss at x and the log density of P. In direction add, x is minus the output."""
-    normal = -((x / s) ** 2) / 2 - np.log(s * math.sqrt(2 * math.pi))
-    if direction == "replace":
-        up = log_ratio(q, (x - 0.25) / 2 / s**2)
-        return up - log_ratio(q, (-x - 0.25) / 2 / s**2), normal + up
-    up = log_ratio(q, (x - 0.5) / s**2)
-    return (up, normal + up) if direction == "remove" else (-up, normal)
+    log_p, log_q = log_ratios(q, s, -x if direction == "add" else x, direction)
+    return log_p - log_q, -((x / s) ** 2) / 2 - np.log(s * math.sqrt(2 * math.pi)) + log_p
 
 
 def best_tilt(base: Sampled, log_delta: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting.losses import Array, Direction, log_ratio, normal_masses
+from dpfunc.accounting.losses import Array, Direction, log_ratios, normal_masses
 from dpfunc.errors import InvalidArgument
 
 Kind = tuple[float, float, int]
@@ -108,7 +108,7 @@ def atoms_add_remove(q: Array | float, s: Array | float, y: Array, direction: Di
     from scipy.special import ndtr
 
     b, a = pair_masses(y, s)
-    loss = log_ratio(q, (y - 0.5) / s**2)
+    loss, _ = log_ratios(q, s, y, "remove")
     if direction == "remove":
         loss = np.concatenate([np.zeros_like(y[..., :1]) + np.log1p(-q), loss], axis=-1)
         beyond = (1 - q) * ndtr(-y[..., -1:] / s) + q * ndtr((1 - y[..., -1:]) / s)
@@ -126,7 +126,7 @@ def atoms_replace(q: Array | float, s: Array | float, x: Array) -> Atoms:
     half = x[..., :-1] / (2 * s**2)
     c = 1 / (8 * s**2)
     up, down = np.exp(half - c), np.exp(-half - c)  # N(1/2) / N(0) and N(-1/2) / N(0) at the lower ends
-    loss = log_ratio(q, (x - 0.25) / (2 * s**2)) - log_ratio(q, (-x - 0.25) / (2 * s**2))
+    loss = np.subtract(*log_ratios(q, s, x, "replace"))
     # P - e^loss Q of each cell, as a sum of terms that are not negative
     terms = (1 - q) * (ahead - up * middle + down * middle - behind)
     terms = terms + q * (down * ahead - up * behind)
