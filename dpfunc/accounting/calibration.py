@@ -21,9 +21,9 @@ from dpfunc.accounting.tilted_law import TiltedUnavailable
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 
-_RTOL = 1e-4
-_MOST_NOISE = 2.0**30
-_LEAST_NOISE = 2.0**-10
+RTOL = 1e-4
+MOST_NOISE = 2.0**30
+LEAST_NOISE = 2.0**-10
 _FEW_KINDS = 8
 _MANY_STEPS = 2**40
 
@@ -63,7 +63,7 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
             return math.inf
 
     fails, passes = _noise_bracket(cost, ledger_for, target, delta, method)
-    return passes if fails < _LEAST_NOISE else smallest_real(cost, target, fails, passes, _RTOL)
+    return passes if fails < LEAST_NOISE else smallest_real(cost, target, fails, passes, RTOL)
 
 
 def _noise_bracket(
@@ -74,34 +74,34 @@ def _noise_bracket(
     factor = 1.01
     if cost(scale) <= target:
         passes, fails = scale, scale / factor
-        while fails >= _LEAST_NOISE and cost(fails) <= target:
+        while fails >= LEAST_NOISE and cost(fails) <= target:
             factor **= 2
             passes, fails = fails, fails / factor
         return fails, passes
-    least = cached_epsilon(ledger_for(_MOST_NOISE), delta, method).epsilon
+    least = cached_epsilon(ledger_for(MOST_NOISE), delta, method).epsilon
     if least > target:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
-            f"{_MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
+            f"{MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
             "before, where something was, or the least that the accountant can show at this delta. Raise epsilon or "
             "delta, or start on fresh data."
         )
-    fails, passes = scale, min(scale * factor, _MOST_NOISE)
+    fails, passes = scale, min(scale * factor, MOST_NOISE)
     while cost(passes) > target:
         factor **= 2
-        fails, passes = passes, min(passes * factor, _MOST_NOISE)
+        fails, passes = passes, min(passes * factor, MOST_NOISE)
     return fails, passes
 
 
 def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
     """A scale near the answer, from a cheap cost; never a wrong answer, only a slower search."""
-    aim = max(target, 1.1 * rough(_MOST_NOISE))
+    aim = max(target, 1.1 * rough(MOST_NOISE))
     if not math.isfinite(aim):
         return 1.0
     low, high = 1.0, 1.0
-    while rough(high) > aim and high < _MOST_NOISE:
+    while rough(high) > aim and high < MOST_NOISE:
         low, high = high, high * 2
-    while rough(low) <= aim and low > _LEAST_NOISE:
+    while rough(low) <= aim and low > LEAST_NOISE:
         low, high = low / 2, low
     for _ in range(6):
         middle = math.sqrt(low * high)

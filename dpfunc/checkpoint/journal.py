@@ -46,10 +46,10 @@ def unwritten(error: BaseException) -> bool:
 
 @contextmanager
 def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
-    """Inside files of a run are written: an error says which could not be, why, what was spent, and what to do.
+    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do.
 
-    Raises:
-        NotWritten: e.g. the disk is full (tests/checkpoint/test_full_disk.py).
+    Guarantees:
+        tests/checkpoint/test_full_disk.py.
     """
     try:
         yield
