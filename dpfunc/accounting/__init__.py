@@ -1,9 +1,18 @@
 """Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
 
 from dpfunc.accounting.accountant import epsilon
-from dpfunc.accounting.calibration import calibrate, calibrate_batch_size, calibrate_noise, epsilon_left
+from dpfunc.accounting.calibration import (
+    Remaining,
+    affordable_steps,
+    calibrate,
+    calibrate_batch_size,
+    calibrate_noise,
+    calibrate_steps,
+    epsilon_left,
+    remaining,
+)
 from dpfunc.accounting.guarantee import Guarantee
-from dpfunc.accounting.ledger import Ledger, compose
+from dpfunc.accounting.ledger import Ledger, compose, schedule_ledger
 from dpfunc.accounting.meaning import (
     DELTA_TABLE,
     EPSILON_TABLE,
@@ -14,9 +23,7 @@ from dpfunc.accounting.meaning import (
     suggest_delta,
 )
 from dpfunc.accounting.requirements import BatchChoice, Requirements, privacy_requirements
-from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.accounting.selection import RunCount, calibrate_search, selection_epsilon
-from dpfunc.accounting.steps import Remaining, affordable_steps, calibrate_steps, remaining
 
 __all__ = [
     "DELTA_TABLE",

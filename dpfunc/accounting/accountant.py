@@ -7,14 +7,14 @@ import math
 from typing import get_args
 
 from dpfunc._utils.validation import fail, one_of, open_unit
-from dpfunc.accounting.fewer_kinds import fewer_kinds
 from dpfunc.accounting.gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting.guarantee import Guarantee, Method
-from dpfunc.accounting.ledger import Ledger
-from dpfunc.accounting.losses import Direction
+from dpfunc.accounting.ledger import Ledger, canonical
+from dpfunc.accounting.losses import DIRECTIONS
 from dpfunc.accounting.prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting.rdp import rdp_epsilon
-from dpfunc.accounting.tilted import Kind, TiltedUnavailable, tilted_epsilon
+from dpfunc.accounting.tilted import tilted_epsilon
+from dpfunc.accounting.tilted_law import Kind, TiltedUnavailable
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -22,6 +22,8 @@ METHODS: tuple[str, ...] = ("auto", *get_args(Method))
 BOUNDS = tuple(method for method in METHODS if method != "gdp-approximation")
 # Of a plan: `gaussian` refuses sampled batches, and `auto` takes it where it is exact.
 ACCOUNTANTS = tuple(method for method in BOUNDS if method != "gaussian")
+MAX_KINDS = 32  # of a Renyi curve
+_FINEST = 1.002  # cells of `fewer_kinds`
 _TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
 _GDP_NOTE = (
     "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling probabilities"
@@ -114,22 +116,21 @@ def _bounded(ledger: Ledger, delta: float, method: str) -> Guarantee:
 def _by_tilted(ledger: Ledger, delta: float) -> tuple[Guarantee, float]:
     """The bound by discrete losses that dominate; and about what the Renyi bound is."""
     events, rounded = fewer_kinds(ledger.events, _TILTED_KINDS)
-    directions: tuple[Direction, ...] = ("replace",) if ledger.adjacency == "replace_one" else ("remove", "add")
-    found = tilted_epsilon(kinds_of(events), directions, delta)
+    found = tilted_epsilon(kinds_of(events), DIRECTIONS[ledger.adjacency], delta)
     note = _joined("an upper bound by construction", rounded)
     return Guarantee(found.epsilon, delta, "tilted", ledger.adjacency, note), found.renyi
 
 
 def _by_renyi(ledger: Ledger, delta: float, note: str) -> Guarantee:
     """The smallest bound over orders of Renyi differential privacy; `note` goes into the answer."""
-    events, rounded = fewer_kinds(merge_gaussians(ledger.events))
+    events, rounded = renyi_events(ledger)
     renyi = rdp_epsilon(events, ledger.adjacency, delta)
     return Guarantee(renyi, delta, "rdp", ledger.adjacency, _joined(note, rounded))
 
 
 def _by_prv(ledger: Ledger, delta: float) -> Guarantee:
     """The bound by numerical composition over opacus; its grid needs the Renyi bound."""
-    events, rounded = fewer_kinds(merge_gaussians(ledger.events))
+    events, rounded = renyi_events(ledger)
     renyi = rdp_epsilon(events, ledger.adjacency, delta, few=len(events) > FEW_KINDS)
     numerical, error = prv_epsilon(events, ledger.adjacency, delta, renyi)
     note = _joined(f"about {error:.2g} above the truth", rounded)
@@ -146,13 +147,14 @@ def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def merge_gaussians(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The same cost with all events of sampling_prob = 1 as a single step: Gaussians compose to a Gaussian."""
-    full = tuple(event for event in events if event.sampling_prob == 1)
+def renyi_events(ledger: Ledger, max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
+    """Events for Renyi curves, see `fewer_kinds`; those of sampling_prob = 1 as one step: Gaussians add up to one."""
+    full = tuple(event for event in ledger.events if event.sampling_prob == 1)
     if not full:
-        return events
+        return fewer_kinds(ledger.events, max_kinds)
     sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
-    return (*(event for event in events if event.sampling_prob < 1), Event(1.0, sigma, 1))
+    sampled = (event for event in ledger.events if event.sampling_prob < 1)
+    return fewer_kinds((*sampled, Event(1.0, sigma, 1)), max_kinds)
 
 
 def check_bound(method: str) -> str:
@@ -161,3 +163,39 @@ def check_bound(method: str) -> str:
         hint = "The GDP approximation under-reports epsilon, so a budget kept by it is overspent."
         raise fail(f"a method that gives an upper bound, one of {', '.join(BOUNDS)}", "method", method, hint)
     return one_of("method", method, BOUNDS)
+
+
+def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
+    """At most `max_kinds` events that cost at least as much, and a note on what was rounded ("" for nothing).
+
+    Events are put into cells of a geometric grid, as fine as the limit allows; all events of a cell get its smallest
+    noise multiplier and its largest sampling probability. The grid starts at the smallest noise and the
+    largest probability of all, so that scaling all noise multipliers scales what they are rounded to.
+    """
+    if len(events) <= max_kinds:
+        return events, ""
+    smallest = min(event.noise_multiplier for event in events)
+    largest = max(event.sampling_prob for event in events)
+    noisiest = max(event.noise_multiplier for event in events)
+    rarest = min(event.sampling_prob for event in events)
+    step = min(math.log(_FINEST), math.log(noisiest / smallest * (largest / rarest)) / max_kinds)
+    while True:
+        cells: dict[tuple[int, int], list[Event]] = {}
+        for event in events:
+            noise = math.floor(math.log(event.noise_multiplier / smallest) / step)
+            prob = math.floor(math.log(largest / event.sampling_prob) / step)
+            cells.setdefault((noise, prob), []).append(event)
+        if len(cells) <= max_kinds:
+            ratio = math.exp(step) - 1
+            note = f"{len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
+            return canonical(_worst(cell) for cell in cells.values()), note
+        step *= 1.3
+
+
+def _worst(cell: list[Event]) -> Event:
+    """The steps of all events with the least noise and the largest probability among them."""
+    return Event(
+        max(event.sampling_prob for event in cell),
+        min(event.noise_multiplier for event in cell),
+        sum(event.num_steps for event in cell),
+    )

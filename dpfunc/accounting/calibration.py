@@ -1,30 +1,31 @@
-"""The least noise, or the largest batch, that keeps a ledger within a budget."""
+"""The least noise, the largest batch, or the most steps that keep a ledger within a budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from dpfunc._utils.validation import fail, integer, named, open_unit, positive, probability
-from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, merge_gaussians
-from dpfunc.accounting.fewer_kinds import fewer_kinds
-from dpfunc.accounting.ledger import Ledger
-from dpfunc.accounting.losses import Direction
+from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, renyi_events
+from dpfunc.accounting.ledger import Ledger, schedule_ledger
+from dpfunc.accounting.losses import DIRECTIONS
 from dpfunc.accounting.prv import PRVUnavailable
 from dpfunc.accounting.rdp import rdp_epsilon
-from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.accounting.search import largest_integer, smallest_real
-from dpfunc.accounting.tilted import TiltedUnavailable
 from dpfunc.accounting.tilted import rough_epsilon as tilted_guess
+from dpfunc.accounting.tilted_law import TiltedUnavailable
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 
-_RTOL = 1e-4
-_MOST_NOISE = 2.0**30
-_LEAST_NOISE = 2.0**-10
+RTOL = 1e-4
+MOST_NOISE = 2.0**30
+LEAST_NOISE = 2.0**-10
 _FEW_KINDS = 8
+_MANY_STEPS = 2**40
 
 
 def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: float, method: str = "auto") -> float:
@@ -62,7 +63,7 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
             return math.inf
 
     fails, passes = _noise_bracket(cost, ledger_for, target, delta, method)
-    return passes if fails < _LEAST_NOISE else smallest_real(cost, target, fails, passes, _RTOL)
+    return passes if fails < LEAST_NOISE else smallest_real(cost, target, fails, passes, RTOL)
 
 
 def _noise_bracket(
@@ -73,34 +74,34 @@ def _noise_bracket(
     factor = 1.01
     if cost(scale) <= target:
         passes, fails = scale, scale / factor
-        while fails >= _LEAST_NOISE and cost(fails) <= target:
+        while fails >= LEAST_NOISE and cost(fails) <= target:
             factor **= 2
             passes, fails = fails, fails / factor
         return fails, passes
-    least = cached_epsilon(ledger_for(_MOST_NOISE), delta, method).epsilon
+    least = cached_epsilon(ledger_for(MOST_NOISE), delta, method).epsilon
     if least > target:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
-            f"{_MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
+            f"{MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
             "before, where something was, or the least that the accountant can show at this delta. Raise epsilon or "
             "delta, or start on fresh data."
         )
-    fails, passes = scale, min(scale * factor, _MOST_NOISE)
+    fails, passes = scale, min(scale * factor, MOST_NOISE)
     while cost(passes) > target:
         factor **= 2
-        fails, passes = passes, min(passes * factor, _MOST_NOISE)
+        fails, passes = passes, min(passes * factor, MOST_NOISE)
     return fails, passes
 
 
 def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
     """A scale near the answer, from a cheap cost; never a wrong answer, only a slower search."""
-    aim = max(target, 1.1 * rough(_MOST_NOISE))
+    aim = max(target, 1.1 * rough(MOST_NOISE))
     if not math.isfinite(aim):
         return 1.0
     low, high = 1.0, 1.0
-    while rough(high) > aim and high < _MOST_NOISE:
+    while rough(high) > aim and high < MOST_NOISE:
         low, high = high, high * 2
-    while rough(low) <= aim and low > _LEAST_NOISE:
+    while rough(low) <= aim and low > LEAST_NOISE:
         low, high = low / 2, low
     for _ in range(6):
         middle = math.sqrt(low * high)
@@ -113,11 +114,10 @@ def rough_epsilon(ledger: Ledger, delta: float) -> float:
     if not ledger.events:
         return 0.0
     try:
-        direction: Direction = "replace" if ledger.adjacency == "replace_one" else "remove"
-        return tilted_guess(kinds_of(ledger.events), direction, delta)
+        return tilted_guess(kinds_of(ledger.events), DIRECTIONS[ledger.adjacency][0], delta)
     except TiltedUnavailable:
         pass
-    events, _ = fewer_kinds(merge_gaussians(ledger.events), _FEW_KINDS)
+    events, _ = renyi_events(ledger, _FEW_KINDS)
     return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
@@ -158,7 +158,7 @@ def calibrate_noise(
     """
     probability("sampling_prob", sampling_prob)
     integer("num_steps", num_steps, minimum=1)
-    before = Ledger(adjacency=adjacency) if spent is None else spent
+    before = _spent(spent, adjacency)
     shape = _relative_noise(schedule, num_steps)
 
     def ledger_for(scale: float) -> Ledger:
@@ -235,18 +235,12 @@ def calibrate_batch_size(
     n = integer("dataset_size", dataset_size, minimum=1)
     steps, sigma = integer("num_steps", num_steps, minimum=1), positive("noise_multiplier", noise_multiplier)
     check_bound(method)
-    before = Ledger(adjacency=adjacency) if spent is None else spent
+    before = _spent(spent, adjacency)
 
     def ledger_for(batch_size: int) -> Ledger:
         return before.record(Event(batch_size / n, sigma, steps)) if batch_size else before
 
-    before.compose(Ledger(adjacency=adjacency))
-    size = largest_integer(
-        lambda size: cached_epsilon(ledger_for(size), delta, method).epsilon,
-        target,
-        n,
-        largest_integer(lambda size: rough_epsilon(ledger_for(size), delta), target, n, n // 2),
-    )
+    size = _largest(ledger_for, target, delta, method, limit=n, guess=n // 2)
     if size == 0:
         least = cached_epsilon(ledger_for(1), delta, method).epsilon
         raise UnreachableBudget(
@@ -254,3 +248,139 @@ def calibrate_batch_size(
             f"it costs {least:.4g}. Take more noise or fewer steps."
         )
     return size
+
+
+class Remaining(NamedTuple):
+    """Rest of a budget. Plan with the steps: epsilons do not add up, so `epsilon_left` is only a difference.
+
+    >>> Remaining(num_steps=120, epsilon_spent=1.5, epsilon_left=0.5).num_steps
+    120
+    """
+
+    num_steps: int
+    epsilon_spent: float
+    epsilon_left: float
+
+
+def affordable_steps(
+    ledger_after: Callable[[int], Ledger], *, epsilon: float, delta: float, limit: int, method: str = "auto"
+) -> int:
+    """The most steps after which a ledger still costs at most (epsilon, delta).
+
+    Ask once, before the run, and compare integers while it runs.
+
+    Args:
+        ledger_after: k -> the ledger after k more steps, for k in 0..limit; its cost must not fall with k.
+        epsilon: budget, > 0.
+        delta: 0 < delta < 1.
+        limit: most steps of interest, >= 0.
+        method: see `dpfunc.accounting.epsilon`; `gdp-approximation` is refused.
+
+    Returns:
+        k <= limit within the budget, while k + 1 is above it (or k = limit). 0 also when the budget is already spent.
+
+    Raises:
+        InvalidArgument: an argument outside its domain.
+
+    Guarantees:
+        tests/accounting/test_calibration.py::test_one_step_more_is_too_much.
+
+    >>> affordable_steps(lambda k: Ledger((Event(1.0, 5.0, 1),) * k), epsilon=2.6, delta=1e-5, limit=100)
+    10
+    """
+    target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
+    most = integer("limit", limit)
+    check_bound(method)
+    return _largest(ledger_after, target, delta, method, limit=most, guess=min(most, 1000))
+
+
+def _largest(
+    ledger_for: Callable[[int], Ledger], target: float, delta: float, method: str, *, limit: int, guess: int
+) -> int:
+    """The largest number whose ledger costs at most the target; a cheap cost finds where to look."""
+    near = largest_integer(lambda k: rough_epsilon(ledger_for(k), delta), target, limit, guess)
+    return largest_integer(lambda k: cached_epsilon(ledger_for(k), delta, method).epsilon, target, limit, near)
+
+
+def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
+    """What was spent, of this adjacency; empty for None."""
+    empty = Ledger(adjacency=adjacency)
+    return empty if spent is None else empty.compose(spent)
+
+
+def calibrate_steps(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling_prob: float,
+    noise_multiplier: float,
+    adjacency: Adjacency = "add_remove",
+    spent: Ledger | None = None,
+    method: str = "auto",
+) -> int:
+    """The most steps that cost at most (epsilon, delta), up to 2**40.
+
+    Args:
+        epsilon: budget, > 0, for `spent` and the new steps together.
+        delta: 0 < delta < 1.
+        sampling_prob: probability of a record to be in a batch, 0 < q <= 1.
+        noise_multiplier: > 0.
+        adjacency: which data sets are neighbours.
+        spent: what was already spent on the same data; of the same adjacency.
+        method: see `dpfunc.accounting.epsilon`.
+
+    Raises:
+        UnreachableBudget: not even one step fits. InvalidArgument: an argument outside its domain.
+        LedgerConflict: `spent` has another adjacency.
+
+    >>> calibrate_steps(epsilon=2.0, delta=1e-5, sampling_prob=0.01, noise_multiplier=1.0)
+    1202
+    """
+    event = Event(sampling_prob, positive("noise_multiplier", noise_multiplier), 1)
+    before = _spent(spent, adjacency)
+    steps = _more_steps(before, event, epsilon, delta, method)
+    if steps == 0:
+        spent_before = cached_epsilon(before, delta, method).epsilon
+        one = cached_epsilon(before.record(event), delta, method).epsilon
+        raise UnreachableBudget(
+            f"Expected a budget for at least one step, got epsilon={epsilon:g} at delta={delta:g}: "
+            f"{spent_before:.4g} is spent, and one step makes it {one:.4g}. Take more noise or smaller batches."
+        )
+    return steps
+
+
+def _more_steps(before: Ledger, event: Event, epsilon: float, delta: float, method: str) -> int:
+    """The most steps of one kind that fit into a budget beside what was spent, up to 2**40."""
+
+    def ledger_after(steps: int) -> Ledger:
+        return before.record(replace(event, num_steps=steps)) if steps else before
+
+    return affordable_steps(ledger_after, epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
+
+
+def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, method: str = "auto") -> Remaining:
+    """Compute how many more steps of one kind fit into a budget.
+
+    Args:
+        ledger: what was spent.
+        epsilon: budget, > 0.
+        delta: 0 < delta < 1.
+        event: the kind of step; its `num_steps` must be 1.
+        method: see `dpfunc.accounting.epsilon`.
+
+    Returns:
+        Steps (up to 2**40), epsilon spent, and epsilon left (0 when overspent).
+
+    Raises:
+        InvalidArgument: an argument outside its domain.
+
+    >>> spent = Ledger((Event(1.0, 5.0, 4),))
+    >>> remaining(spent, epsilon=2.6, delta=1e-5, event=Event(1.0, 5.0, 1)).num_steps
+    6
+    """
+    positive("epsilon", epsilon)
+    if not isinstance(event, Event) or event.num_steps != 1:
+        raise fail("an event of one step", "event", event, "The answer counts steps of this kind.")
+    steps = _more_steps(ledger, event, epsilon, delta, method)
+    spent = cached_epsilon(ledger, delta, method).epsilon
+    return Remaining(steps, spent, max(0.0, epsilon - spent))

@@ -13,8 +13,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfunc.types import Adjacency
+
 Array = NDArray[np.float64]
 Direction = Literal["remove", "add", "replace"]
+_BOTH: tuple[Direction, ...] = ("remove", "add")
+DIRECTIONS: dict[Adjacency, tuple[Direction, ...]] = {
+    "add_remove": _BOTH, "zero_out": _BOTH, "replace_one": ("replace",)
+}  # fmt: skip
+"""Orders of two neighbours that cost differently."""
 
 _REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
@@ -29,9 +36,8 @@ def log_ratio(q: Array | float, exponent: Array) -> Array:
     return np.where(exponent < -1.0, low, np.where(exponent > 30.0, high, middle))
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """The privacy loss of one step: `P` against `Q` with standard deviation s = sigma.
+def log_ratios(q: Array | float, s: Array | float, x: Array, direction: Direction) -> tuple[Array, Array]:
+    """`log(P / N)` and `log(Q / N)` at the outputs x of one step with standard deviation s, for N = N(0, s^2).
 
     | direction | P | Q |
     |---|---|---|
@@ -39,8 +45,18 @@ class StepLoss:
     | add | N(0, s^2) | (1-q) N(0, s^2) + q N(-1, s^2) |
     | replace | (1-q) N(0, s^2) + q N(1/2, s^2) | (1-q) N(0, s^2) + q N(-1/2, s^2) |
 
-    In each row the loss increases with x.
+    The privacy loss is their difference. In each row it increases with x.
     """
+    if direction == "remove":
+        return log_ratio(q, (x - 0.5) / s**2), np.zeros_like(x)
+    if direction == "add":
+        return np.zeros_like(x), log_ratio(q, (-x - 0.5) / s**2)
+    return log_ratio(q, (x - 0.25) / 2 / s**2), log_ratio(q, (-x - 0.25) / 2 / s**2)
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The privacy loss of one step, see `log_ratios`."""
 
     sampling_prob: float
     noise_multiplier: float
@@ -53,12 +69,8 @@ class StepLoss:
 
     def loss(self, x: Array) -> Array:
         """Privacy loss `log(P(x) / Q(x))` of the outputs x."""
-        q, scale = self.sampling_prob, self.noise_multiplier**2
-        if self.direction == "remove":
-            return log_ratio(q, (x - 0.5) / scale)
-        if self.direction == "add":
-            return -log_ratio(q, (-x - 0.5) / scale)
-        return log_ratio(q, (x - 0.25) / 2 / scale) - log_ratio(q, (-x - 0.25) / 2 / scale)
+        log_p, log_q = log_ratios(self.sampling_prob, self.noise_multiplier, x, self.direction)
+        return log_p - log_q
 
     def point(self, loss: Array) -> Array:
         """The x at which a loss is reached; -inf or inf for losses outside the range."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpfunc.accounting.losses import Array, Direction, StepLoss
+from dpfunc.accounting.losses import DIRECTIONS, Array, Direction, StepLoss
 from dpfunc.accounting.rdp import SIGMA_MAX, loss_tail
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
@@ -101,8 +101,7 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
         PRVUnavailable: see `choose_grid`; or rounding that would matter at this delta.
     """
     grid = choose_grid(events, adjacency, delta, eps_rdp)
-    directions: tuple[Direction, ...] = ("replace",) if adjacency == "replace_one" else ("remove", "add")
-    return max(_one_direction(events, direction, delta, grid) for direction in directions), grid.eps_error
+    return max(_one_direction(events, each, delta, grid) for each in DIRECTIONS[adjacency]), grid.eps_error
 
 
 def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:

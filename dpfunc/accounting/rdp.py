@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dpfunc.accounting.gaussian import as_float
-from dpfunc.accounting.losses import Array, log_ratio
+from dpfunc.accounting.losses import Array, log_ratios
 from dpfunc.types import Adjacency, Event
 
 # alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.
@@ -112,12 +112,9 @@ def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -
         if (high - low) / step > _MAX_POINTS:
             continue
         x = np.arange(low, high, step)
-        log_q = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi) / step)
-        if replace_one:
-            ahead, behind = log_ratio(q, (x - 0.25) / 2 / sigma**2), log_ratio(q, (-x - 0.25) / 2 / sigma**2)
-            log_terms = log_q + a * ahead - (a - 1) * behind
-        else:
-            log_terms = log_q + a * log_ratio(q, (x - 0.5) / sigma**2)
+        log_normal = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi) / step)
+        ahead, behind = log_ratios(q, sigma, x, "replace" if replace_one else "remove")
+        log_terms = log_normal + a * ahead - (a - 1) * behind
         curve[i] = max(0.0, float(logsumexp(log_terms))) / (a - 1) * (1 + 1e-12)
     return curve
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,12 +125,8 @@ class Record:
 
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; an infinite epsilon is null, as JSON has no infinity."""
-        values = {
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            **{name: _finite(getattr(self, name)) for name in ("epsilon", "epsilon_rdp")},
-            "ledger": json.loads(self.ledger.to_json()),
-        }
-        return json.dumps(signed({"schema": _SCHEMA, **values, "neighbours": NEIGHBOURS[self.adjacency]}), indent=1)
+        epsilons = {name: _finite(getattr(self, name)) for name in ("epsilon", "epsilon_rdp")}
+        return written(self, _SCHEMA, {**epsilons, "ledger": json.loads(self.ledger.to_json())})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
@@ -145,35 +141,33 @@ class Record:
             raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
         if values.get("schema") != _SCHEMA:
             raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), OTHER_VERSION)
-        values = unsigned("record", values)
-        check_fields(cls, values, _SCHEMA)
-        for name in ("epsilon", "epsilon_rdp"):
-            if values[name] is None:
-                values[name] = math.inf
-        if isinstance(values["not_covered"], list):
-            values["not_covered"] = tuple(values["not_covered"])
-        values["ledger"] = Ledger.from_json(json.dumps(values["ledger"]))
-        neighbours = values.pop("neighbours")
-        record = cls(**{name: value for name, value in values.items() if name != "schema"})
-        check_neighbours(neighbours, record.adjacency)
+        record: Record = reconstructed(cls, _SCHEMA, values, _READ)
         return record
 
 
-def check_fields(kind: type[Any], values: dict[str, Any], schema: str) -> None:
-    """Refuse values of a file that lack a field of a record, or have another one; besides, they have a schema."""
-    given = set(values) - {"schema"}
+def written(record: Any, schema: str, encoded: Mapping[str, object]) -> str:
+    """The record of a run or of a search as JSON; `encoded` has the values that JSON cannot hold as they are."""
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)} | dict(encoded)
+    neighbours = NEIGHBOURS[record.adjacency]
+    return json.dumps(signed({"schema": schema, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
+
+
+def reconstructed(
+    kind: type[Any], schema: str, values: dict[str, Any], read: Mapping[str, Callable[[Any], Any]]
+) -> Any:
+    """A record of a class from the values of a file; checks its digest, its fields and its words for neighbours."""
+    given = {name: value for name, value in unsigned("record", values).items() if name != "schema"}
     expected = {field.name for field in dataclasses.fields(kind)} | {"neighbours"}
-    if given != expected:
+    if set(given) != expected:
         raise InvalidArgument(
             f"Expected the fields of the schema {schema!r}, got a record "
-            f"{apart(expected - given, given - expected)}. The file was changed: restore it."
+            f"{apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
         )
-
-
-def check_neighbours(given: object, adjacency: Adjacency) -> None:
-    """Refuse a file that explains the adjacency of its record by other words."""
-    if given != NEIGHBOURS[adjacency]:
-        raise fail(f"the neighbours of {adjacency!r}", "neighbours", given, "The file was changed.")
+    neighbours = given.pop("neighbours")
+    record = kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
+    if neighbours != NEIGHBOURS[record.adjacency]:
+        raise fail(f"the neighbours of {record.adjacency!r}", "neighbours", neighbours, "The file was changed.")
+    return record
 
 
 def is_record(values: object) -> bool:
@@ -243,6 +237,23 @@ def _check_versions(name: str, value: object) -> None:
     if not isinstance(value, dict) or not value:
         raise fail("versions by name", name, value)
     _check_texts(name, (*value, *value.values()))
+
+
+def as_tuple(value: Any) -> Any:
+    """The tuple that JSON holds as a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def as_ledger(value: object) -> Ledger:
+    """The ledger among the values of a record."""
+    return Ledger.from_json(json.dumps(value))
+
+
+def _infinite(value: Any) -> Any:
+    return math.inf if value is None else value
+
+
+_READ = {"epsilon": _infinite, "epsilon_rdp": _infinite, "not_covered": as_tuple, "ledger": as_ledger}
 
 
 def check_kind(kind: type) -> Callable[[str, object], None]:

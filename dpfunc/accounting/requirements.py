@@ -9,8 +9,8 @@ from fractions import Fraction
 from dpfunc._utils.validation import fail, integer, open_unit, positive
 from dpfunc.accounting.calibration import calibrate_noise
 from dpfunc.accounting.guarantee import Guarantee
+from dpfunc.accounting.ledger import schedule_ledger
 from dpfunc.accounting.meaning import suggest_delta
-from dpfunc.accounting.schedules import schedule_ledger
 from dpfunc.errors import InvalidArgument
 
 _MOST_SIZES = 9  # beside n

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpfunc._utils.validation import fail, open_unit, positive, real
-from dpfunc.accounting.accountant import merge_gaussians
-from dpfunc.accounting.fewer_kinds import fewer_kinds
+from dpfunc.accounting.accountant import renyi_events
+from dpfunc.accounting.calibration import LEAST_NOISE, MOST_NOISE, RTOL
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.accounting.losses import Array
@@ -22,9 +22,6 @@ from dpfunc.errors import InvalidArgument, UnreachableBudget
 SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
 """Names of distributions of the number of runs, and their shapes."""
 
-_RTOL = 1e-4
-_MOST_NOISE = 2.0**30
-_LEAST_NOISE = 2.0**-10
 _MOST_RUNS = 1e4  # on average
 _TAIL = 1e-18  # runs less likely than this are never drawn
 
@@ -182,7 +179,7 @@ def calibrate_search(
     def cost(scale: float) -> float:
         return selection_epsilon(runs, one_run(scale), delta, spent=spent).epsilon
 
-    least = cost(_MOST_NOISE)
+    least = cost(MOST_NOISE)
     if least > target:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: for {runs.mean:g} "
@@ -195,9 +192,9 @@ def calibrate_search(
     fails = passes / 2
     while cost(fails) <= target:
         passes, fails = fails, fails / 2
-        if passes <= _LEAST_NOISE:
+        if passes <= LEAST_NOISE:
             return passes
-    return smallest_real(cost, target, fails, passes, _RTOL)
+    return smallest_real(cost, target, fails, passes, RTOL)
 
 
 def selection_curve(curve: Array, orders: tuple[float, ...], runs: RunCount) -> Array:
@@ -221,7 +218,7 @@ def _deltas(curve: Array, a: Array) -> Array:
 
 
 def _curve(ledger: Ledger) -> Array:
-    events, _ = fewer_kinds(merge_gaussians(ledger.events))
+    events, _ = renyi_events(ledger)
     return composed_curve(events, ledger.adjacency, ORDERS)
 
 

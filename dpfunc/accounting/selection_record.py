@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfunc._utils.validation import fail, integer, open_unit, positive, real, signed, unsigned
+from dpfunc._utils.validation import fail, integer, open_unit, positive, real
 from dpfunc.accounting.guarantee import Guarantee
 from dpfunc.accounting.ledger import Ledger, parsed
 from dpfunc.accounting.record import (
-    NEIGHBOURS,
     RUN_CHECKS,
     SELECTION,
-    check_fields,
+    as_ledger,
+    as_tuple,
     check_kind,
-    check_neighbours,
     check_text,
+    reconstructed,
+    written,
 )
 from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
@@ -75,11 +75,16 @@ class SelectionRecord:
             check(name, getattr(self, name))
         if not self.ledgers or len(self.ledgers) != len(self.candidates):
             raise fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
-        refuse_replaced("adjacency", self.spent.adjacency)
+        refuse_replaced("adjacency", self.adjacency)
         if self.chosen is not None and integer("chosen", self.chosen) >= len(self.candidates):
             raise fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
         if (self.chosen is None) != (self.chosen_score is None):
             raise fail("chosen together with its score", "chosen_score", self.chosen_score)
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Which data sets are neighbours: as in what was spent before."""
+        return self.spent.adjacency
 
     def guarantee(self, delta: float) -> Guarantee:
         """The cost of `spent` and of the search, computed again from what was counted."""
@@ -87,14 +92,13 @@ class SelectionRecord:
 
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; a shape of null is that of the Poisson distribution."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values |= {
-            "runs": {"mean": self.runs.mean, "shape": None if self.runs.shape == math.inf else self.runs.shape},
+        shape = None if self.runs.shape == math.inf else self.runs.shape
+        encoded = {
+            "runs": {"mean": self.runs.mean, "shape": shape},
             "ledgers": [json.loads(each.to_json()) for each in self.ledgers],
             "spent": json.loads(self.spent.to_json()),
         }
-        neighbours = NEIGHBOURS[self.spent.adjacency]
-        return json.dumps(signed({"schema": _SCHEMA, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
+        return written(self, _SCHEMA, encoded)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SelectionRecord:
@@ -109,11 +113,7 @@ class SelectionRecord:
             raise InvalidArgument(
                 f"Expected a record with schema {_SCHEMA!r}, got another: use the version that wrote it."
             )
-        values = unsigned("record", values)
-        check_fields(cls, values, _SCHEMA)
-        read = {field.name: _READ.get(field.name, _same)(values[field.name]) for field in dataclasses.fields(cls)}
-        record = cls(**read)
-        check_neighbours(values["neighbours"], record.spent.adjacency)
+        record: SelectionRecord = reconstructed(cls, _SCHEMA, values, _READ)
         return record
 
 
@@ -141,22 +141,10 @@ def refuse_replaced(name: str, adjacency: Adjacency) -> None:
         )  # fmt: skip
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _read_ledger(value: object) -> Ledger:
-    return Ledger.from_json(json.dumps(value))
-
-
 def _read_ledgers(value: object) -> tuple[Ledger, ...]:
     if not isinstance(value, list):
         raise fail("a list of ledgers", "ledgers", value)
-    return tuple(map(_read_ledger, value))
+    return tuple(map(as_ledger, value))
 
 
 def _read_runs(value: object) -> RunCount:
@@ -180,7 +168,7 @@ def _check_ledgers(name: str, value: object) -> None:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "runs": _read_runs, "ledgers": _read_ledgers, "spent": _read_ledger, "candidates": _tuple, "not_covered": _tuple,
+    "runs": _read_runs, "ledgers": _read_ledgers, "spent": as_ledger, "candidates": as_tuple, "not_covered": as_tuple,
 }  # fmt: skip
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("date", "unit", "score"), check_text),

@@ -60,11 +60,7 @@ def head_path(path: Path) -> Path:
 
 
 def read_head(path: Path) -> Head | None:
-    """Read the `.head` file of a chained file; None if there is none.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The end of a chained file by its `.head` file; None if there is none."""
     file = head_path(path)
     if not file.exists():
         return None
@@ -81,7 +77,7 @@ def write_head(path: Path, head: Head) -> None:
 
 
 def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file atomically and durably: a crash leaves the old content or the new one, never a part.
+    """Write a file atomically and durably: a crash leaves all of the old content or of the new one.
 
     Args:
         path: of the file. text: all of its new content. mode: who may read it, from its first byte on.
@@ -98,15 +94,11 @@ def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def known_end(path: Path) -> Head:
-    """End of a chained file, from its `.head` file alone. A file that does not exist gets one that says 0 lines.
-
-    Raises:
-        CheckpointError: the file has lines, and nothing says where it ends.
-    """
+    """End of a chained file, from its `.head` file alone. A file that does not exist gets one that says 0 lines."""
     with locked(path) as file:
         head = read_head(path)
         if head is None:
-            check_end(path, follow(file, path, Position())[0])
+            follow(file, path, Position())
             head = Head()
             write_head(path, head)
         return head
@@ -122,19 +114,13 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_chain(path: Path) -> list[Line]:
-    """Read and verify all complete lines of a chained file; none if the file does not exist.
-
-    Raises:
-        CheckpointError: a line is missing (also at the end), was changed, moved or repeated.
-    """
+    """All complete lines of a chained file, verified; none if the file does not exist."""
     if not path.exists():
-        check_end(path, Position())
+        _check_end(path, Position())
         return []
     with open(path, "rb") as file:
         lock(file.fileno(), shared=True)
-        position, lines = follow(file, path, Position())
-        check_end(path, position)
-    return lines
+        return follow(file, path, Position())[1]
 
 
 def resumes(file: BinaryIO, since: Position) -> bool:
@@ -143,10 +129,10 @@ def resumes(file: BinaryIO, since: Position) -> bool:
 
 
 def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[Line]]:
-    """The complete lines after a position, each verified to follow the one before; and the position after them.
+    """The complete lines after a position, to the end of the file, and the position there.
 
     Raises:
-        CheckpointError: a line that cannot be read, or does not follow.
+        CheckpointError: a line is missing (also at the end), was changed, moved or repeated, or cannot be read.
     """
     file.seek(since.offset)
     complete, newline, _ = file.read().rpartition(b"\n")
@@ -157,7 +143,9 @@ def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[
         end, before = Head(end.lines + 1, _digest(raw)), end
         lines.append((end, values))
     offset = since.offset + len(complete) + len(newline)
-    return Position(os.fstat(file.fileno()).st_ino, offset, end, before), lines
+    position = Position(os.fstat(file.fileno()).st_ino, offset, end, before)
+    _check_end(path, position)
+    return position, lines
 
 
 def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
@@ -187,13 +175,10 @@ def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"Line {number} of the journal {path} cannot be read: {reason}.")
 
 
-def check_end(path: Path, at: Position) -> None:
+def _check_end(path: Path, at: Position) -> None:
     """Check that a file that was read to its end has all lines that its `.head` file records.
 
     One line more is what a crash between the line and its note leaves: it counts.
-
-    Raises:
-        CheckpointError: lines at the end are missing or were changed, or nothing says where the file ends.
     """
     known, lines = read_head(path), at.end.lines
     if known is None:
@@ -217,11 +202,7 @@ def check_end(path: Path, at: Position) -> None:
 
 
 def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str, Any]) -> None:
-    """Append a line and note it as the last one; both are on disk when this returns.
-
-    Args:
-        file: from `locked`. path: of the file. at: its end, as `follow` found it. values: of the line.
-    """
+    """Append a line to a `locked` file after its end, and note it as the last one; then both are on disk."""
     if read_head(path) != at.end:
         # At the first line: from now on a journal without its head has lost it. Later: a kill came between the last
         # line and its note, and a second one must not find two lines without.

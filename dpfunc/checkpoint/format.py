@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.locks import abandoned
-from dpfunc._utils.validation import one_of, shorten, unique_json, wrong_type
+from dpfunc._utils.validation import shorten, unique_json, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.journal import Taken
@@ -25,7 +25,7 @@ from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState, plan_digest
-from dpfunc.types import Batch, Params
+from dpfunc.types import Batch
 
 SCHEMA = 3
 _PREFIX = "step-"
@@ -69,11 +69,7 @@ def data_fingerprint(data: Batch | str, key: Key) -> str:
 
 
 def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A state as JSON values, with its key, and without that of the noise mechanism, which can have tensors.
-
-    Args:
-        state: of the run. data: fingerprint of its data. extra: JSON values of the user's own.
-    """
+    """A state as JSON values, with its key, and without that of the noise mechanism, which can have tensors."""
     try:
         json.dumps(dict(extra or {}))
     except (TypeError, ValueError, RecursionError) as error:
@@ -95,11 +91,7 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
 
 
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
-    """The state from `state_to_dict`, charged for every step that was taken, which may be repeated bit for bit.
-
-    Args:
-        values: as saved. plan: of the run. taken: the steps of this run that a journal has.
-    """
+    """The state from `state_to_dict`, charged for every step in the journal, which may be repeated bit for bit."""
     charged, ledger = int(values["charged"]), Ledger.from_json(json.dumps(values["ledger"]))
     later = max(taken, default=-1) + 1
     if later > charged:
@@ -113,42 +105,19 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), drawn, count)
 
 
-def check_path(journal: object) -> None:
-    """Check that a journal is named by its path.
+def key_of(values: Mapping[str, Any]) -> Key:
+    """The key of a saved state, for fingerprints."""
+    return Key(bytes.fromhex(values["key"]))
 
-    Raises:
-        InvalidArgument: it is something else.
-    """
+
+def check_path(journal: object) -> None:
+    """Refuse a journal that is not named by its path."""
     if journal is not None and not isinstance(journal, (str, os.PathLike)):
         raise wrong_type("the path of a journal", "journal", journal, "Of a Journal pass journal.path.")
 
 
-def check_choice(journal: Path | str | None, without_journal: str) -> None:
-    """Check that a resumed run has a journal or a new key, not both.
-
-    Raises:
-        CheckpointError: neither. InvalidArgument: both.
-    """
-    new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
-    if journal is not None and new_key:
-        raise InvalidArgument(
-            'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
-        )
-    if journal is None and not new_key:
-        raise CheckpointError(
-            "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
-            "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the file "
-            'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
-            "released, or you count those that were."
-        )
-
-
 def read_json(path: Path) -> Any:
-    """The values in a file of a checkpoint.
-
-    Raises:
-        CheckpointError: not JSON, or a name occurs twice in one object.
-    """
+    """The values in a file of a checkpoint, which must be JSON with no name twice in one object."""
     try:
         return unique_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -156,11 +125,6 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(
             f"The file {path} cannot be read: {reason}. It was changed after it was saved. {_AWAY}"
         ) from error
-
-
-def described(params: Params) -> dict[str, str]:
-    """Type and shape of each parameter, for `params_difference`."""
-    return {name: describe(p.dtype, tuple(p.shape)) for name, p in params.items()}
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
@@ -172,25 +136,18 @@ def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
-def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def difference(saved: Mapping[str, Any], now: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
     """One line for each name whose value differs.
 
     >>> difference({"w": "float32 (3,)"}, {"w": "float32 (4,)"})
     ['w: saved float32 (3,), now float32 (4,)']
     """
-    return [
-        f"{name}: saved {saved.get(name, 'absent')}, now {now.get(name, 'absent')}"
-        for name in sorted(saved.keys() | now.keys())
-        if saved.get(name) != now.get(name)
-    ]
+    pairs = {name: (saved.get(name, "absent"), now.get(name, "absent")) for name in sorted(saved.keys() | now.keys())}
+    return [f"{name}: saved {show(was)}, now {show(has)}" for name, (was, has) in pairs.items() if was != has]
 
 
 def refuse(what: str, path: Path, lines: list[str]) -> None:
-    """Refuse a checkpoint of another run if there are any lines of differences.
-
-    Raises:
-        CheckpointError: with the differences, and what to do.
-    """
+    """Refuse a checkpoint of another run if there are any lines of differences."""
     if lines:
         raise CheckpointError(
             f"The checkpoint {path} belongs to another {what}: {shorten(lines)}. Resume with what the run was "
@@ -198,50 +155,23 @@ def refuse(what: str, path: Path, lines: list[str]) -> None:
         )
 
 
-def refuse_data(data: Batch | str, values: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint that was made on other data.
-
-    Raises:
-        CheckpointError: the fingerprints differ.
-    """
-    if values["data"] != data_fingerprint(data, Key(bytes.fromhex(values["key"]))):
-        refuse("data set", path, ["the data differ from those the run was started on"])
-
-
 def all_checkpoints(parent: Path) -> list[Path]:
-    """Folders of checkpoints, the one that was saved last at the end. Folders with other names are not looked at.
-
-    Args:
-        parent: the directory, which may be missing.
-    """
+    """Folders of checkpoints, the one that was saved last at the end; others in the directory are not looked at."""
     found = {path: NAME.fullmatch(path.name) for path in parent.glob(f"{_PREFIX}*")}
     return sorted((path for path in found if found[path] and path.is_dir()), key=_place)
 
 
 def complete_checkpoints(parent: Path) -> list[Path]:
-    """Those of `all_checkpoints` that have all their files.
+    """Those of `all_checkpoints` that have all their files; their contents are not read."""
 
-    Raises:
-        CheckpointError: a list of files that cannot be read.
-    """
-    return [path for path in all_checkpoints(parent) if is_complete(path)]
+    def complete(path: Path) -> bool:
+        return (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
 
-
-def is_complete(path: Path) -> bool:
-    """True if a checkpoint has its list of files, and each of them; their contents are not read.
-
-    Raises:
-        CheckpointError: the list cannot be read.
-    """
-    return (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
+    return [path for path in all_checkpoints(parent) if complete(path)]
 
 
 def read_manifest(path: Path) -> dict[str, str]:
-    """Names of the files of a checkpoint and their digests.
-
-    Raises:
-        CheckpointError: the list was changed after it was saved.
-    """
+    """Names of the files of a checkpoint and their digests."""
     files = read_json(path / MANIFEST)
     plain = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
     if not plain or not {STATE, PLAN, METADATA} <= files.keys() or any(Path(name).name != name for name in files):
@@ -265,10 +195,7 @@ def free_name(parent: Path, step: int) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder: it first gets a name that nothing reads, so that a kill leaves no part of it behind.
-
-    Args:
-        path: of the folder; nothing happens if it is missing. What a kill leaves, `sweep` removes.
+    """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes.
 
     Guarantees:
         tests/checkpoint/test_one_process.py::test_a_kill_while_an_old_checkpoint_is_removed.
@@ -283,8 +210,7 @@ def remove(path: Path) -> None:
 def sweep(parent: Path) -> None:
     """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
 
-    Args:
-        parent: the directory, which may be missing. Saves of processes that are still at work stay.
+    Saves of processes that are still at work stay.
 
     Guarantees:
         tests/checkpoint/test_one_process.py::test_what_killed_saves_left_is_swept.
@@ -297,14 +223,10 @@ def sweep(parent: Path) -> None:
 
 
 def saved_state(path: Path) -> dict[str, Any]:
-    """The values in the state of a checkpoint; those by which others are compared with it are there.
-
-    Raises:
-        CheckpointError: the state was changed after it was saved.
-    """
+    """The values in the state of a checkpoint; those by which others are compared with it are there."""
     values = read_json(path / STATE)
     try:
-        Key(bytes.fromhex(values["key"]))
+        key_of(values)
         int(values["notes"])
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
@@ -315,23 +237,12 @@ def saved_state(path: Path) -> dict[str, Any]:
 
 
 def saved_key(path: Path) -> Key:
-    """The key in the state of a checkpoint.
-
-    Raises:
-        CheckpointError: the state was changed after it was saved.
-    """
-    return Key(bytes.fromhex(saved_state(path)["key"]))
+    """The key in the state of a checkpoint."""
+    return key_of(saved_state(path))
 
 
 def check_own(parent: Path, own: Container[str]) -> None:
-    """Check that all checkpoints in a directory are of one run: others could be loaded or removed.
-
-    Args:
-        parent: the directory, which may be missing. own: fingerprints of the run, and of runs that it continues.
-
-    Raises:
-        CheckpointError: another run's.
-    """
+    """Check that all checkpoints in a directory have keys of one run: others could be loaded or removed."""
     for path in complete_checkpoints(parent):
         if fingerprint(saved_key(path)) not in own:
             raise CheckpointError(
@@ -342,14 +253,7 @@ def check_own(parent: Path, own: Container[str]) -> None:
 
 
 def verify(path: Path, files: Mapping[str, str]) -> None:
-    """Check that the files of a checkpoint are unchanged since they were saved.
-
-    Args:
-        path: of the checkpoint. files: name -> digest, from its manifest.
-
-    Raises:
-        CheckpointError: one is missing or was changed.
-    """
+    """Check that files of a checkpoint (name -> digest) are unchanged since they were saved."""
     for name, expected in files.items():
         if not (path / name).exists() or sha256(path / name) != expected:
             raise CheckpointError(f"The file {path / name} is missing or was changed after it was saved.")

@@ -18,7 +18,6 @@ from dpfunc.checkpoint.chain import (
     Line,
     Position,
     append_chained,
-    check_end,
     follow,
     head_path,
     locked,
@@ -47,10 +46,10 @@ def unwritten(error: BaseException) -> bool:
 
 @contextmanager
 def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
-    """Inside files of a run are written: an error says which could not be, why, what was spent, and what to do.
+    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do.
 
-    Raises:
-        NotWritten: e.g. the disk is full (tests/checkpoint/test_full_disk.py).
+    Guarantees:
+        tests/checkpoint/test_full_disk.py.
     """
     try:
         yield
@@ -94,7 +93,6 @@ class _Known:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
         same = resumes(file, self.at)
         position, lines = follow(file, path, self.at if same else Position())
-        check_end(path, position)
         known = self.at.end
         # a copy that was put in its place has at least what was read
         if not same and known.lines and known not in (end for end, _ in lines):
@@ -104,9 +102,7 @@ class _Known:
                 f"run. {RESTORE} Nothing was released by this step."
             )
         runs, last = (self.runs, self.last) if same else ({}, "")
-        for run, step, taken in _steps(lines, path):
-            runs.setdefault(run, {}).setdefault(step, taken)
-            last = run
+        last = _enter(lines, path, runs) or last
         self.runs, self.last = runs, last
         self.at = position  # at the end: after an interrupt the same lines are read again
 
@@ -243,14 +239,11 @@ class Journal:
 def check_counted(
     path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unjournalled: int = 0
 ) -> None:
-    """Check that the ledger of a run that begins has the steps of all runs in its journal.
+    """Check that the ledger of a run that begins has the steps of all runs in its journal, and their adjacency.
 
     Args:
         path: of the journal. runs: what it has, or will have with the first step. ledger: of the run that begins.
         unjournalled: number of steps that it took before its first line there, which count beside those of the others.
-
-    Raises:
-        LedgerConflict: it lacks steps, or adds up costs of another adjacency.
     """
     if not runs:
         return
@@ -278,11 +271,7 @@ def check_counted(
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file of notes and sync it; an incomplete last line is removed first.
-
-    Args:
-        path: of the file. line: without its end.
-    """
+    """Append a line to a file of notes and sync it; an incomplete last line is removed first."""
     is_new = not path.exists()
     with locked(path) as file:
         remove_incomplete_line(file)
@@ -318,13 +307,7 @@ def read_steps(
             "no ledger yet: leave it out."
         )
     runs: dict[str, dict[int, Taken]] = {}
-    for run, step, taken in _steps(lines, path):
-        first = runs.setdefault(run, {}).setdefault(step, taken)
-        if first._replace(before=()) != taken._replace(before=()):
-            raise CheckpointError(
-                f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
-                f"once. {RESTORE}"
-            )
+    _enter(lines, path, runs)
     return runs
 
 
@@ -352,17 +335,26 @@ def _check_known(path: Path, lines: list[Line], known: Head) -> None:
         )
 
 
-def _steps(lines: list[Line], path: Path) -> Iterator[tuple[str, int, Taken]]:
-    """(run, step, what it took) of each line."""
+def _enter(lines: list[Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
+    """Enter the steps that lines of a journal have; the run of the last line. A repeated step counts once."""
+    run = ""
     for end, values in lines:
         try:
             own, before = (
                 tuple(Event(q, sigma, steps) for q, sigma, steps in events)
                 for events in (values["events"], values.get("before", []))
             )
-            yield values["run"], int(values["step"]), Taken(values["adjacency"], own, str(values["release"]), before)
+            run, step = values["run"], int(values["step"])
+            taken = Taken(values["adjacency"], own, str(values["release"]), before)
         except (KeyError, ValueError, TypeError) as error:
             raise unreadable(end.lines, path, error) from error
+        first = runs.setdefault(run, {}).setdefault(step, taken)
+        if first._replace(before=()) != taken._replace(before=()):
+            raise CheckpointError(
+                f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
+                f"once. {RESTORE}"
+            )
+    return run
 
 
 def journal_ledger(path: Path | str) -> Ledger:

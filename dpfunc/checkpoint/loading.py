@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import one_of, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint.chain import Head, read_chain
 from dpfunc.checkpoint.format import (
@@ -21,16 +21,15 @@ from dpfunc.checkpoint.format import (
     STATE,
     Checkpoint,
     all_checkpoints,
-    check_choice,
     check_path,
     complete_checkpoints,
+    data_fingerprint,
     describe,
-    described,
     difference,
+    key_of,
     read_json,
     read_manifest,
     refuse,
-    refuse_data,
     saved_state,
     state_from_dict,
     state_to_dict,
@@ -43,10 +42,9 @@ from dpfunc.checkpoint.run_layout import layout
 from dpfunc.checkpoint.saving import check_unsharded
 from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
 from dpfunc.checkpoint.values import decode
-from dpfunc.distributed.launch import is_writer
-from dpfunc.distributed.object_collectives import all_or_none, joint_group, rank_and_size, shared
+from dpfunc.distributed.object_collectives import all_or_none, by_writer, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import CheckpointError
+from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.state import resumed
@@ -124,9 +122,9 @@ def load(
         check_sharding()
     check_path(journal)
     parent = Path(directory)
-    name, values = json.loads(shared(all_or_none(partial(_found, parent, journal, ranks), ranks, _FAILED), ranks))
+    name, values = by_writer(partial(_found, parent, journal), ranks, _FAILED)
     path = parent / name
-    all_or_none(partial(check_choice, journal, without_journal), ranks, _FAILED)
+    all_or_none(partial(_check_choice, journal, without_journal), ranks, _FAILED)
 
     def check() -> dict[str, torch.Tensor]:
         check_unsharded(params, ranks)
@@ -135,10 +133,13 @@ def load(
         if values.get("schema") != SCHEMA:
             raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
         refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
-        refuse_data(data, values, path)
+        same = values["data"] == data_fingerprint(data, key_of(values))
+        refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
         table = read_table(path)
         saved = {n.removeprefix(PARAMS): describe(*about) for n, about in table.items() if n.startswith(PARAMS)}
-        refuse("parameter set", path, difference(saved, described(params)))
+        refuse(
+            "parameter set", path, difference(saved, {n: describe(p.dtype, tuple(p.shape)) for n, p in params.items()})
+        )
         laid_out = {PARAMS + n: empty(p, tuple(p.shape), p.dtype) for n, p in params.items()}
         optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
         return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
@@ -146,20 +147,19 @@ def load(
     tensors = all_or_none(check, ranks, _FAILED)
     now = layout(params, ranks)
 
-    def decide() -> bytes:
-        """State and note with which the run continues, from the process that has the journal; empty on the others."""
-        if not is_writer(ranks):
-            return b""
+    def decide() -> dict[str, Any]:
+        """State and note with which the run continues, by the process that has the journal."""
         lines = 0 if journal is None else len(read_chain(Path(journal)))  # first: later ones may not be compared
         history = _history(parent, values, journal)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         line = None if note is None else json.dumps(asdict(note))
-        return json.dumps({"state": state_to_dict(state), "note": line, "lines": lines}).encode()
+        return {"state": state_to_dict(state), "note": line, "lines": lines}
 
-    decided = json.loads(shared(all_or_none(decide, ranks, _FAILED), ranks))
+    decided = by_writer(decide, ranks, _FAILED)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     read_tensors(path, tensors, group)
-    all_or_none(partial(_note, parent, decided["note"], ranks), ranks, _FAILED)
+    if decided["note"] is not None:
+        by_writer(partial(append_line, parent / NOTES, decided["note"]), ranks, _FAILED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
     return Checkpoint(
         {n: tensors[PARAMS + n] for n in params},
@@ -174,10 +174,24 @@ def load(
     )
 
 
-def _found(parent: Path, journal: Path | str | None, ranks: Ranks | None) -> bytes:
-    """The name of the newest complete checkpoint and its state, read by one process."""
-    if not is_writer(ranks):
-        return b""
+def _check_choice(journal: Path | str | None, without_journal: str) -> None:
+    """Check that a resumed run has a journal or a new key, not both."""
+    new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
+    if journal is not None and new_key:
+        raise InvalidArgument(
+            'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
+        )
+    if journal is None and not new_key:
+        raise CheckpointError(
+            "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
+            "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the file "
+            'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
+            "released, or you count those that were."
+        )
+
+
+def _found(parent: Path, journal: Path | str | None) -> tuple[str, dict[str, Any]]:
+    """The name of the newest complete checkpoint and its state."""
     complete = complete_checkpoints(parent)
     half = [path for path in all_checkpoints(parent) if path not in complete]
     if not complete:
@@ -194,7 +208,7 @@ def _found(parent: Path, journal: Path | str | None, ranks: Ranks | None) -> byt
     if all_checkpoints(parent)[-1] != path:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
     verify(path, {STATE: read_manifest(path)[STATE]})
-    return json.dumps([path.name, saved_state(path)]).encode()
+    return path.name, saved_state(path)
 
 
 def _history(parent: Path, values: Mapping[str, Any], journal: Path | str | None) -> History:
@@ -202,8 +216,3 @@ def _history(parent: Path, values: Mapping[str, Any], journal: Path | str | None
     missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
     taken = None if journal is None else read_steps(journal, missing=missing, known=known)
     return History(values, known_notes(parent / NOTES, values["notes"]), taken)
-
-
-def _note(parent: Path, line: str | None, ranks: Ranks | None) -> None:
-    if line is not None and is_writer(ranks):
-        append_line(parent / NOTES, line)

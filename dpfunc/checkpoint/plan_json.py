@@ -11,6 +11,7 @@ from typing import Any
 from dpfunc import clipping, sampling
 from dpfunc._utils.validation import apart
 from dpfunc.accounting import Ledger
+from dpfunc.checkpoint.format import difference
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.types import Event, Schedule
@@ -55,13 +56,7 @@ def plan_from_dict(values: Mapping[str, Any]) -> Plan:
 
 def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
     """One line for each field in which a saved plan differs from ours; empty when they agree."""
-    mine = _leaves(json.loads(json.dumps(plan_to_dict(ours))))
-    saved = _leaves(dict(theirs))
-    return [
-        f"{name}: saved {saved.get(name, 'absent')!r}, now {mine.get(name, 'absent')!r}"
-        for name in sorted(mine.keys() | saved.keys())
-        if mine.get(name, "absent") != saved.get(name, "absent")
-    ]
+    return difference(_leaves(dict(theirs)), _leaves(json.loads(json.dumps(plan_to_dict(ours)))), repr)
 
 
 def _encode(value: object) -> Any:

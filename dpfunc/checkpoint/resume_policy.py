@@ -3,6 +3,15 @@
 A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
 sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
 steps was computed, and which runs continue others.
+
+| journal | layout | steps after the checkpoint | the run goes on |
+|---|---|---|---|
+| given | as it was | any | with its key, and repeats them bit for bit, at no cost |
+| given | another | none | with its key |
+| given | another | some | not; with `recharge` with a new key, and pays for them again |
+| none | any | unknown | with a new key; not where one went on from there before, unless `later_runs="ignore"` |
+
+In each row the ledger gets all steps of the lineage that the journal has.
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ from typing import Any, Literal
 
 from dpfunc._utils.validation import one_of, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
-from dpfunc.checkpoint.format import difference, state_from_dict
+from dpfunc.checkpoint.format import difference, key_of, state_from_dict
 from dpfunc.checkpoint.journal import Taken, whole_ledger
 from dpfunc.checkpoint.run_layout import DIGESTS
 from dpfunc.errors import CheckpointError
@@ -49,11 +58,7 @@ class Note:
 
 
 def read_notes(path: Path) -> list[Note]:
-    """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing.
-
-    Raises:
-        CheckpointError: a complete line that cannot be read.
-    """
+    """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing."""
     if not path.exists():
         return []
     try:
@@ -101,7 +106,7 @@ class History:
     @property
     def run(self) -> str:
         """Fingerprint of the key of the checkpoint."""
-        return fingerprint(Key(bytes.fromhex(self.values["key"])))
+        return fingerprint(key_of(self.values))
 
     @property
     def steps(self) -> Mapping[int, Taken]:
@@ -126,11 +131,7 @@ class History:
 
 
 def family(run: str, notes: Sequence[Note]) -> set[str]:
-    """Fingerprints of a run and of all runs of its lineage.
-
-    Args:
-        run: fingerprint of its key. notes: of its folder.
-    """
+    """Fingerprints of a run and of all runs of its lineage."""
     found, size = {run}, 0
     while size < len(found):
         size = len(found)
@@ -179,24 +180,17 @@ def _own_journal(history: History) -> None:
     """Check that the journal has the steps of the checkpoint, from the first one with its own key."""
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
     last = int(history.values["charged"]) - 1
-    if history.taken is not None and last >= (born[0] if born else 0) and last not in history.steps:
-        raise CheckpointError(
-            f"Expected the journal to have step {last} of this run, which the checkpoint has. "
-            f"{_other_journal(history, last)}."
+    if history.taken is None or last < (born[0] if born else 0) or last in history.steps:
+        return
+    advice = "It is the journal of another run, or incomplete: pass the right one"
+    counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
+    if later := [run for run in history.taken if run in counting]:
+        advice = (
+            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
+            "saved parameters that counts both, dp_step.init(params, dpfunc.secure_key(), "
+            "ledger=dpfunc.checkpoint.journal_ledger(path))"
         )
-
-
-def _other_journal(history: History, last: int) -> str:
-    """Advice where a journal lacks the last step of a checkpoint."""
-    counting = [note.run for note in history.notes if note.counted.get(history.run, 0) > last]
-    later = [run for run in history.taken or {} if run in counting]
-    if not later:
-        return "It is the journal of another run, or incomplete: pass the right one"
-    return (
-        f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
-        "saved parameters that counts both, dp_step.init(params, dpfunc.secure_key(), "
-        "ledger=dpfunc.checkpoint.journal_ledger(path))"
-    )
+    raise CheckpointError(f"Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.")
 
 
 def _explained(history: History, state: StepState, plan: Plan) -> None:
@@ -244,12 +238,7 @@ def _with_relatives(state: StepState, history: History, plan: Plan, counted: dic
 
 
 def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
-    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
-
-    Raises:
-        CheckpointError: in the middle of a shuffled epoch, whose records cannot be drawn anew; or the noise of steps
-            to come is correlated with that of earlier ones, which no sum of costs covers.
-    """
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
     if history.values["noise"] != _NO_STATE:
         raise CheckpointError(
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "

@@ -46,8 +46,7 @@ from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes
 from dpfunc.checkpoint.run_layout import layout
 from dpfunc.checkpoint.tensors import PARAMS, write_tensors
 from dpfunc.checkpoint.values import encode
-from dpfunc.distributed.launch import is_writer
-from dpfunc.distributed.object_collectives import all_or_none, check_agreement, joint_group, rank_and_size, shared
+from dpfunc.distributed.object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
@@ -147,12 +146,11 @@ def save(
     files[STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     with writing(parent, state.ledger, plan), ExitStack() as stack:
-        begun = all_or_none(partial(_begin, parent, state, ranks, stack), ranks, _FAILED)
-        work = parent / shared(begun, ranks).decode()
+        work = parent / by_writer(partial(_begin, parent, state, stack), ranks, _FAILED)
         write_tensors(work, tensors, group)
         all_or_none(partial(_sign, work, group), ranks, _FAILED)
-        made = all_or_none(partial(_commit, work, files, keep, ranks, journal), ranks, _FAILED)
-    return parent / shared(made, ranks).decode()
+        made = by_writer(partial(_commit, work, files, keep, rank_and_size(ranks)[1], journal), ranks, _FAILED)
+    return parent / str(made)
 
 
 def _check_types(params: object, state: object, plan: object, optimizer_state: object) -> None:
@@ -167,11 +165,7 @@ def _check_types(params: object, state: object, plan: object, optimizer_state: o
 
 
 def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
-    """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only.
-
-    Raises:
-        InvalidArgument: a DTensor without ranks.
-    """
+    """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only."""
     sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
     if sharded and ranks is None:
         raise InvalidArgument(
@@ -189,10 +183,8 @@ def _notes(parent: Path) -> list[Note]:
     return known_notes(parent / NOTES, saved_state(before[-1])["notes"] if before else 0)
 
 
-def _begin(parent: Path, state: StepState, ranks: Ranks | None, stack: ExitStack) -> bytes:
+def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
     """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
-    if not is_writer(ranks):
-        return b""
     run = fingerprint(state.key)
     check_own(parent, family(run, _notes(parent)) if complete_checkpoints(parent) else {run})
     parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +192,7 @@ def _begin(parent: Path, state: StepState, ranks: Ranks | None, stack: ExitStack
     work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
     stack.callback(shutil.rmtree, work, ignore_errors=True)
     stack.enter_context(in_use(work))
-    return work.name.encode()
+    return work.name
 
 
 def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
@@ -214,13 +206,11 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
 
 
 def _commit(
-    work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, ranks: Ranks | None, journal: Path | str | None
-) -> bytes:
+    work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | str | None
+) -> str:
     """Make this checkpoint the newest one, all of whose parts are on disk; its name."""
-    if not is_writer(ranks):
-        return b""
     parent = work.parent
-    parts = [work / f"part-{number}.json" for number in range(rank_and_size(ranks)[1])]
+    parts = [work / f"part-{number}.json" for number in range(processes)]
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
@@ -239,4 +229,4 @@ def _commit(
     for old in all_checkpoints(parent):
         if old not in kept:
             remove(old)
-    return path.name.encode()
+    return path.name

@@ -30,10 +30,6 @@ Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 def _owner(slot: Slot, shape: tuple[int, ...], skeleton: Any, params: Params) -> Tensor | None:
     """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
-    Args:
-        slot: of the tensor. shape: of all of the tensor. skeleton: the state with slots in place of tensors. params: as
-            the run has them now.
-
     A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do, by
     number.
     """
@@ -82,40 +78,26 @@ def room(name: str, encoded: Any, table: Table, params: Params, template: object
         dtype, shape = table[slot.name]
         if template is None:
             like = _owner(slot, shape, skeleton, params)
-            _check_known(name, slot, like, params)
+            if like is None and slot.sharded and any(is_dtensor(p) for p in params.values()):
+                raise CheckpointError(
+                    f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was sharded and is "
+                    "like no parameter. States of noise need the name and the shape of their parameter; for others "
+                    "pass optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
+                )
         else:
             like = by_place.get(slot.place)
-            _check_alike(name, slot, like, dtype, shape)
+            if like is None or tuple(like.shape) != shape:
+                has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
+                raise CheckpointError(
+                    f"Expected {name} to have {describe(dtype, shape)} at {slot.place}, as the checkpoint, got {has}. "
+                    "Pass a state of the same structure, or none: most can be laid out as the parameters."
+                )
         tensors[slot.name] = empty(like, shape, dtype)
     return tensors
 
 
-def _check_known(name: str, slot: Slot, like: Tensor | None, params: Params) -> None:
-    """Check that a tensor which was sharded is laid out as something, if parameters are sharded now."""
-    if like is None and slot.sharded and any(is_dtensor(p) for p in params.values()):
-        raise CheckpointError(
-            f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was sharded and is "
-            "like no parameter. States of noise need the name and the shape of their parameter; for others pass "
-            "optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
-        )
-
-
-def _check_alike(name: str, slot: Slot, like: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Check that a template has a tensor of the saved shape in the same place."""
-    if like is None or tuple(like.shape) != shape:
-        has = "nothing" if like is None else describe(like.dtype, tuple(like.shape))
-        raise CheckpointError(
-            f"Expected {name} to have {describe(dtype, shape)} at {slot.place}, as the checkpoint, got {has}. Pass a "
-            "state of the same structure, or none: most can be laid out as the parameters."
-        )
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this process's share of all tensors; collective: all processes of the group write, or none.
-
-    Raises:
-        OSError: on all processes, when one could not write.
-    """
+    """Write this process's share of all tensors; collective: all processes of the group write, or an OSError on all."""
     from torch.distributed.checkpoint import state_dict_saver as saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -126,11 +108,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.Process
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill tensors, each process its parts.
-
-    Raises:
-        CheckpointError: on all processes, when one could not read.
-    """
+    """Fill tensors, each process its parts; a CheckpointError on all when one could not read."""
     from torch.distributed.checkpoint import state_dict_loader as loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -157,11 +135,7 @@ def _translated(kind: type[Exception], what: str = "") -> Iterator[None]:
 
 
 def read_table(path: Path) -> Table:
-    """Type and shape of each tensor in a checkpoint. Runs no code that its file might contain.
-
-    Raises:
-        CheckpointError: the file refers to anything but the description of tensors.
-    """
+    """Type and shape of each tensor in a checkpoint. Runs no code that its file might contain, and refuses it."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with open(path / METADATA, "rb") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,32 +63,44 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     >>> tensors
     {'optimizer_state/0': tensor([1., 1.])}
     """
+    unreadable: list[tuple[str, type]] = []
     try:
-        found = list(_unreadable(value, name))
+        encoded = _encoded(name, value, tensors, name, unreadable)
     except RecursionError as error:
         raise InvalidArgument(f"Expected {name} to have plain values, got others: nested too deeply.") from error
-    if found:
-        kinds = {type(value) for _, value in found}
-        hint = " ".join(dict.fromkeys(_hint(kind) for kind in sorted(kinds, key=str)))
-        where = shorten([f"{place} of type {_name(type(value))}" for place, value in found])
+    if unreadable:
+        hint = " ".join(dict.fromkeys(_hint(kind) for kind in sorted({kind for _, kind in unreadable}, key=str)))
+        where = shorten([f"{place} of type {_name(kind)}" for place, kind in unreadable])
         raise InvalidArgument(
             f"Expected {name} to have tensors, numbers, strings, lists and dicts, which a load can read without "
             f"running code, got {where}. {hint}"
         )
-    return _encoded(name, value, tensors)
+    return encoded
 
 
-def _encoded(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    kind = type(value).__name__
+def _encoded(name: str, value: Any, tensors: dict[str, Tensor], place: str, unreadable: list[tuple[str, type]]) -> Any:
+    """JSON values of a part of a state; the place and the type of what is not plain go into `unreadable`."""
+    kind = type(value)
     if isinstance(value, Tensor):
         slot = f"{name}/{len(tensors)}"
         tensors[slot] = value.detach()
         return {"tensor": slot, "sharded": bool(shard_dims(value))}
-    if kind in _MAPS:
-        return {kind: [[_encoded(name, part, tensors) for part in pair] for pair in value.items()]}
-    if kind in _LISTS:
-        return {kind: [_encoded(name, item, tensors) for item in value]}
-    return {kind: _TEXTS[kind][1](value)} if kind in _TEXTS else value
+    if kind in _PLAIN:
+        return value
+
+    def part(item: object, where: str) -> Any:
+        return _encoded(name, item, tensors, where, unreadable)
+
+    if kind in _MAPS.values():
+        pairs = [[part(key, f"a key of {place}"), part(item, f"{place}[{key!r}]")] for key, item in value.items()]
+        return {kind.__name__: pairs}
+    if kind in _LISTS.values():
+        return {kind.__name__: [part(item, f"{place}[{index}]") for index, item in enumerate(value)]}
+    for text, (kind_of_text, written, _) in _TEXTS.items():
+        if kind is kind_of_text:
+            return {text: written(value)}
+    unreadable.append((place, kind))
+    return None
 
 
 def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> Any:
@@ -115,26 +127,6 @@ def slots(values: Any) -> tuple[list[Slot], Any]:
         return slot
 
     return found, decode(values, note)
-
-
-def _unreadable(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Place and value of each part of a state that is not plain.
-
-    >>> [place for place, _ in _unreadable({"param_groups": [{"lr": 0.1, "rates": range(3)}]}, "optimizer_state")]
-    ["optimizer_state['param_groups'][0]['rates']"]
-    """
-    kind = type(value)
-    if kind in _PLAIN or isinstance(value, Tensor) or kind in (text[0] for text in _TEXTS.values()):
-        return
-    if kind in _MAPS.values():
-        for key, item in value.items():  # type: ignore[attr-defined]  # a dict
-            yield from _unreadable(key, f"a key of {place}")
-            yield from _unreadable(item, f"{place}[{key!r}]")
-    elif kind in _LISTS.values():
-        for index, item in enumerate(value):  # type: ignore[arg-type]  # a list
-            yield from _unreadable(item, f"{place}[{index}]")
-    else:
-        yield place, value
 
 
 def _name(kind: type) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,19 @@ def shared(value: bytes, ranks: Ranks | None) -> bytes:
     if ranks.writes:
         values.copy_(torch.tensor(list(own_bytes), dtype=torch.int64))
     return bytes(_summed(values, ranks).tolist())
+
+
+def by_writer(action: Callable[[], object], ranks: Ranks | None, what: str) -> Any:
+    """The JSON values that the process which writes gets from `action`, on all processes; or an error on all.
+
+    Args:
+        action: must not communicate. ranks: of the run. what: see `all_or_none`.
+    """
+
+    def own() -> bytes:
+        return json.dumps(action()).encode() if ranks is None or ranks.writes else b""
+
+    return json.loads(shared(all_or_none(own, ranks, what), ranks))
 
 
 def _summed(values: Tensor, ranks: Ranks) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfunc.accounting import Guarantee, Ledger, epsilon
-from dpfunc.accounting.fewer_kinds import MAX_KINDS, fewer_kinds
+from dpfunc.accounting.accountant import MAX_KINDS, fewer_kinds
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 

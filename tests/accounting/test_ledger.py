@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpfunc._utils.validation import signed
-from dpfunc.accounting import Ledger, compose, epsilon
+from dpfunc.accounting import Ledger, compose, epsilon, schedule_ledger
 from dpfunc.errors import InvalidArgument, LedgerConflict
-from dpfunc.types import ADJACENCIES, Event
+from dpfunc.types import ADJACENCIES, Event, Schedule, schedule_at
 
 kinds = st.sampled_from([(0.01, 1.0), (0.01, 2.0), (0.5, 1.0), (1.0, 3.0)])
 events = st.builds(lambda kind, steps: Event(*kind, steps), kinds, st.integers(1, 10**12))
@@ -141,3 +142,31 @@ def test_repr_is_short_and_says_what_was_spent():
 def test_method_and_function_agree():
     ledger = Ledger((Event(1.0, 5.0, 10),))
     assert ledger.epsilon(1e-5) == epsilon(ledger, 1e-5)
+
+
+def schedules(values):
+    pieces = st.lists(st.tuples(st.integers(1, 9), values), min_size=1, max_size=4)
+    return st.one_of(values, st.builds(lambda p: Schedule(tuple(p)), pieces))
+
+
+@given(
+    schedules(st.sampled_from([0.01, 0.1, 1.0])), schedules(st.sampled_from([0.5, 1.0, 1.5, 2.0])), st.integers(0, 30)
+)
+def test_pieces_equal_single_steps(q, sigma, num_steps):
+    single = [Ledger((Event(schedule_at(q, t), schedule_at(sigma, t), 1),)) for t in range(num_steps)]
+    assert schedule_ledger(q, sigma, num_steps) == compose(Ledger(), *single)
+
+
+def test_no_loop_over_steps():
+    start = time.perf_counter()
+    ledger = schedule_ledger(0.1, Schedule(((10**12, 1.0), (1, 2.0))), 10**15)
+    assert time.perf_counter() - start < 1
+    assert ledger.num_steps == 10**15
+    assert len(ledger.events) == 2
+
+
+def test_adjacency_and_bad_arguments():
+    assert schedule_ledger(0.1, 1.0, 5, "replace_one").adjacency == "replace_one"
+    for bad in ((1.5, 1.0, 5), (0.1, -1.0, 5), (0.1, 1.0, -5), (0.1, 1.0, 2.5)):
+        with pytest.raises(InvalidArgument):
+            schedule_ledger(*bad)

@@ -13,17 +13,11 @@ from accounting_oracle import Undecided, agreed_delta, delta_bracket, delta_of_o
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dpfunc.accounting import Ledger, calibrate_noise, epsilon, tilted
+from dpfunc.accounting import Ledger, calibrate_noise, epsilon
 from dpfunc.accounting.gaussian import gaussian_epsilon
-from dpfunc.accounting.tilted import (
-    TiltedUnavailable,
-    atoms_add_remove,
-    atoms_replace,
-    one_direction,
-    one_step_delta,
-    pair_masses,
-    tilted_epsilon,
-)
+from dpfunc.accounting.tilted import compose, discrete_laws, one_direction, one_step_delta, tilted_epsilon
+from dpfunc.accounting.tilted_aim import make_aim, saddle, sampled_losses
+from dpfunc.accounting.tilted_law import TiltedUnavailable, atoms_add_remove, atoms_replace, conserved, pair_masses
 from dpfunc.types import Event
 
 BOTH = ("remove", "add")
@@ -135,10 +129,10 @@ def test_no_parameter_can_make_it_too_low(events, delta, direction, tilt_factor,
     log_delta = math.log(delta)
     best = one_direction(events, direction, delta).epsilon
     assume(best > 1e-3)
-    base = tilted.sampled_losses(events, direction, delta)
-    t = tilted.saddle(base, best)
-    aim = tilted.make_aim(base, aim_factor * best, t, tilt_factor * t, log_delta)
-    found, _ = tilted.compose(tilted.discrete_laws(base, aim), base, aim, delta, 0.0)
+    base = sampled_losses(events, direction, delta)
+    t = saddle(base, best)
+    aim = make_aim(base, aim_factor * best, t, tilt_factor * t, log_delta)
+    found, _ = compose(discrete_laws(base, aim), base, aim, delta, 0.0)
     assert found >= best * (1 - 2e-3)
     try:
         assert agreed_delta(found, events, direction) <= delta * (1 + 1e-9)
@@ -261,7 +255,7 @@ def test_speed_is_of_the_right_order():
 
 def test_lost_mass_is_refused():
     with pytest.raises(TiltedUnavailable, match="sum to 1"):
-        tilted.conserved(1.0, 1 - 1e-9)
+        conserved(1.0, 1 - 1e-9)
 
 
 def check_against_dp_accounting(seed, number):
@@ -301,16 +295,16 @@ def test_what_is_beyond_the_last_cell_counts(direction):
     atoms = atoms_add_remove(0.1, 1.0, y, direction)
     assert atoms.mass.sum() + atoms.infinite == pytest.approx(1.0, abs=1e-12)
     assert (atoms.infinite > 1e-3) == (direction != "add")
-    base = tilted.sampled_losses([(0.01, 1.0, 1000)], "remove", 1e-5)
-    aim = tilted.make_aim(base, 1.83, 7.5, 6.5, math.log(1e-5))
-    laws = tilted.discrete_laws(base, aim)
+    base = sampled_losses([(0.01, 1.0, 1000)], "remove", 1e-5)
+    aim = make_aim(base, 1.83, 7.5, 6.5, math.log(1e-5))
+    laws = discrete_laws(base, aim)
     cut = [dataclasses.replace(law, infinite=3e-9) for law in laws]
-    found, more = (tilted.compose(some, base, aim, 1e-5, 0.0)[0] for some in (laws, cut))
+    found, more = (compose(some, base, aim, 1e-5, 0.0)[0] for some in (laws, cut))
     assert more == pytest.approx(found - math.log(0.7) / 7.5, rel=0.01)
 
 
 def test_an_epsilon_that_has_no_exponential_is_refused_by_name():
     """And `auto` takes another method."""
-    with pytest.raises(tilted.TiltedUnavailable, match="epsilon is above 700"):
-        tilted.tilted_epsilon([(0.052, 0.0511, 1)], ["remove"], 1.2e-63)
+    with pytest.raises(TiltedUnavailable, match="epsilon is above 700"):
+        tilted_epsilon([(0.052, 0.0511, 1)], ["remove"], 1.2e-63)
     assert epsilon(Ledger((Event(0.052, 0.0511, 1),)), 1.2e-63).epsilon > 512
