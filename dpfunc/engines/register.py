@@ -11,7 +11,7 @@ from torch import Tensor
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense
 from dpfunc.engines.rules import REGISTERED
-from dpfunc.engines.rules.table import Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.vmap_grad import Passed, VmapGrad
 from dpfunc.errors import InvalidArgument
 
@@ -65,7 +65,7 @@ def register_rule(
             )
         return {parameter: Dense(grads_B)}
 
-    rule = Rule((op,), _grads, {parameter: tuple(needs)}, names=tuple(example))
+    rule = Rule((op,), dict.fromkeys(example, REQUIRED), _grads, {parameter: tuple(needs)})
     before = REGISTERED.pop(op, None)
     REGISTERED[op] = rule
     right = False

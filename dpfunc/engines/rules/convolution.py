@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +32,13 @@ from dpfunc.engines.numerics import (
     without_dropped,
 )
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.table import Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
 
 # Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
 _PIECE = SCRATCH // 16
+
+Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -299,62 +302,26 @@ def _costs(use: Use) -> Costs:
     return Kernel(positions, cells, shape, stride, options["groups"]).costs()
 
 
-def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+def per_axis(value: Sizes, axes: int) -> tuple[int, ...]:
     """One number for each axis."""
     return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
 
 
 def _convolution(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Grads:
-    """Gradients of weight and bias in conv1d, conv2d and conv3d."""
-    return _grads(use, grad, input, (stride, padding, dilation), groups)
-
-
-def _transposed(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    output_padding: int | Sequence[int] = 0,
-    groups: int = 1,
-    dilation: int | Sequence[int] = 1,
-) -> Grads:
-    """Gradients of weight and bias in conv_transpose1d, conv_transpose2d and conv_transpose3d."""
-    return _grads(use, grad, input, (stride, padding, dilation), groups, output_padding)
-
-
-def _grads(
-    use: Use,
-    grad: Tensor,
-    x: Tensor,
-    sizes: Sequence[int | Sequence[int]],
-    groups: int,
-    output_padding: int | Sequence[int] | None = None,
-) -> Grads:
+    use: Use, grad: Tensor, input: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
+    output_padding: Sizes | None = None, **_: Any,
+) -> Grads:  # fmt: skip
+    """Gradients of weight and bias; a transposed convolution has an output_padding."""
     grads: dict[str, PerSampleGrad] = {}
     g_BmP, axes = use.split(grad), grad.ndim - 2
     if "weight" in use.wanted:
+        sizes = (per_axis(value, axes) for value in (stride, padding, dilation))
         further = () if output_padding is None else per_axis(output_padding, axes)
-        stride, padding, dilation = (per_axis(value, axes) for value in sizes)
-        args = ConvolutionArgs(
-            tuple(use.shapes["weight"]), stride, padding, dilation, groups, output_padding is not None, further
-        )
-        x_BmC = use.split(x)
-        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(padding):
+        args = ConvolutionArgs(tuple(use.shapes["weight"]), *sizes, groups, output_padding is not None, further)
+        x_BmC = use.split(input)
+        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(args.padding):
             # 1 x 1: a matrix at each position
-            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in stride)]
+            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in args.stride)]
             g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
             grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
         else:
@@ -367,4 +334,8 @@ def _grads(
 CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
-RULES = (Rule(CONVOLUTIONS, _convolution, _NEEDS, _costs), Rule(TRANSPOSED, _transposed, _NEEDS, _costs))
+_COMMON = {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0}
+RULES = (
+    Rule(CONVOLUTIONS, {**_COMMON, "dilation": 1, "groups": 1}, _convolution, _NEEDS, _costs),
+    Rule(TRANSPOSED, {**_COMMON, "output_padding": 0, "groups": 1, "dilation": 1}, _convolution, _NEEDS, _costs),
+)

@@ -7,7 +7,7 @@ computed once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from dpfunc.engines.cost import Costs, matrix
 from dpfunc.engines.per_sample import Outer, PerSampleGrad
 from dpfunc.engines.rules.linear import column_sum
-from dpfunc.engines.rules.table import Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
 
 
 def gates(
@@ -37,16 +37,7 @@ def gates(
     return F.linear(torch.cat([input, state], -1), torch.cat([w_ih, w_hh], 1), bias)
 
 
-def _gates(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    state: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Grads:
+def _gates(use: Use, grad: Tensor, input: Tensor, state: Tensor, **_: Any) -> Grads:
     """`y = x W^T + b + h U^T + c`."""
     grads: dict[str, PerSampleGrad] = {}
     g_BTG = use.positions(grad)
@@ -65,6 +56,6 @@ def _costs(use: Use) -> Costs:
     return matrix(positions, use.output[-1], max(1, sum(math.prod(shape[1:]) for shape in shapes if len(shape) == 2)))
 
 
-RULES: Sequence[Rule] = (
-    Rule((gates,), _gates, {"w_ih": ("input",), "w_hh": ("state",), "b_ih": (), "b_hh": ()}, _costs),
-)
+_ARGUMENTS = {"input": REQUIRED, "state": REQUIRED, "w_ih": REQUIRED, "w_hh": REQUIRED, "b_ih": None, "b_hh": None}
+_NEEDS: dict[str, tuple[str, ...]] = {"w_ih": ("input",), "w_hh": ("state",), "b_ih": (), "b_hh": ()}
+RULES = (Rule((gates,), _ARGUMENTS, _gates, _NEEDS, _costs),)
