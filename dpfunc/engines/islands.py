@@ -25,9 +25,8 @@ from dpfunc.engines.per_sample import Dense, PerSampleGrad
 from dpfunc.engines.rules import REGISTERED, RULES
 from dpfunc.engines.rules.composite import without_dispatch
 from dpfunc.engines.rules.convolution import CONVOLUTIONS, TRANSPOSED, per_axis
-from dpfunc.engines.rules.gates import gates
 from dpfunc.engines.rules.linear import MATMULS
-from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines.rules.recurrent import RECURRENT, gates
 from dpfunc.engines.rules.table import Rule, Use
 
 _Bound = dict[str, Any]
