@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
@@ -72,28 +71,18 @@ def refuse_reentrant(inputs: object, output: object) -> None:
     Raises:
         UnsupportedModel: a part of the module is checkpointed.
     """
-    for node in nodes_behind(output, inputs):
+    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
+    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
         if node.name() == "CheckpointFunctionBackward":
             raise UnsupportedModel(
                 "The forward pass uses reentrant gradient checkpointing, which loses gradients of parameters. Use "
                 "use_reentrant=False, or model.gradient_checkpointing_disable()."
             )
-
-
-def nodes_behind(outputs: object, inputs: object = ()) -> Iterator[Node]:
-    """Nodes of the graph between inputs and outputs, each once. About a microsecond a node.
-
-    Args:
-        outputs, inputs: containers of tensors.
-    """
-    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
-    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    while todo:
-        node = todo.pop()
-        if node is None or node in visited:
-            continue
         visited.add(node)
-        yield node
         for earlier, _ in node.next_functions:  # a generator would double the time
             todo.append(earlier)
 
