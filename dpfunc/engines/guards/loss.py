@@ -16,11 +16,25 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
 
-def check_losses(losses: object, num_samples: int) -> None:
-    """Check that there is one loss a sample, of floating dtype.
+def check_depends(depends: bool) -> None:
+    """Check that the loss depends on a parameter, and not on other tensors of the same values.
 
     Raises:
-        InvalidArgument: another type, shape or dtype.
+        InvalidArgument: it does not.
+    """
+    if not depends:
+        raise InvalidArgument(
+            "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
+            "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
+            "detach()."
+        )
+
+
+def check_differentiable(losses: object, num_samples: int) -> None:
+    """Check that there is one loss a sample, of floating dtype, and that it depends on the parameters.
+
+    Raises:
+        InvalidArgument: another type, shape or dtype, or no gradient.
     """
     hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
     if not isinstance(losses, Tensor):
@@ -37,30 +51,7 @@ def check_losses(losses: object, num_samples: int) -> None:
         )
     if not losses.is_floating_point():
         raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
-
-
-def check_depends(depends: bool) -> None:
-    """Check that the loss depends on a parameter, and not on other tensors of the same values.
-
-    Raises:
-        InvalidArgument: it does not.
-    """
-    if not depends:
-        raise InvalidArgument(
-            "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
-            "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
-            "detach()."
-        )
-
-
-def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
-    """Check that there is one loss a sample, and that it depends on the parameters.
-
-    Raises:
-        InvalidArgument: another shape or dtype, or no gradient.
-    """
-    check_losses(losses_B, num_samples)
-    check_depends(losses_B.requires_grad)
+    check_depends(losses.requires_grad)
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
