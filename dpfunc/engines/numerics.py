@@ -108,6 +108,21 @@ def sq_sum(flat_BP: Tensor) -> Tensor:
     return rest_B + pieces_BN.square().sum(1)
 
 
+def in_pieces(
+    measure: Callable[..., tuple[Tensor, ...]], numbers: int, *sides: Tensor, limit: int = SCRATCH
+) -> tuple[Tensor, ...]:
+    """Values (B,) that are measured on some samples at a time, one at least.
+
+    Args:
+        measure: of sides of the same samples. numbers: that it forms for a sample. limit: how many it may form at once.
+    """
+    size = max(1, limit // max(1, numbers))
+    if size >= len(sides[0]):
+        return measure(*sides)
+    pieces = [measure(*piece) for piece in zip(*(torch.split(side, size) for side in sides), strict=True)]
+    return tuple(torch.cat(values) for values in zip(*pieces, strict=True))
+
+
 def safe_sq_norms(
     sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor], *, additions: int = 0, lost_B: Tensor | None = None
 ) -> Tensor:
@@ -144,7 +159,7 @@ def lost_in_squares(a_B: Tensor, p: int, b_B: Tensor, d: int) -> Tensor:
 
 
 def from_pairs(
-    sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor, measure: Callable[[Tensor], tuple[Tensor, Tensor]]
+    sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor, measure: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
 

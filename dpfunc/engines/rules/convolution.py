@@ -24,6 +24,7 @@ from dpfunc.engines.numerics import (
     SCRATCH,
     cancelling_samples,
     from_pairs,
+    in_pieces,
     lengths,
     lost_in_squares,
     safe_sq_norms,
@@ -159,12 +160,12 @@ class Convolved:
         kernel, costs = self.kernel(), self.kernel().costs()
         ghost = costs.ghost_pays
         numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
-        measure = self._ghost if ghost else self._measured
-        pieces = [
-            measure(to_accumulation_dtype(g), to_accumulation_dtype(x))
-            for g, x in self._pieces(self.g_BmP, self.x_BmC, numbers)
-        ]
-        sq_norms_B, reach_B, lost_B = (torch.cat(values) for values in zip(*pieces, strict=True))
+
+        def measure(g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, ...]:
+            sides = to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC)
+            return self._ghost(*sides) if ghost else self._measured(*sides)
+
+        sq_norms_B, reach_B, lost_B = in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     def kernel(self) -> Kernel:
@@ -215,10 +216,9 @@ class Convolved:
         )
         sq_norms_B = torch.unflatten((of_windows_nTT * of_still_nTT).sum((1, 2)), 0, per_group).sum(1)
 
-        def measure(doubtful_B: Tensor) -> tuple[Tensor, Tensor]:
-            pieces = self._pieces(g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double(), math.prod(self.args.shape))
-            measured, reach, _ = (torch.cat(v) for v in zip(*(self._measured(g, x) for g, x in pieces), strict=True))
-            return measured, reach
+        def measure(doubtful_B: Tensor) -> tuple[Tensor, ...]:
+            doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
+            return in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
 
         return from_pairs(sq_norms_B, reach_B, lost_B, measure)
 
