@@ -159,7 +159,7 @@ def lost_in_squares(a_B: Tensor, p: int, b_B: Tensor, d: int) -> Tensor:
 
 
 def from_pairs(
-    sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor, measure: Callable[[Tensor], tuple[Tensor, ...]]
+    paired: tuple[Tensor, ...], measure: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
 
@@ -167,11 +167,12 @@ def from_pairs(
     What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
 
     Args:
-        sq_norms_B, reach_B, lost_B: see `safe_sq_norms`. measure: of a mask, the first two for the samples in it.
+        paired: `sq_norms_B, reach_B, lost_B`, see `safe_sq_norms`. measure: of a mask, the first two for its samples.
 
     Returns:
-        The three arguments with the mended values.
+        The three with the mended values.
     """
+    sq_norms_B, reach_B, lost_B = paired
     rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
     more_B = torch.where(lost_B > _TINY, lost_B, 0.0)
     added_B = more_B * (2 * reach_B + more_B)  # the norm is at most the sum of those of its parts

@@ -137,20 +137,21 @@ class Outer:
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             return safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
         sq_norms_B, reach_B, lost_B = from_pairs(
-            *self._ghost(a_BTp, b_BTd),
+            self._ghost(a_BTp, b_BTd),
             lambda doubtful_B: self._measured(a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()),
         )
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     @staticmethod
-    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
+    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms of the formed gradients, and the sums of the norms of all positions."""
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
 
         def form(a: Tensor, b: Tensor) -> tuple[Tensor]:
             return (sq_sum((a.transpose(1, 2) @ b).flatten(1)),)
 
-        return *in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd), reach_B
+        (sq_norms_B,) = in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
+        return sq_norms_B, reach_B
 
     def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
         """Squared norms, the sums of the norms of all positions (diagonals of the same products), `lost_in_squares`."""

@@ -106,16 +106,13 @@ class ConvolutionArgs:
         shape[first] = shape[second] = size
         sums = values.new_zeros(shape)
         for offset in offsets:
-            start, stop = max(0, -offset), min(size, values.shape[first] - offset)
-            if start < stop:  # elsewhere the tap meets nothing but padding
-                read, write = slice(start + offset, stop + offset), slice(start, stop)
-                sums[_at(write, first, second)].add_(values[_at(read, first, second)])
+            start, length = max(0, -offset), min(size, values.shape[first] - offset) - max(0, -offset)
+            if length > 0:  # elsewhere the tap meets nothing but padding
+                written, read = sums, values
+                for both in (first, second):
+                    written, read = written.narrow(both, start, length), read.narrow(both, start + offset, length)
+                written.add_(read)
         return sums
-
-
-def _at(part: slice, first: int, second: int) -> tuple[slice, ...]:
-    """An index with the same part of two axes."""
-    return tuple(part if axis in (first, second) else slice(None) for axis in range(second + 1))
 
 
 @dataclass(frozen=True)
@@ -130,18 +127,17 @@ class Convolved:
     def dense(self) -> Tensor:
         """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
         g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
-        pieces = self._pieces(g_BmP, x_BmC, math.prod(self.args.shape))
-        if len(pieces) == 1:
+        size = self._piece()
+        if size >= len(g_BmP):
             return self._formed(g_BmP, x_BmC)
         grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
-        for rows, (g, x) in zip(torch.split(grads_B, len(pieces[0][0])), pieces, strict=True):
+        for rows, g, x in zip(*(torch.split(each, size) for each in (grads_B, g_BmP, x_BmC)), strict=True):
             rows.copy_(self._formed(g, x, rows))
         return grads_B
 
-    def _pieces(self, g_BmP: Tensor, x_BmC: Tensor, numbers: int) -> list[tuple[Tensor, Tensor]]:
-        """Samples in pieces for which no more than _PIECE numbers are formed; one sample at least."""
-        size = max(1, _PIECE // max(1, numbers))
-        return list(zip(torch.split(g_BmP, size), torch.split(x_BmC, size), strict=True))
+    def _piece(self) -> int:
+        """Samples whose gradients have no more than _PIECE numbers; one at least."""
+        return max(1, _PIECE // max(1, math.prod(self.args.shape)))
 
     def _formed(self, g_BmP: Tensor, x_BmC: Tensor, memory: Tensor | None = None) -> Tensor:
         if not len(g_BmP):
@@ -152,11 +148,8 @@ class Convolved:
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
         if not len(self.g_BmP):
-            return safe_sq_norms(
-                to_accumulation_dtype(self.g_BmP.new_zeros(0)),
-                to_accumulation_dtype(self.g_BmP.new_zeros(0)),
-                self.cancels,
-            )
+            nothing = to_accumulation_dtype(self.g_BmP.new_zeros(0))
+            return safe_sq_norms(nothing, nothing, self.cancels)
         kernel, costs = self.kernel(), self.kernel().costs()
         ghost = costs.ghost_pays
         numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
@@ -220,7 +213,7 @@ class Convolved:
             doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
             return in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
 
-        return from_pairs(sq_norms_B, reach_B, lost_B, measure)
+        return from_pairs((sq_norms_B, reach_B, lost_B), measure)
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
@@ -259,12 +252,9 @@ class Convolved:
             return self._sum(factors_B)
         hard_B = cancels_B & (factors_B != 0)
         total = self._sum(torch.where(cancels_B, 0, factors_B))
-        pieces = self._pieces(
-            to_accumulation_dtype(self.g_BmP[hard_B]),
-            to_accumulation_dtype(self.x_BmC[hard_B]),
-            math.prod(self.args.shape),
-        )
-        for factors, (g, x) in zip(torch.split(factors_B[hard_B], len(pieces[0][0]) or 1), pieces, strict=True):
+        size = self._piece()
+        sides = (torch.split(to_accumulation_dtype(side[hard_B]), size) for side in (self.g_BmP, self.x_BmC))
+        for factors, g, x in zip(torch.split(factors_B[hard_B], size), *sides, strict=True):
             total = total + Dense(self._formed(g, x)).weighted_sum(factors)
         return total
 
@@ -315,13 +305,13 @@ def _convolution(
     grads: dict[str, PerSampleGrad] = {}
     g_BmP, axes = use.split(grad), grad.ndim - 2
     if "weight" in use.wanted:
-        sizes = (per_axis(value, axes) for value in (stride, padding, dilation))
+        step, pad, gap = (per_axis(value, axes) for value in (stride, padding, dilation))
         further = () if output_padding is None else per_axis(output_padding, axes)
-        args = ConvolutionArgs(tuple(use.shapes["weight"]), *sizes, groups, output_padding is not None, further)
+        args = ConvolutionArgs(tuple(use.shapes["weight"]), step, pad, gap, groups, output_padding is not None, further)
         x_BmC = use.split(input)
-        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(args.padding):
+        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(pad):
             # 1 x 1: a matrix at each position
-            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in args.stride)]
+            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, each) for each in step)]
             g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
             grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
         else:
