@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,17 +67,13 @@ def register_rule(
         return {parameter: Dense(grads_B)}
 
     rule = Rule((op,), dict.fromkeys(example, REQUIRED), _grads, {parameter: tuple(needs)})
-    before = REGISTERED.pop(op, None)
-    REGISTERED[op] = rule
-    right = False
-    try:
+    before = {op: REGISTERED[op]} if op in REGISTERED else {}
+    with ExitStack() as undo:
+        undo.callback(REGISTERED.update, before)
+        undo.callback(REGISTERED.pop, op)
+        REGISTERED[op] = rule
         _compare(rule, op, parameter, example)
-        right = True
-    finally:
-        if not right:
-            del REGISTERED[op]
-        if not right and before is not None:
-            REGISTERED[op] = before
+        undo.pop_all()
 
 
 def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Mapping[str, Any]) -> None:
