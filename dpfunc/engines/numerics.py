@@ -136,7 +136,7 @@ def safe_sq_norms(
     Args:
         sq_norms_B: as measured. reach_B: sums of the norms of parts. cancels: list for the mask.
         additions: parts of a sample that are added one by one, where that is how they are summed.
-        lost_B: bound on the norm of what is too small to be squared, see `lost_in_squares`; None where it was not.
+        lost_B: bound on the norm of what is too small to be squared, see `of_pairs`; None where it was not.
     """
     norms_B, eps = sq_norms_B.sqrt(), torch.finfo(reach_B.dtype).eps
     drifts = 2 * TOLERATED / (eps * max(1, additions))
@@ -145,20 +145,23 @@ def safe_sq_norms(
     return (safe_B if lost_B is None else safe_B + lost_B).square()
 
 
-def lost_in_squares(a_B: Tensor, p: int, b_B: Tensor, d: int) -> Tensor:
-    """Bound on the norm of a sum of products `a_t b_t^T` that is lost where squares are too small for their dtype.
-
-    Each square below the smallest normal number may count as 0. Beside a very large factor, what is lost so can be all
-    of a gradient.
+def of_pairs(a_BTT: Tensor, p: int, b_BTT: Tensor, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms of `sum_t a_t b_t^T`, from the products of all pairs of positions on both sides.
 
     Args:
-        a_B, b_B: for each sample, the sum over t of the norms of a_t, of b_t, as measured. p, d: numbers of one.
+        a_BTT, b_BTT: `a_t . a_u` and `b_t . b_u`. p, d: numbers of one `a_t`, of one `b_t`.
+
+    Returns:
+        `sq_norms_B, reach_B, lost_B`, see `safe_sq_norms`.
     """
-    lost_a, lost_b = (math.sqrt(size * torch.finfo(a_B.dtype).tiny) for size in (p, d))
-    return lost_a * (b_B + lost_b) + lost_b * a_B
+    a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
+    # Each square below the smallest normal number may count as 0. Beside a very large factor, that can be all.
+    lost_a, lost_b = (math.sqrt(size * torch.finfo(a_BT.dtype).tiny) for size in (p, d))
+    lost_B = lost_a * (b_BT.sum(1) + lost_b) + lost_b * a_BT.sum(1)
+    return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
 
 
-def from_pairs(
+def mended_pairs(
     paired: tuple[Tensor, ...], measure: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
@@ -167,7 +170,7 @@ def from_pairs(
     What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
 
     Args:
-        paired: `sq_norms_B, reach_B, lost_B`, see `safe_sq_norms`. measure: of a mask, the first two for its samples.
+        paired: as `of_pairs` gives them. measure: of a mask, the first two for its samples.
 
     Returns:
         The three with the mended values.

@@ -24,10 +24,10 @@ from dpfunc.engines.numerics import (
     accumulation_dtype,
     cancelling_samples,
     exact,
-    from_pairs,
     in_pieces,
     lengths,
-    lost_in_squares,
+    mended_pairs,
+    of_pairs,
     safe_sq_norms,
     sq_sum,
     to_accumulation_dtype,
@@ -136,7 +136,7 @@ class Outer:
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             return safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
-        sq_norms_B, reach_B, lost_B = from_pairs(
+        sq_norms_B, reach_B, lost_B = mended_pairs(
             self._ghost(a_BTp, b_BTd),
             lambda doubtful_B: self._measured(a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()),
         )
@@ -154,13 +154,11 @@ class Outer:
         return sq_norms_B, reach_B
 
     def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
-        """Squared norms, the sums of the norms of all positions (diagonals of the same products), `lost_in_squares`."""
+        """Squared norms from products of pairs, see `of_pairs`."""
 
         def pair(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-            a_BTT, b_BTT = self._products_of_a(a) if a is a_BTp else _products(a), _products(b)
-            a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
-            lost_B = lost_in_squares(a_BT.sum(1), a.shape[2], b_BT.sum(1), b.shape[2])
-            return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
+            a_BTT = self._products_of_a(a) if a is a_BTp else _products(a)
+            return of_pairs(a_BTT, a.shape[2], _products(b), b.shape[2])
 
         return in_pieces(pair, a_BTp.shape[1] ** 2, a_BTp, b_BTd)
 

@@ -23,10 +23,10 @@ from dpfunc.engines.cost import Costs, Kernel, matrix, summed
 from dpfunc.engines.numerics import (
     SCRATCH,
     cancelling_samples,
-    from_pairs,
     in_pieces,
     lengths,
-    lost_in_squares,
+    mended_pairs,
+    of_pairs,
     safe_sq_norms,
     sq_sum,
     to_accumulation_dtype,
@@ -198,22 +198,17 @@ class Convolved:
         Privacy, section 3. Where the products cancel, it loses its digits: then the gradients are formed.
         """
         moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
-        of_windows_nTT, of_still_nTT = self._of_windows(moved, still.shape[3:]), _products(still)
-        per_group = (len(g_BmP), self.args.groups)
-        window_nT, still_nT = (each.diagonal(dim1=1, dim2=2).sqrt() for each in (of_windows_nTT, of_still_nTT))
-        channels = still.shape[1]
+        channels, per_group = still.shape[1], (len(g_BmP), self.args.groups)
         numbers = math.prod(self.args.shape) // self.args.groups // channels
-        lost_n = lost_in_squares(window_nT.sum(1), numbers, still_nT.sum(1), channels)
-        reach_B, lost_B = (
-            lengths(torch.unflatten(each_n, 0, per_group), 1) for each_n in ((window_nT * still_nT).sum(1), lost_n)
-        )
-        sq_norms_B = torch.unflatten((of_windows_nTT * of_still_nTT).sum((1, 2)), 0, per_group).sum(1)
+        of_windows_nTT = self._of_windows(moved, still.shape[3:])
+        found = of_pairs(of_windows_nTT, numbers, _products(still), channels)
+        sq_norms_BG, reach_BG, lost_BG = (torch.unflatten(each_n, 0, per_group) for each_n in found)
 
         def measure(doubtful_B: Tensor) -> tuple[Tensor, ...]:
             doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
             return in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
 
-        return from_pairs((sq_norms_B, reach_B, lost_B), measure)
+        return mended_pairs((sq_norms_BG.sum(1), lengths(reach_BG, 1), lengths(lost_BG, 1)), measure)
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
