@@ -22,13 +22,11 @@ from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
 
 def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
     """Gradients of weight and bias of a norm over the last axes."""
-    grad, features, grads = to_accumulation_dtype(grad), len(normalized_shape), {}
+    values = {"bias": to_accumulation_dtype(grad)}
     if "weight" in use.wanted:
         normed = F.layer_norm(to_accumulation_dtype(input), list(normalized_shape), None, None, eps)
-        grads["weight"] = Dense(use.positions(grad * normed, features).sum(1))
-    if "bias" in use.wanted:
-        grads["bias"] = Dense(use.positions(grad, features).sum(1))
-    return grads
+        values["weight"] = values["bias"] * normed
+    return {name: Dense(use.positions(values[name], len(normalized_shape)).sum(1)) for name in use.wanted}
 
 
 def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: float, **_: Any) -> Grads:
