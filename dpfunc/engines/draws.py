@@ -57,14 +57,10 @@ class OwnDraws:
         self.positions = positions
         self._own = {_state()}
 
-    def seeded_by_loss(self) -> bool:
-        """True if the state of torch's generator is none that these draws have left."""
-        return _state() not in self._own
-
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
         generator = _generator(device)
-        seeded_by_loss = self.seeded_by_loss()
+        seeded_by_loss = _state() not in self._own  # none that these draws have left
         number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
         self._own.add(_state())
         after = generator.get_state()
@@ -96,20 +92,18 @@ def seed_of(number: int, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
-AsRow = Callable[[Tensor], Tensor]
-"""Make the tensor of one row of those of all rows: `Levels.row`, or the only one."""
+Draw = Callable[[Callable[[int], Tensor], torch.device], Tensor]
+"""Make the tensor of one row of what `draw(row)` gives for each row, on a device."""
 
 
-def drawn(
-    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
+def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """A random tensor of one row: the function itself, with the plain tensors of each row."""
-    own = {id(value): of_rows(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+    rows = {id(value): of_rows(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
 
     def plain(value: Any, row: int) -> Any:
         if not isinstance(value, Tensor):
             return value
-        values_B = own[id(value)]
+        values_B = rows[id(value)]
         return inside(value).detach() if values_B is None else values_B[row].detach()
 
     def draw(row: int) -> Tensor:
@@ -119,74 +113,46 @@ def drawn(
         return found
 
     like = args[0].device if args and isinstance(args[0], Tensor) else torch.get_default_device()
-    with Below(), torch.no_grad():
-        values_B = draws.of_each(draw, torch.device(kwargs.get("device") or like))
-    found = as_row(values_B)
+    found = own(draw, torch.device(kwargs.get("device") or like))
     return found.requires_grad_() if kwargs.get("requires_grad") else found
 
 
-def draw_into(
-    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+def _dropout(
+    own: Draw, input: Tensor, p: float, *, feature: bool = False, alpha: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Fill a tensor of the loss with random numbers, in place."""
-    target = args[0]
-    fresh = drawn(
-        as_row, draws, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs
-    )
-    filled: Tensor = target.copy_(fresh)
-    return filled
+    """Dropout of one row: the same numbers and rounding as torch's own on that row alone.
 
-
-def _noise(as_row: AsRow, draws: OwnDraws, input: Tensor, p: float, feature: bool) -> Tensor:
-    """1 with probability 1 - p, else 0; one number for each, or for each channel."""
-    shape = list(input.shape)
-    if feature:
-        shape = [*shape[:2], *(1 for _ in shape[2:])]
+    Args:
+        feature: one number for each channel. alpha: with mean and variance kept, for SELU.
+    """
+    if p == 0 or not input.numel():
+        return input
+    multiply = input.mul_ if inplace else input.mul
+    if p == 1:
+        return multiply(torch.zeros_like(input))
+    shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if feature else input.shape
 
     def draw(row: int) -> Tensor:
         return torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
 
-    with Below(), torch.no_grad():
-        values_B = draws.of_each(draw, input.device)
-    return as_row(values_B)
-
-
-def dropout(
-    as_row: AsRow,
-    draws: OwnDraws,
-    input: Tensor,
-    p: float,
-    training: bool,
-    *,
-    feature: bool,
-    alpha: bool,
-    inplace: bool,
-) -> Tensor:
-    """Dropout of one row: the same numbers and rounding as torch's own on that row alone."""
-    if p == 0 or not training or not input.numel():
-        return input
-    if p == 1:
-        return input.mul_(torch.zeros_like(input)) if inplace else input * torch.zeros_like(input)
-    noise = _noise(as_row, draws, input, p, feature)
+    kept = own(draw, input.device)
     if not alpha:
-        scaled = noise / (1 - p)
-        return input.mul_(scaled) if inplace else input * scaled
+        return multiply(kept / (1 - p))
     a = 1.0 / ((_SELU_ALPHA**2 * p + 1) * (1 - p)) ** 0.5
-    shift = (noise - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p
-    scaled = noise * a
-    return input.mul_(scaled).add_(shift) if inplace else input * scaled + shift
+    shift = (kept - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p
+    scaled = multiply(kept * a)
+    return scaled.add_(shift) if inplace else scaled + shift
 
 
-_Kind = tuple[bool, bool, bool]  # feature, alpha, in place
-_DROPOUTS: dict[Any, _Kind] = {
-    torch.dropout: (False, False, False),
-    torch.dropout_: (False, False, True),
-    torch.feature_dropout: (True, False, False),
-    torch.feature_dropout_: (True, False, True),
-    torch.alpha_dropout: (False, True, False),
-    torch.alpha_dropout_: (False, True, True),
-    torch.feature_alpha_dropout: (True, True, False),
-    torch.feature_alpha_dropout_: (True, True, True),
+_DROPOUTS: dict[Any, dict[str, bool]] = {
+    torch.dropout: {},
+    torch.dropout_: {"inplace": True},
+    torch.feature_dropout: {"feature": True},
+    torch.feature_dropout_: {"feature": True, "inplace": True},
+    torch.alpha_dropout: {"alpha": True},
+    torch.alpha_dropout_: {"alpha": True, "inplace": True},
+    torch.feature_alpha_dropout: {"feature": True, "alpha": True},
+    torch.feature_alpha_dropout_: {"feature": True, "alpha": True, "inplace": True},
 }
 _DRAWING = frozenset(
     getattr(owner, name)
@@ -204,8 +170,8 @@ _FILLING = frozenset(
 
 
 def _attention(
-    as_row: AsRow, draws: OwnDraws, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    own: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout, from its parts: torch's own draws inside of a kernel."""
     if enable_gqa:
@@ -218,40 +184,52 @@ def _attention(
     if attn_mask is not None:
         boolean = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
-    weights = dropout(as_row, draws, scores.softmax(-1), dropout_p, True, feature=False, alpha=False, inplace=False)
-    return weights @ value
+    return _dropout(own, scores.softmax(-1), dropout_p) @ value
 
 
 def _rrelu(
-    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], input: Tensor,
+    own: Draw, func: Callable[..., Any], input: Tensor,
     lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
 ) -> Any:  # fmt: skip
     """Leaky ReLU with random slopes."""
     if not training:
         return NotImplemented
-    slopes = drawn(as_row, draws, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})
+    slopes = _drawn(own, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})
     kept = torch.where(input < 0, slopes, torch.ones_like(slopes))
     return input.mul_(kept) if inplace or func is torch.rrelu_ else input * kept
 
 
 def random_operation(
-    as_row: AsRow, draws: OwnDraws, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    as_row: Callable[[Tensor], Tensor],
+    draws: OwnDraws,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """The result of a function that draws; NotImplemented for calls that draw nothing."""
-    kind = _DROPOUTS.get(func)
-    if kind is not None:
-        feature, alpha, inplace = kind
+    """The result of a function that draws; NotImplemented for calls that draw nothing.
+
+    Args:
+        as_row: makes the tensor of one row of those of all rows.
+    """
+
+    def own(draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
+        with Below(), torch.no_grad():
+            values_B = draws.of_each(draw, device)
+        return as_row(values_B)
+
+    if func in _DROPOUTS:
         bound = dict(zip(("input", "p", "train"), args, strict=False), **kwargs)
-        p, train = bound["p"], bound["train"]
-        return dropout(as_row, draws, bound["input"], p, train, feature=feature, alpha=alpha, inplace=inplace)
+        return _dropout(own, bound["input"], bound["p"], **_DROPOUTS[func]) if bound["train"] else bound["input"]
     if func is F.scaled_dot_product_attention:
         p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        return _attention(as_row, draws, *args, **kwargs) if p > 0 else NotImplemented
+        return _attention(own, *args, **kwargs) if p > 0 else NotImplemented
     if func in _SLOPES:
-        return _rrelu(as_row, draws, func, *args, **kwargs)
+        return _rrelu(own, func, *args, **kwargs)
     if func in _FILLING:
-        return draw_into(as_row, draws, func, args, kwargs)
-    return drawn(as_row, draws, func, args, kwargs)
+        target: Tensor = args[0]
+        fresh = _drawn(own, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs)
+        return target.copy_(fresh)
+    return _drawn(own, func, args, kwargs)
 
 
 _SLOPES = frozenset((torch.rrelu, torch.rrelu_))

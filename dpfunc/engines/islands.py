@@ -21,13 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines.numerics import exact
+from dpfunc.engines.opened import without_dispatch
 from dpfunc.engines.per_sample import Dense, PerSampleGrad
 from dpfunc.engines.rules import REGISTERED, RULES
-from dpfunc.engines.rules.composite import without_dispatch
 from dpfunc.engines.rules.convolution import CONVOLUTIONS, TRANSPOSED, per_axis
-from dpfunc.engines.rules.gates import gates
 from dpfunc.engines.rules.linear import MATMULS
-from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines.rules.recurrent import RECURRENT, gates
 from dpfunc.engines.rules.table import Rule, Use
 
 _Bound = dict[str, Any]

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.dtensor import local, local_like
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
-from dpfunc.engines.guards.collectives import CollectiveRecorder, own_only
+from dpfunc.engines.guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines.guards.earlier_rows import RowMemory, refuse_earlier, refuse_undeclared
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
 from dpfunc.engines.guards.loss import (
@@ -31,7 +31,6 @@ from dpfunc.engines.guards.loss import (
     unfollowed_code_is_an_error,
 )
 from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
-from dpfunc.engines.guards.replicated import check_replicated
 from dpfunc.engines.guards.scope import backward_inside
 from dpfunc.engines.levels import run_backward
 from dpfunc.engines.opened import opened
@@ -196,8 +195,7 @@ def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequenc
         _keep(grads_B, row, alone.grads)
     check_depends(reached)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
-    if recorder.meshes:
-        check_replicated(losses_B, grads_B, params, recorder.meshes)
+    check_replicated(losses_B, grads_B, params, recorder.meshes)
     result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
     torch.default_generator.set_state(seed)
     torch.empty(()).random_()  # the next step draws other numbers, whatever the rows have drawn

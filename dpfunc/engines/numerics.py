@@ -108,6 +108,21 @@ def sq_sum(flat_BP: Tensor) -> Tensor:
     return rest_B + pieces_BN.square().sum(1)
 
 
+def in_pieces(
+    measure: Callable[..., tuple[Tensor, ...]], numbers: int, *sides: Tensor, limit: int = SCRATCH
+) -> tuple[Tensor, ...]:
+    """Values (B,) that are measured on some samples at a time, one at least.
+
+    Args:
+        measure: of sides of the same samples. numbers: that it forms for a sample. limit: how many it may form at once.
+    """
+    size = max(1, limit // max(1, numbers))
+    if size >= len(sides[0]):
+        return measure(*sides)
+    pieces = [measure(*piece) for piece in zip(*(torch.split(side, size) for side in sides), strict=True)]
+    return tuple(torch.cat(values) for values in zip(*pieces, strict=True))
+
+
 def safe_sq_norms(
     sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor], *, additions: int = 0, lost_B: Tensor | None = None
 ) -> Tensor:
@@ -121,7 +136,7 @@ def safe_sq_norms(
     Args:
         sq_norms_B: as measured. reach_B: sums of the norms of parts. cancels: list for the mask.
         additions: parts of a sample that are added one by one, where that is how they are summed.
-        lost_B: bound on the norm of what is too small to be squared, see `lost_in_squares`; None where it was not.
+        lost_B: bound on the norm of what is too small to be squared, see `of_pairs`; None where it was not.
     """
     norms_B, eps = sq_norms_B.sqrt(), torch.finfo(reach_B.dtype).eps
     drifts = 2 * TOLERATED / (eps * max(1, additions))
@@ -130,21 +145,24 @@ def safe_sq_norms(
     return (safe_B if lost_B is None else safe_B + lost_B).square()
 
 
-def lost_in_squares(a_B: Tensor, p: int, b_B: Tensor, d: int) -> Tensor:
-    """Bound on the norm of a sum of products `a_t b_t^T` that is lost where squares are too small for their dtype.
-
-    Each square below the smallest normal number may count as 0. Beside a very large factor, what is lost so can be all
-    of a gradient.
+def of_pairs(a_BTT: Tensor, p: int, b_BTT: Tensor, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared norms of `sum_t a_t b_t^T`, from the products of all pairs of positions on both sides.
 
     Args:
-        a_B, b_B: for each sample, the sum over t of the norms of a_t, of b_t, as measured. p, d: numbers of one.
+        a_BTT, b_BTT: `a_t . a_u` and `b_t . b_u`. p, d: numbers of one `a_t`, of one `b_t`.
+
+    Returns:
+        `sq_norms_B, reach_B, lost_B`, see `safe_sq_norms`.
     """
-    lost_a, lost_b = (math.sqrt(size * torch.finfo(a_B.dtype).tiny) for size in (p, d))
-    return lost_a * (b_B + lost_b) + lost_b * a_B
+    a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
+    # Each square below the smallest normal number may count as 0. Beside a very large factor, that can be all.
+    lost_a, lost_b = (math.sqrt(size * torch.finfo(a_BT.dtype).tiny) for size in (p, d))
+    lost_B = lost_a * (b_BT.sum(1) + lost_b) + lost_b * a_BT.sum(1)
+    return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
 
 
-def from_pairs(
-    sq_norms_B: Tensor, reach_B: Tensor, lost_B: Tensor, measure: Callable[[Tensor], tuple[Tensor, Tensor]]
+def mended_pairs(
+    paired: tuple[Tensor, ...], measure: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
 
@@ -152,11 +170,12 @@ def from_pairs(
     What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
 
     Args:
-        sq_norms_B, reach_B, lost_B: see `safe_sq_norms`. measure: of a mask, the first two for the samples in it.
+        paired: as `of_pairs` gives them. measure: of a mask, the first two for its samples.
 
     Returns:
-        The three arguments with the mended values.
+        The three with the mended values.
     """
+    sq_norms_B, reach_B, lost_B = paired
     rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
     more_B = torch.where(lost_B > _TINY, lost_B, 0.0)
     added_B = more_B * (2 * reach_B + more_B)  # the norm is at most the sum of those of its parts

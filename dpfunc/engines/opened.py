@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
-from dpfunc.engines.rules.composite import without_dispatch
 
-_DISPATCHES: dict[Any, bool] = {}
+@functools.cache
+def without_dispatch(function: Any) -> Callable[..., Any]:
+    """A private copy of a function written in Python that does not dispatch, so that modes get its parts.
+
+    The function itself is not touched.
+    """
+    quiet = {
+        name: (lambda *args, **kwargs: False) for name in function.__globals__ if name.startswith("has_torch_function")
+    }
+    inside = {**function.__globals__, **quiet}
+    copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
+    return functools.partial(copy, **(function.__kwdefaults__ or {}))
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
@@ -17,15 +29,11 @@ def opened(func: Any) -> Callable[..., Any] | None:
     >>> opened(torch.nn.functional.dropout) is None, opened(torch.add) is None
     (False, True)
     """
-    if type(func) is not type(opened) or not (func.__module__ or "").startswith("torch.") or not _dispatches(func):
-        return None
-    return without_dispatch(func)
+    of_torch = type(func) is FunctionType and (func.__module__ or "").startswith("torch.")
+    return without_dispatch(func) if of_torch and _asks_modes(func) else None
 
 
-def _dispatches(func: Any) -> bool:
-    found = _DISPATCHES.get(func)
-    if found is None:
-        code = func.__code__  # a method that calls `super()` comes back as itself
-        asks = any(name.startswith("has_torch_function") for name in code.co_names)
-        found = _DISPATCHES[func] = asks and "__class__" not in code.co_freevars
-    return found
+@functools.cache
+def _asks_modes(func: FunctionType) -> bool:
+    asks = any(name.startswith("has_torch_function") for name in func.__code__.co_names)
+    return asks and "__class__" not in func.__code__.co_freevars  # a method that calls `super()` comes back as itself

@@ -7,7 +7,7 @@ Norms and sums are float32, float64 for float64 inputs, whatever the dtype of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -20,14 +20,14 @@ from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
     ROUNDINGS,
-    SCRATCH,
     TOLERATED,
     accumulation_dtype,
     cancelling_samples,
     exact,
-    from_pairs,
+    in_pieces,
     lengths,
-    lost_in_squares,
+    mended_pairs,
+    of_pairs,
     safe_sq_norms,
     sq_sum,
     to_accumulation_dtype,
@@ -138,8 +138,8 @@ class Outer:
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
             return safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
-        sq_norms_B, reach_B, lost_B = from_pairs(
-            *self._ghost(a_BTp, b_BTd),
+        sq_norms_B, reach_B, lost_B = mended_pairs(
+            self._ghost(a_BTp, b_BTd),
             lambda doubtful_B: self._measured(a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()),
         )
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
@@ -148,26 +148,21 @@ class Outer:
     def _measured(a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms of the formed gradients, and the sums of the norms of all positions."""
         reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
-        size = max(1, SCRATCH // max(1, a_BTp.shape[2] * b_BTd.shape[2]))
-        if size >= len(a_BTp):
-            return sq_sum((a_BTp.transpose(1, 2) @ b_BTd).flatten(1)), reach_B
-        pieces = [
-            sq_sum((a.transpose(1, 2) @ b).flatten(1))
-            for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
-        ]
-        return torch.cat(pieces), reach_B
 
-    def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Squared norms, the sums of the norms of all positions (diagonals of the same products), `lost_in_squares`."""
-        size, widths = max(1, SCRATCH // max(1, a_BTp.shape[1] ** 2)), (a_BTp.shape[2], b_BTd.shape[2])
-        if size >= len(a_BTp):
-            return _paired(self._products_of_a(a_BTp), _products(b_BTd), *widths)
-        pieces = [
-            _paired(_products(a), _products(b), *widths)
-            for a, b in zip(torch.split(a_BTp, size), torch.split(b_BTd, size), strict=True)
-        ]
-        sq_norms_B, reach_B, lost_B = (torch.cat(values) for values in zip(*pieces, strict=True))
-        return sq_norms_B, reach_B, lost_B
+        def form(a: Tensor, b: Tensor) -> tuple[Tensor]:
+            return (sq_sum((a.transpose(1, 2) @ b).flatten(1)),)
+
+        (sq_norms_B,) = in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
+        return sq_norms_B, reach_B
+
+    def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
+        """Squared norms from products of pairs, see `of_pairs`."""
+
+        def pair(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            a_BTT = self._products_of_a(a) if a is a_BTp else _products(a)
+            return of_pairs(a_BTT, a.shape[2], _products(b), b.shape[2])
+
+        return in_pieces(pair, a_BTp.shape[1] ** 2, a_BTp, b_BTd)
 
     def _products_of_a(self, a_BTp: Tensor) -> Tensor:
         """`a a^T` of each sample, or those that a gradient with the same `a` has left; they are taken once."""
@@ -214,13 +209,6 @@ def _products(a_BTp: Tensor) -> Tensor:
     return a_BTp @ a_BTp.transpose(1, 2)
 
 
-def _paired(a_BTT: Tensor, b_BTT: Tensor, p: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `(a_t . a_u)(b_t . b_u)` over all pairs of positions, and that of `|a_t| |b_t|` over all positions."""
-    a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
-    lost_B = lost_in_squares(a_BT.sum(1), p, b_BT.sum(1), d)
-    return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
-
-
 @dataclass(frozen=True)
 class Gather:
     """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: the gradients of a table of V rows. Look-ups of the same row add up."""
@@ -241,34 +229,31 @@ class Gather:
         tables_BVd = g_BTd.new_zeros(len(g_BTd), self.shape[0], g_BTd.shape[2]).scatter_add_(1, index_BTd, g_BTd)
         return tables_BVd.reshape(-1, *self.shape)
 
-    def merged(self) -> Tensor:
-        """The same numbers with equal ids added into one slot: (B, T, d), zero in slots that are not needed."""
+    def _merged(self) -> tuple[Tensor, Tensor]:
+        """The same numbers with equal ids added into one slot: ids (B, T) and rows (B, T, d).
+
+        Slots that are not needed have some id of the sample, and zeros.
+        """
         g_BTd = self._rows()
-        slots_BT = self._slot_of_each()
-        return torch.zeros_like(g_BTd).scatter_add(1, slots_BT[:, :, None].expand_as(g_BTd), g_BTd)
-
-    def slots(self) -> Tensor:
-        """The id of each slot of `merged`: (B, T); slots that are not needed have some id of the sample."""
-        return self.ids_BT[:, :1].expand_as(self.ids_BT).scatter(1, self._slot_of_each(), self.ids_BT)
-
-    def _slot_of_each(self) -> Tensor:
         sorted_BT, order_BT = self.ids_BT.sort(dim=1)
         starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
-        return torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
+        slots_BT = torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
+        ids_BT = self.ids_BT[:, :1].expand_as(self.ids_BT).scatter(1, slots_BT, self.ids_BT)
+        return ids_BT, torch.zeros_like(g_BTd).scatter_add(1, slots_BT[:, :, None].expand_as(g_BTd), g_BTd)
 
     def sq_norms(self) -> Tensor:
         """Squared norms after rows of the same id are added up."""
         if not self.ids_BT.numel():
             return to_accumulation_dtype(self.g_BTd.new_zeros(len(self.g_BTd)))
         reach_B = lengths(self.g_BTd, 2).sum(1)
-        sq_norms_B = sq_sum(self.merged().flatten(1)).to(reach_B.dtype)
+        sq_norms_B = sq_sum(self._merged()[1].flatten(1)).to(reach_B.dtype)
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, additions=self.ids_BT.shape[1])
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
         ids_BT, g_BTd = self.ids_BT, self._rows()
         if self.ids_BT.numel() and cancelling_samples(self.cancels, self.sq_norms) is not None:
-            ids_BT, g_BTd = self.slots(), self.merged()
+            ids_BT, g_BTd = self._merged()
         factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
@@ -356,12 +341,22 @@ class _Stack:
     whatever it computes, a copy of few numbers less.
 
     Args:
-        names: of the parameters. grads: of each. joined: of all; that of the only one where there is one.
+        names: of the parameters. grads: of each.
     """
 
-    names: tuple[str, ...]
-    grads: Sequence[PerSampleGrad] = field(repr=False)
-    joined: PerSampleGrad = field(repr=False)
+    names: Sequence[str]
+    grads: Sequence[PerSampleGrad]
+
+    @cached_property
+    def joined(self) -> PerSampleGrad:
+        """All gradients as one; that of the only parameter where there is one."""
+        if len(self.grads) == 1:
+            return self.grads[0]
+        outers = [grad for grad in self.grads if isinstance(grad, Outer)]
+        if not outers:
+            return Dense(torch.cat([grad.dense() for grad in self.grads]))
+        a, b = torch.cat([each.a_BTp for each in outers]), torch.cat([each.b_BTd for each in outers])
+        return Outer(a, b, outers[0].shape)
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms: name -> (B,)."""
@@ -370,9 +365,10 @@ class _Stack:
 
     def weighted_sums(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weighted sums over the samples: name -> parameter shape."""
-        sums = self._together([factors[name] for name in self.names]) if len(self.names) > 1 else None
+        own = [factors[name] for name in self.names]
+        sums = self._together(own) if len(own) > 1 else None
         if sums is None:
-            sums = [grad.weighted_sum(factors[name]) for name, grad in zip(self.names, self.grads, strict=True)]
+            sums = [grad.weighted_sum(factors_B) for grad, factors_B in zip(self.grads, own, strict=True)]
         return dict(zip(self.names, sums, strict=True))
 
     def _together(self, factors: Sequence[Tensor]) -> Sequence[Tensor] | None:
@@ -410,13 +406,13 @@ def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
     A sum takes several times its memory while it is made: the largest ones are made while few others are in memory.
 
     >>> [stack.names for stack in _stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
-    [('a', 'b')]
+    [['a', 'b']]
     """
     together: dict[object, list[str]] = {}
     for name, grad in grads.items():
         together.setdefault(_key(grad) or name, []).append(name)
-    stacks = [_stack(names, [grads[name] for name in names]) for names in together.values()]
-    return sorted(stacks, key=lambda stack: math.prod(stack.joined.shape), reverse=True)
+    stacks = [_Stack(names, [grads[name] for name in names]) for names in together.values()]
+    return sorted(stacks, key=lambda stack: math.prod(stack.grads[0].shape), reverse=True)
 
 
 def _key(grad: PerSampleGrad) -> object:
@@ -427,17 +423,6 @@ def _key(grad: PerSampleGrad) -> object:
     if type(grad) is Dense and 0 < grad.grads_B.numel() <= _SMALL:
         return (Dense, grad.grads_B.shape, grad.grads_B.dtype, grad.grads_B.device)
     return None
-
-
-def _stack(names: Sequence[str], grads: Sequence[PerSampleGrad]) -> _Stack:
-    if len(grads) == 1:
-        return _Stack(tuple(names), grads, grads[0])
-    outers = [grad for grad in grads if isinstance(grad, Outer)]
-    if outers:
-        sides: tuple[Callable[[Outer], Tensor], ...] = (lambda grad: grad.a_BTp, lambda grad: grad.b_BTd)
-        a, b = (torch.cat([side(grad) for grad in outers]) for side in sides)
-        return _Stack(tuple(names), grads, Outer(a, b, outers[0].shape))
-    return _Stack(tuple(names), grads, Dense(torch.cat([grad.dense() for grad in grads])))
 
 
 @dataclass(frozen=True)

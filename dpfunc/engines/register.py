@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense
 from dpfunc.engines.row_pass import Passed
 from dpfunc.engines.rules import REGISTERED
-from dpfunc.engines.rules.table import Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 
@@ -66,18 +67,14 @@ def register_rule(
             )
         return {parameter: Dense(grads_B)}
 
-    rule = Rule((op,), _grads, {parameter: tuple(needs)}, names=tuple(example))
-    before = REGISTERED.pop(op, None)
-    REGISTERED[op] = rule
-    right = False
-    try:
+    rule = Rule((op,), dict.fromkeys(example, REQUIRED), _grads, {parameter: tuple(needs)})
+    before = {op: REGISTERED[op]} if op in REGISTERED else {}
+    with ExitStack() as undo:
+        undo.callback(REGISTERED.update, before)
+        undo.callback(REGISTERED.pop, op)
+        REGISTERED[op] = rule
         _compare(rule, op, parameter, example)
-        right = True
-    finally:
-        if not right:
-            del REGISTERED[op]
-        if not right and before is not None:
-            REGISTERED[op] = before
+        undo.pop_all()
 
 
 def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Mapping[str, Any]) -> None:

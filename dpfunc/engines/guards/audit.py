@@ -145,13 +145,14 @@ def audit(
     """
     if not chosen:
         return
+    rows = _Rows(loss_fn, params, batch, credited)
     try:
-        problem = _problem(loss_fn, params, batch, credited, chosen, audits)
+        problem = _problem(rows, chosen, audits)
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         failed(error)
         refuse_out_of_memory(error)
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
-    if _on_any_rank(problem, params):
+    if on_any_rank(params, bool(problem)):
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
             f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on earlier "
@@ -162,53 +163,24 @@ def audit(
         )
 
 
-def _on_any_rank(problem: str, params: Params) -> bool:
-    (found,) = on_any_rank(params, bool(problem))
-    return found
+class _Rows(NamedTuple):
+    """A step, whose rows are computed alone."""
 
+    loss_fn: LossFn
+    params: Params
+    batch: Batch
+    credited: Credited
 
-def _problem(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], audits: Audits
-) -> str:
-    """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
-    alone: dict[int, PerSample] = {}
-    coarse = False
-    for number, row in enumerate(chosen):
-        compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
-        before = python_state(loss_fn) if compared else ()
-        alone[row], of_16_bits = _alone(loss_fn, params, batch, credited, row)
-        coarse |= of_16_bits
-        if compared:  # the first row alone may build what the second finds
-            audits.note(python_state(loss_fn) != before and (number > 0 or len(chosen) == 1))
-            if audits.counting and number:
-                break
-    tolerance = COARSE if coarse else tolerance_of(credited.losses_B.dtype, *(param.dtype for param in params.values()))
-    problem = _compare(params, credited, alone, {}, tolerance)
-    if problem and audits.counting:  # more calls would show its state, not rounding
-        return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
-    if not _on_any_rank(problem, params):
-        return problem
-    unstable = {row: _unstable(loss_fn, params, batch, credited, row, alone[row]) for row in alone}
-    problem = _compare(params, credited, alone, unstable, tolerance)
-    repeats = not _on_any_rank(problem, params) or _repeats(loss_fn, params, batch, credited, chosen[0])
-    return problem if repeats else ""
-
-
-def _alone(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> tuple[PerSample, bool]:
-    """A row alone, at its position, with its own random numbers; true if there were numbers of 16 bits."""
-    with with_generator_state(credited.seed, torch.device("cpu")):
-        found = row_gradients(loss_fn, params, row_alone(batch, row), positions_of([row])[0])
-    grads = {
-        name: Dense((found.grads[name] if name in found.grads else torch.zeros_like(local(param.detach())))[None])
-        for name, param in params.items()
-    }
-    return PerSample(found.losses_1, grads, alone=True), found.coarse
-
-
-def _repeats(loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int) -> bool:
-    """True if the loss of a row alone is the same twice: it is not with random numbers of other libraries."""
-    first, second = (_alone(loss_fn, params, batch, credited, row)[0].losses_B for _ in range(2))
-    return bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
+    def alone(self, row: int, params: Params | None = None) -> tuple[PerSample, bool]:
+        """A row at its position, with its own random numbers; true if there were numbers of 16 bits."""
+        params = self.params if params is None else params
+        with with_generator_state(self.credited.seed, torch.device("cpu")):
+            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
+        grads = {
+            name: Dense((found.grads[name] if name in found.grads else torch.zeros_like(local(param.detach())))[None])
+            for name, param in params.items()
+        }
+        return PerSample(found.losses_1, grads, alone=True), found.coarse
 
 
 class _Unstable(NamedTuple):
@@ -221,18 +193,44 @@ class _Unstable(NamedTuple):
 _STABLE = _Unstable(0.0, {})
 
 
-def _unstable(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, row: int, alone: PerSample
-) -> _Unstable:
+def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
+    """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
+    alone: dict[int, PerSample] = {}
+    coarse = False
+    for number, row in enumerate(chosen):
+        compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
+        before = python_state(rows.loss_fn) if compared else ()
+        alone[row], of_16_bits = rows.alone(row)
+        coarse |= of_16_bits
+        if compared:  # the first row alone may build what the second finds
+            audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
+            if audits.counting and number:
+                break
+    dtypes = (rows.credited.losses_B.dtype, *(param.dtype for param in rows.params.values()))
+    tolerance = COARSE if coarse else tolerance_of(*dtypes)
+    problem = _compare(rows, alone, {}, tolerance)
+    if problem and audits.counting:  # more calls would show its state, not rounding
+        return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
+    if not on_any_rank(rows.params, bool(problem)):
+        return problem
+    unstable = {row: _unstable(rows, row, alone[row]) for row in alone}
+    problem = _compare(rows, alone, unstable, tolerance)
+    if not on_any_rank(rows.params, bool(problem)):
+        return problem
+    # a loss that is another one each time draws random numbers of other libraries
+    first, second = (rows.alone(chosen[0])[0].losses_B.nan_to_num() for _ in range(2))
+    return problem if torch.equal(first, second) else ""
+
+
+def _unstable(rows: _Rows, row: int, alone: PerSample) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
     of a row alone may decide differently, and a gradient jumps by far more than rounding.
     """
-    loss, gradients = 0.0, dict.fromkeys(params, 0.0)
+    loss, gradients = 0.0, dict.fromkeys(rows.params, 0.0)
     for number in range(_TRIES):
-        rounded = rounded_params(params, _ROUNDING_UNITS, number)
-        again, _ = _alone(loss_fn, rounded, batch, credited, row)
+        again, _ = rows.alone(row, rounded_params(rows.params, _ROUNDING_UNITS, number))
         loss = _larger(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
         for name, grad in again.grads.items():
             off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))
@@ -259,63 +257,45 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     return moved
 
 
-def _compare(
-    params: Params,
-    credited: Credited,
-    alone: Mapping[int, PerSample],
-    unstable: Mapping[int, _Unstable],
-    tolerance: float,
-) -> str:
+def _compare(rows: _Rows, alone: Mapping[int, PerSample], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
     """The first difference, in words; empty if there is none."""
-    for row, single in alone.items():
-        together, by_itself = float(credited.losses_B[row]), float(single.losses_B[0])
-        finite = torch.isfinite(credited.losses_B[row]), torch.isfinite(single.losses_B[0])
-        scale = max(abs(by_itself), abs(together), 1e-6)
-        allowed = tolerance * scale + 2 * unstable.get(row, _STABLE).loss
-        if bool(finite[0] != finite[1]) or (bool(finite[0]) and abs(together - by_itself) > allowed):
-            return f"row {row} has the loss {by_itself:.6g} alone, {together:.6g} beside the others"
-    return _compare_gradients(params, credited, alone, unstable, tolerance)
-
-
-def _compare_gradients(
-    params: Params,
-    credited: Credited,
-    alone: Mapping[int, PerSample],
-    unstable: Mapping[int, _Unstable],
-    tolerance: float,
-) -> str:
     finite: dict[int, float] = {}
     for row, single in alone.items():
         squares = {name: value[0] for name, value in single.sq_norms().items()}
         norm = float(torch.stack(list(squares.values())).sum().sqrt())
-        difference = _compare_norms(params, credited, row, squares, norm, unstable.get(row, _STABLE), tolerance)
+        change = unstable.get(row, _STABLE)
+        difference = _compare_losses(rows.credited.losses_B[row], single.losses_B[0], row, change, tolerance)
+        difference = difference or _compare_norms(rows, row, squares, norm, change, tolerance)
         if difference:
             return difference
         if math.isfinite(norm):
             finite[row] = norm
-    if credited.per_sample is None or not finite:
+    if rows.credited.per_sample is None or not finite:
         return ""
-    return _compare_sums(params, credited, credited.per_sample, alone, finite, unstable, tolerance)
+    return _compare_sums(rows.credited.per_sample, alone, finite, unstable, tolerance)
+
+
+def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unstable, tolerance: float) -> str:
+    scale = max(abs(float(by_itself)), abs(float(together)), 1e-6)
+    finite = bool(torch.isfinite(together))
+    off, allowed = abs(float(together) - float(by_itself)), tolerance * scale + 2 * change.loss
+    if finite != bool(torch.isfinite(by_itself)) or (finite and off > allowed):
+        return f"row {row} has the loss {float(by_itself):.6g} alone, {float(together):.6g} beside the others"
+    return ""
 
 
 def _compare_norms(
-    params: Params,
-    credited: Credited,
-    row: int,
-    squares: Mapping[str, Tensor],
-    norm: float,
-    unstable: _Unstable,
-    tolerance: float,
+    rows: _Rows, row: int, squares: Mapping[str, Tensor], norm: float, change: _Unstable, tolerance: float
 ) -> str:
     """The first parameter with another norm; `squares` and `norm` are those of the row alone."""
-    given = torch.stack([credited.sq_norms[name][row].to(squares[name].dtype) for name in params])
+    given = torch.stack([rows.credited.sq_norms[name][row].to(squares[name].dtype) for name in rows.params])
     beside = bool(torch.isfinite(given).all())
     if beside != math.isfinite(norm):
         alone_is, beside_is = ("not ", "") if beside else ("", " not")
         return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
-    for name, value in zip(params, given, strict=True) if beside else ():
+    for name, value in zip(rows.params, given, strict=True) if beside else ():
         off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
-        if off > tolerance * norm + 2 * unstable.gradients.get(name, 0.0) + 1e-12:
+        if off > tolerance * norm + 2 * change.gradients.get(name, 0.0) + 1e-12:
             return (
                 f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
                 f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
@@ -324,8 +304,6 @@ def _compare_norms(
 
 
 def _compare_sums(
-    params: Params,
-    credited: Credited,
     per_sample: PerSampleGrads,
     alone: Mapping[int, PerSample],
     finite: Mapping[int, float],
@@ -333,14 +311,14 @@ def _compare_sums(
     tolerance: float,
 ) -> str:
     """The first parameter of which a combination of the rows with finite norms is another one."""
-    signs_B = torch.zeros_like(credited.losses_B, dtype=torch.float32)
+    signs_B = torch.zeros_like(per_sample.losses_B, dtype=torch.float32)
     expected: dict[str, Tensor] = {}
     for index, row in enumerate(finite):
         sign = signs_B[row] = -1.0 if index % 2 else 1.0
         for name, grad in alone[row].grads.items():
             part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large
             expected[name] = torch.add(expected[name], part, alpha=sign) if name in expected else part
-    combined = per_sample.weighted_sum(dict.fromkeys(params, signs_B))
+    combined = per_sample.weighted_sum(dict.fromkeys(expected, signs_B))
     scale = max(finite.values()) * len(alone) ** 0.5
     for name, value in expected.items():
         off = float(torch.linalg.vector_norm(combined[name].to(value.dtype).sub_(value).flatten()))

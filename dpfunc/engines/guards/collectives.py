@@ -1,7 +1,8 @@
 """Communication between ranks inside of a loss: it would mix the records of different ranks.
 
 Under vmap it is worse: a functional collective of a batched tensor returns its input, without an error. What torch's
-own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: allowed.
+own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: allowed. Ranks
+that hold parts of the same layers have the same records, and must agree in losses and in gradients of what all hold.
 """
 
 from __future__ import annotations
@@ -11,14 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import shorten
+from dpfunc.engines.numerics import COARSE, TOLERANCES, lengths
 from dpfunc.errors import UnsupportedModel
+from dpfunc.types import Params
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Of the largest gradient: what lies below is rounding.
+_NEGLIGIBLE = 1e-6
 _NAMESPACES = ("_c10d_functional", "c10d")
 # These only wait for, or wrap, the result of another one.
 _WAITING = ("wait_tensor", "_wrap_tensor_autograd")
@@ -88,21 +99,8 @@ def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
     )
 
 
-def communicates(func: object) -> bool:
-    """True if an operation is a collective: it exchanges data between ranks.
-
-    >>> communicates(torch.ops.aten.add.Tensor)
-    False
-    """
-    return _collective(func) is not None
-
-
-def check_own(func: object) -> None:
-    """Check that an operation that communicates was called by torch's own wrappers.
-
-    Raises:
-        UnsupportedModel: by the loss.
-    """
+def _check_own(func: object) -> None:
+    """Check that an operation that communicates was called by torch's own wrappers, not by the loss."""
     name = _collective(func)
     if name is not None:
         module, line = _caller()
@@ -115,14 +113,6 @@ _PRODUCTS = frozenset(
 )
 
 
-def note_meshes(func: object, args: Sequence[Any], meshes: list[Any]) -> None:
-    """Note on which meshes a layer is split that an operation computes."""
-    if getattr(func, "overloadpacket", None) in _PRODUCTS:
-        for value in args:
-            if is_dtensor(value) and value.device_mesh not in meshes:
-                meshes.append(value.device_mesh)
-
-
 @dataclass(eq=False)
 class CollectiveRecorder(TorchDispatchMode):
     """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
@@ -131,7 +121,7 @@ class CollectiveRecorder(TorchDispatchMode):
         meshes: of the DTensors that are computed with.
     """
 
-    meshes: list[Any] = field(default_factory=list)
+    meshes: list[DeviceMesh] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
@@ -148,8 +138,11 @@ class CollectiveRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        check_own(func)
-        note_meshes(func, args, self.meshes)
+        _check_own(func)
+        if getattr(func, "overloadpacket", None) in _PRODUCTS:  # an operation of a layer
+            for value in args:
+                if is_dtensor(value) and value.device_mesh not in self.meshes:
+                    self.meshes.append(value.device_mesh)
         return func(*args, **(kwargs or {}))
 
 
@@ -161,3 +154,61 @@ def own_only(recorder: CollectiveRecorder | None = None) -> Iterator[None]:
         return
     with CollectiveRecorder() if recorder is None else recorder:
         yield
+
+
+def check_replicated(
+    losses_B: Tensor, grads: Mapping[str, Tensor], params: Params, meshes: Sequence[DeviceMesh]
+) -> None:
+    """Compare, over the ranks of each mesh, the losses and the gradients of what all of its ranks hold.
+
+    A parameter that is not split, but is applied to a part of the activations (a norm over this rank's own heads), has
+    a part of its gradient on each rank: its norm would be wrong, and the ranks would drift apart.
+
+    Args:
+        losses_B, grads: of single samples; grads (B, *shape) are local. meshes: on which layers are split.
+
+    Raises:
+        UnsupportedModel: they differ; on all ranks.
+    """
+    if not meshes or not len(losses_B):
+        return
+    tolerance = max(TOLERANCES.get(dtype, COARSE) for dtype in (losses_B.dtype, *(p.dtype for p in params.values())))
+    scale = max(float(_size(grad)) for grad in grads.values())
+    for mesh, dim in [(each, dim) for each in meshes for dim in range(each.ndim)]:
+        replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
+        differing = _differing({"": losses_B, **replicated}, mesh.get_group(dim), tolerance, scale)
+        if "" in differing:
+            raise UnsupportedModel(
+                "The loss of a record differs between ranks that hold parts of the same layers: they have "
+                "different records, or parts of one (context parallelism). Give all of them the same records."
+            )
+        if differing:
+            raise UnsupportedModel(
+                f"The parameters {shorten(differing)} are on every rank, but their gradients differ: each rank "
+                "applies them to a part of the activations, so each has a part of the gradient. Apply them where "
+                "activations are whole, split them with parallelize_module, or leave them out."
+            )
+
+
+def _split(param: Tensor, mesh: DeviceMesh, dim: int) -> bool:
+    if not is_dtensor(param):
+        return False
+    if param.device_mesh == mesh:
+        return not param.placements[dim].is_replicate()
+    return any(not placement.is_replicate() for placement in param.placements)
+
+
+def _size(grads_B: Tensor) -> Tensor:
+    return torch.nan_to_num(lengths(grads_B.reshape(1, -1), 1))[0]
+
+
+def _differing(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, tolerance: float, scale: float) -> list[str]:
+    flags = []
+    for tensor in tensors.values():
+        mean = tensor.clone()
+        dist.all_reduce(mean, group=group)
+        mean = mean / dist.get_world_size(group)
+        flags.append(_size(tensor - mean) > tolerance * _size(mean) + _NEGLIGIBLE * scale)
+    counts = torch.stack(flags).to(torch.float32)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    return [name for name, count in zip(tensors, counts.tolist(), strict=True) if count]

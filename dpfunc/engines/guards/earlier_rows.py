@@ -73,24 +73,13 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModel: there is one among the arguments.
     """
-    for value in args:
-        if isinstance(value, Tensor):
-            _check(value)
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                if isinstance(part, Tensor):
-                    _check(part)
-    for value in kwargs.values():
-        if isinstance(value, Tensor):
-            _check(value)
-
-
-def _check(tensor: Tensor) -> None:
-    if is_gone(tensor) or (_earlier and is_earlier(tensor)):
-        raise UnsupportedModel(
-            "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach this one. "
-            "Compute each loss from its own row and the parameters alone."
-        )
+    for value in (*args, *kwargs.values()):
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, Tensor) and (is_gone(part) or (_earlier and is_earlier(part))):
+                raise UnsupportedModel(
+                    "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
+                    "this one. Compute each loss from its own row and the parameters alone."
+                )
 
 
 def is_earlier(tensor: Tensor) -> bool:

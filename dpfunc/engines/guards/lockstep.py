@@ -169,49 +169,33 @@ def told_of_transforms() -> AbstractContextManager[None]:
     return nullcontext() if initialized() and not is_independent() else transformed()
 
 
-def _any_process(flags: Tensor) -> Tensor:
-    """Flags (bool) that are set on this process, or on one with other records that runs in lockstep with it.
-
-    >>> _any_process(torch.tensor([True, False])).tolist()
-    [True, False]
-    """
-    context = _context.get()
-    if context is None or context.independent:
-        return flags
-    counts = flags.to(torch.float32, copy=True)
-    if dist.get_backend(context.group) == "nccl":
-        counts = counts.cuda()
-    arrived(dist.all_reduce(counts, dist.ReduceOp.MAX, group=context.group, async_op=True))
-    return (counts > 0).to(flags.device)
-
-
 def on_any_process(flag: bool) -> bool:
-    """The same for one flag of the host, which nothing reads from a device unless processes run in lockstep.
+    """True if a flag is set on this process, or on one with other records that runs in lockstep with it.
 
     >>> on_any_process(True)
     True
     """
-    return bool(_any_process(torch.tensor([flag]))) if in_lockstep() else flag
+    context = _context.get()
+    if context is None or context.independent:
+        return flag
+    count = torch.tensor([flag], dtype=torch.float32)
+    if dist.get_backend(context.group) == "nccl":
+        count = count.cuda()
+    arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=context.group, async_op=True))
+    return bool(count > 0)
 
 
-def anywhere(flags: Tensor, params: Params) -> Tensor:
-    """Flags (bool) that are set on this rank, or on one that holds other parts of these parameters or of the model."""
-    counts = flags.to(torch.float32, copy=True)
+def on_any_rank(params: Params, flag: bool) -> bool:
+    """The same, or on a rank that holds other parts of these parameters.
+
+    >>> on_any_rank({"w": torch.zeros(1)}, False)
+    False
+    """
+    count = torch.tensor([flag], dtype=torch.float32)
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
         for dim in range(mesh.ndim):
-            arrived(dist.all_reduce(counts, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True))
-    return _any_process(counts > 0)
-
-
-def on_any_rank(params: Params, *flags: bool) -> list[bool]:
-    """The same for flags of the host, which nothing reads from a device unless a model is split or in lockstep.
-
-    >>> on_any_rank({"w": torch.zeros(1)}, True, False)
-    [True, False]
-    """
-    if not in_lockstep() and not any(is_dtensor(param) for param in params.values()):
-        return list(flags)
-    return [bool(flag) for flag in anywhere(torch.tensor(flags), params).tolist()]
+            arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True))
+    return on_any_process(bool(count > 0))
 
 
 @contextmanager

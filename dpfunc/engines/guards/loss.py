@@ -8,36 +8,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
-
-
-def check_losses(losses: object, num_samples: int) -> None:
-    """Check that there is one loss a sample, of floating dtype.
-
-    Raises:
-        InvalidArgument: another type, shape or dtype.
-    """
-    hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
-    if not isinstance(losses, Tensor):
-        raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
-    if losses.shape != (num_samples,):
-        raise InvalidArgument(
-            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
-            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
-        )
-    if is_dtensor(losses):
-        raise InvalidArgument(
-            "Expected loss_fn to return a plain tensor, got a DTensor. Make the output of the last layer plain "
-            "(use_local_output=True, output_layouts=Replicate()), or return losses.full_tensor()."
-        )
-    if not losses.is_floating_point():
-        raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
 
 
 def check_depends(depends: bool) -> None:
@@ -54,14 +30,28 @@ def check_depends(depends: bool) -> None:
         )
 
 
-def check_differentiable(losses_B: Tensor, num_samples: int) -> None:
-    """Check that there is one loss a sample, and that it depends on the parameters.
+def check_differentiable(losses: object, num_samples: int) -> None:
+    """Check that there is one loss a sample, of floating dtype, and that it depends on the parameters.
 
     Raises:
-        InvalidArgument: another shape or dtype, or no gradient.
+        InvalidArgument: another type, shape or dtype, or no gradient.
     """
-    check_losses(losses_B, num_samples)
-    check_depends(losses_B.requires_grad)
+    hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
+    if not isinstance(losses, Tensor):
+        raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
+    if losses.shape != (num_samples,):
+        raise InvalidArgument(
+            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
+            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
+        )
+    if is_dtensor(losses):
+        raise InvalidArgument(
+            "Expected loss_fn to return a plain tensor, got a DTensor. Make the output of the last layer plain "
+            "(use_local_output=True, output_layouts=Replicate()), or return losses.full_tensor()."
+        )
+    if not losses.is_floating_point():
+        raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
+    check_depends(losses.requires_grad)
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
@@ -72,28 +62,18 @@ def refuse_reentrant(inputs: object, output: object) -> None:
     Raises:
         UnsupportedModel: a part of the module is checkpointed.
     """
-    for node in nodes_behind(output, inputs):
+    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
+    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
         if node.name() == "CheckpointFunctionBackward":
             raise UnsupportedModel(
                 "The forward pass uses reentrant gradient checkpointing, which loses gradients of parameters. Use "
                 "use_reentrant=False, or model.gradient_checkpointing_disable()."
             )
-
-
-def nodes_behind(outputs: object, inputs: object = ()) -> Iterator[Node]:
-    """Nodes of the graph between inputs and outputs, each once. About a microsecond a node.
-
-    Args:
-        outputs, inputs: containers of tensors.
-    """
-    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
-    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    while todo:
-        node = todo.pop()
-        if node is None or node in visited:
-            continue
         visited.add(node)
-        yield node
         for earlier, _ in node.next_functions:  # a generator would double the time
             todo.append(earlier)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +23,23 @@ from dpfunc.engines.cost import Costs, Kernel, matrix, summed
 from dpfunc.engines.numerics import (
     SCRATCH,
     cancelling_samples,
-    from_pairs,
+    in_pieces,
     lengths,
-    lost_in_squares,
+    mended_pairs,
+    of_pairs,
     safe_sq_norms,
     sq_sum,
     to_accumulation_dtype,
     without_dropped,
 )
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.table import Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
 
 # Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
 _PIECE = SCRATCH // 16
+
+Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,13 @@ class ConvolutionArgs:
         shape[first] = shape[second] = size
         sums = values.new_zeros(shape)
         for offset in offsets:
-            start, stop = max(0, -offset), min(size, values.shape[first] - offset)
-            if start < stop:  # elsewhere the tap meets nothing but padding
-                read, write = slice(start + offset, stop + offset), slice(start, stop)
-                sums[_at(write, first, second)].add_(values[_at(read, first, second)])
+            start, length = max(0, -offset), min(size, values.shape[first] - offset) - max(0, -offset)
+            if length > 0:  # elsewhere the tap meets nothing but padding
+                written, read = sums, values
+                for both in (first, second):
+                    written, read = written.narrow(both, start, length), read.narrow(both, start + offset, length)
+                written.add_(read)
         return sums
-
-
-def _at(part: slice, first: int, second: int) -> tuple[slice, ...]:
-    """An index with the same part of two axes."""
-    return tuple(part if axis in (first, second) else slice(None) for axis in range(second + 1))
 
 
 @dataclass(frozen=True)
@@ -126,18 +127,17 @@ class Convolved:
     def dense(self) -> Tensor:
         """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
         g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
-        pieces = self._pieces(g_BmP, x_BmC, math.prod(self.args.shape))
-        if len(pieces) == 1:
+        size = self._piece()
+        if size >= len(g_BmP):
             return self._formed(g_BmP, x_BmC)
         grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
-        for rows, (g, x) in zip(torch.split(grads_B, len(pieces[0][0])), pieces, strict=True):
+        for rows, g, x in zip(*(torch.split(each, size) for each in (grads_B, g_BmP, x_BmC)), strict=True):
             rows.copy_(self._formed(g, x, rows))
         return grads_B
 
-    def _pieces(self, g_BmP: Tensor, x_BmC: Tensor, numbers: int) -> list[tuple[Tensor, Tensor]]:
-        """Samples in pieces for which no more than _PIECE numbers are formed; one sample at least."""
-        size = max(1, _PIECE // max(1, numbers))
-        return list(zip(torch.split(g_BmP, size), torch.split(x_BmC, size), strict=True))
+    def _piece(self) -> int:
+        """Samples whose gradients have no more than _PIECE numbers; one at least."""
+        return max(1, _PIECE // max(1, math.prod(self.args.shape)))
 
     def _formed(self, g_BmP: Tensor, x_BmC: Tensor, memory: Tensor | None = None) -> Tensor:
         if not len(g_BmP):
@@ -148,20 +148,17 @@ class Convolved:
     def sq_norms(self) -> Tensor:
         """Squared norms, in pieces that bound the memory."""
         if not len(self.g_BmP):
-            return safe_sq_norms(
-                to_accumulation_dtype(self.g_BmP.new_zeros(0)),
-                to_accumulation_dtype(self.g_BmP.new_zeros(0)),
-                self.cancels,
-            )
+            nothing = to_accumulation_dtype(self.g_BmP.new_zeros(0))
+            return safe_sq_norms(nothing, nothing, self.cancels)
         kernel, costs = self.kernel(), self.kernel().costs()
         ghost = costs.ghost_pays
         numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
-        measure = self._ghost if ghost else self._measured
-        pieces = [
-            measure(to_accumulation_dtype(g), to_accumulation_dtype(x))
-            for g, x in self._pieces(self.g_BmP, self.x_BmC, numbers)
-        ]
-        sq_norms_B, reach_B, lost_B = (torch.cat(values) for values in zip(*pieces, strict=True))
+
+        def measure(g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, ...]:
+            sides = to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC)
+            return self._ghost(*sides) if ghost else self._measured(*sides)
+
+        sq_norms_B, reach_B, lost_B = in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     def kernel(self) -> Kernel:
@@ -201,23 +198,17 @@ class Convolved:
         Privacy, section 3. Where the products cancel, it loses its digits: then the gradients are formed.
         """
         moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
-        of_windows_nTT, of_still_nTT = self._of_windows(moved, still.shape[3:]), _products(still)
-        per_group = (len(g_BmP), self.args.groups)
-        window_nT, still_nT = (each.diagonal(dim1=1, dim2=2).sqrt() for each in (of_windows_nTT, of_still_nTT))
-        channels = still.shape[1]
+        channels, per_group = still.shape[1], (len(g_BmP), self.args.groups)
         numbers = math.prod(self.args.shape) // self.args.groups // channels
-        lost_n = lost_in_squares(window_nT.sum(1), numbers, still_nT.sum(1), channels)
-        reach_B, lost_B = (
-            lengths(torch.unflatten(each_n, 0, per_group), 1) for each_n in ((window_nT * still_nT).sum(1), lost_n)
-        )
-        sq_norms_B = torch.unflatten((of_windows_nTT * of_still_nTT).sum((1, 2)), 0, per_group).sum(1)
+        of_windows_nTT = self._of_windows(moved, still.shape[3:])
+        found = of_pairs(of_windows_nTT, numbers, _products(still), channels)
+        sq_norms_BG, reach_BG, lost_BG = (torch.unflatten(each_n, 0, per_group) for each_n in found)
 
-        def measure(doubtful_B: Tensor) -> tuple[Tensor, Tensor]:
-            pieces = self._pieces(g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double(), math.prod(self.args.shape))
-            measured, reach, _ = (torch.cat(v) for v in zip(*(self._measured(g, x) for g, x in pieces), strict=True))
-            return measured, reach
+        def measure(doubtful_B: Tensor) -> tuple[Tensor, ...]:
+            doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
+            return in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
 
-        return from_pairs(sq_norms_B, reach_B, lost_B, measure)
+        return mended_pairs((sq_norms_BG.sum(1), lengths(reach_BG, 1), lengths(lost_BG, 1)), measure)
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
@@ -256,12 +247,9 @@ class Convolved:
             return self._sum(factors_B)
         hard_B = cancels_B & (factors_B != 0)
         total = self._sum(torch.where(cancels_B, 0, factors_B))
-        pieces = self._pieces(
-            to_accumulation_dtype(self.g_BmP[hard_B]),
-            to_accumulation_dtype(self.x_BmC[hard_B]),
-            math.prod(self.args.shape),
-        )
-        for factors, (g, x) in zip(torch.split(factors_B[hard_B], len(pieces[0][0]) or 1), pieces, strict=True):
+        size = self._piece()
+        sides = (torch.split(to_accumulation_dtype(side[hard_B]), size) for side in (self.g_BmP, self.x_BmC))
+        for factors, g, x in zip(torch.split(factors_B[hard_B], size), *sides, strict=True):
             total = total + Dense(self._formed(g, x)).weighted_sum(factors)
         return total
 
@@ -299,62 +287,26 @@ def _costs(use: Use) -> Costs:
     return Kernel(positions, cells, shape, stride, options["groups"]).costs()
 
 
-def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+def per_axis(value: Sizes, axes: int) -> tuple[int, ...]:
     """One number for each axis."""
     return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
 
 
 def _convolution(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Grads:
-    """Gradients of weight and bias in conv1d, conv2d and conv3d."""
-    return _grads(use, grad, input, (stride, padding, dilation), groups)
-
-
-def _transposed(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    output_padding: int | Sequence[int] = 0,
-    groups: int = 1,
-    dilation: int | Sequence[int] = 1,
-) -> Grads:
-    """Gradients of weight and bias in conv_transpose1d, conv_transpose2d and conv_transpose3d."""
-    return _grads(use, grad, input, (stride, padding, dilation), groups, output_padding)
-
-
-def _grads(
-    use: Use,
-    grad: Tensor,
-    x: Tensor,
-    sizes: Sequence[int | Sequence[int]],
-    groups: int,
-    output_padding: int | Sequence[int] | None = None,
-) -> Grads:
+    use: Use, grad: Tensor, input: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
+    output_padding: Sizes | None = None, **_: Any,
+) -> Grads:  # fmt: skip
+    """Gradients of weight and bias; a transposed convolution has an output_padding."""
     grads: dict[str, PerSampleGrad] = {}
     g_BmP, axes = use.split(grad), grad.ndim - 2
     if "weight" in use.wanted:
+        step, pad, gap = (per_axis(value, axes) for value in (stride, padding, dilation))
         further = () if output_padding is None else per_axis(output_padding, axes)
-        stride, padding, dilation = (per_axis(value, axes) for value in sizes)
-        args = ConvolutionArgs(
-            tuple(use.shapes["weight"]), stride, padding, dilation, groups, output_padding is not None, further
-        )
-        x_BmC = use.split(x)
-        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(padding):
+        args = ConvolutionArgs(tuple(use.shapes["weight"]), step, pad, gap, groups, output_padding is not None, further)
+        x_BmC = use.split(input)
+        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(pad):
             # 1 x 1: a matrix at each position
-            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, step) for step in stride)]
+            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, each) for each in step)]
             g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
             grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
         else:
@@ -367,4 +319,8 @@ def _grads(
 CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
-RULES = (Rule(CONVOLUTIONS, _convolution, _NEEDS, _costs), Rule(TRANSPOSED, _transposed, _NEEDS, _costs))
+_COMMON = {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0}
+RULES = (
+    Rule(CONVOLUTIONS, {**_COMMON, "dilation": 1, "groups": 1}, _convolution, _NEEDS, _costs),
+    Rule(TRANSPOSED, {**_COMMON, "output_padding": 0, "groups": 1, "dilation": 1}, _convolution, _NEEDS, _costs),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from dpfunc.engines.cost import Costs, matrix, summed
 from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.table import Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
 
 
 def _costs(use: Use) -> Costs:
@@ -26,7 +27,7 @@ def column_sum(use: Use, grad: Tensor) -> Dense:
     return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
 
 
-def _linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Grads:
+def _linear(use: Use, grad: Tensor, input: Tensor, **_: Any) -> Grads:
     """`y = x W^T + b`, of a matrix that may have more axes after the first one."""
     grads: dict[str, PerSampleGrad] = {}
     if "weight" in use.wanted:
@@ -36,9 +37,7 @@ def _linear(use: Use, grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor 
     return grads
 
 
-def _addmm(
-    use: Use, grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Grads:
+def _addmm(use: Use, grad: Tensor, mat1: Tensor, **_: Any) -> Grads:
     """`y = b + x W`."""
     grads: dict[str, PerSampleGrad] = {}
     if "mat2" in use.wanted:
@@ -48,14 +47,17 @@ def _addmm(
     return grads
 
 
-def _matmul(use: Use, grad: Tensor, input: Tensor, other: Tensor) -> Grads:
+def _matmul(use: Use, grad: Tensor, input: Tensor, **_: Any) -> Grads:
     """`y = x W`."""
     return {"other": Outer(use.positions(input), use.positions(grad), tuple(use.shapes["other"]))}
 
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+_LINEAR = {"input": REQUIRED, "weight": REQUIRED, "bias": None}
+_ADDMM = {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}
+_MATMUL = {"input": REQUIRED, "other": REQUIRED}
 RULES: Sequence[Rule] = (
-    Rule((F.linear,), _linear, {"weight": ("input",), "bias": ()}, _costs),
-    Rule((torch.addmm, Tensor.addmm), _addmm, {"mat2": ("mat1",), "input": ()}, _costs),
-    Rule(MATMULS, _matmul, {"other": ("input",)}, _costs),
+    Rule((F.linear,), _LINEAR, _linear, {"weight": ("input",), "bias": ()}, _costs),
+    Rule((torch.addmm, Tensor.addmm), _ADDMM, _addmm, {"mat2": ("mat1",), "input": ()}, _costs),
+    Rule(MATMULS, _MATMUL, _matmul, {"other": ("input",)}, _costs),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,46 +17,28 @@ from torch.nn import functional as F
 
 from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.engines.per_sample import Dense
-from dpfunc.engines.rules.table import Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
 
 
-def _layer_norm(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Grads:
+def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
     """Gradients of weight and bias of a norm over the last axes."""
-    grad, features, grads = to_accumulation_dtype(grad), len(normalized_shape), {}
+    values = {"bias": to_accumulation_dtype(grad)}
     if "weight" in use.wanted:
         normed = F.layer_norm(to_accumulation_dtype(input), list(normalized_shape), None, None, eps)
-        grads["weight"] = Dense(use.positions(grad * normed, features).sum(1))
-    if "bias" in use.wanted:
-        grads["bias"] = Dense(use.positions(grad, features).sum(1))
-    return grads
+        values["weight"] = values["bias"] * normed
+    return {name: Dense(use.positions(values[name], len(normalized_shape)).sum(1)) for name in use.wanted}
 
 
-def _group_norm(
-    use: Use,
-    grad: Tensor,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Grads:
+def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: float, **_: Any) -> Grads:
     """Gradients of weight and bias of a norm over groups of channels."""
     rows, channels, positions = *grad.shape[:2], math.prod(grad.shape[2:])
     g_NCT = to_accumulation_dtype(grad).reshape(rows, channels, positions).contiguous()
     if "weight" not in use.wanted or not grad.numel():
         return {name: Dense(use.split(g_NCT.sum(2)).sum(1)) for name in use.wanted}
     x_NCT = to_accumulation_dtype(input).reshape(g_NCT.shape).contiguous()
-    _, mean, rstd = torch.ops.aten.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)
+    _out, mean, rstd = torch.ops.aten.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)
     sizes = (1, rows * channels, positions, rows * num_groups)
-    _, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
+    _input, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
         *(g_NCT.reshape(sizes[:3]), x_NCT.reshape(sizes[:3]), mean.reshape(1, -1), rstd.reshape(1, -1)),
         *(x_NCT.new_ones(sizes[1]), *sizes, [False, True, True]),
     )
@@ -64,4 +47,8 @@ def _group_norm(
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
-RULES = (Rule((F.layer_norm,), _layer_norm, _NEEDS), Rule((F.group_norm,), _group_norm, _NEEDS))
+_OPTIONS = {"weight": None, "bias": None, "eps": 1e-5}
+RULES = (
+    Rule((F.layer_norm,), {"input": REQUIRED, "normalized_shape": REQUIRED, **_OPTIONS}, _layer_norm, _NEEDS),
+    Rule((F.group_norm,), {"input": REQUIRED, "num_groups": REQUIRED, **_OPTIONS}, _group_norm, _NEEDS),
+)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +15,9 @@ from dpfunc.engines.cost import BUDGET, Choice, Costs, summed
 from dpfunc.engines.per_sample import PerSampleGrad
 
 Grads = Mapping[str, PerSampleGrad]
+
+REQUIRED = object()
+"""Default of an argument that has none."""
 
 
 @dataclass(frozen=True)
@@ -69,30 +71,24 @@ class Rule:
 
     Args:
         ops: the functions it is for, as torch calls them.
-        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`, with the arguments named as in the operation
-            and in its order. Tensors that `needs` does not name are None there.
+        arguments: of the operation, in its order: name -> default, or REQUIRED.
+        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`. Tensors that `needs` does not name are None
+            there.
         needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
         costs: of a use, by its shapes: they decide whether gradients are formed or kept as factors. None where the
             gradients of the rule are formed already.
-        names: of the arguments; None reads them from the signature of `grads`.
     """
 
     ops: tuple[Callable[..., Any], ...]
+    arguments: Mapping[str, Any]
     grads: Callable[..., Grads]
     needs: Mapping[str, tuple[str, ...]]
     costs: Callable[[Use], Costs] | None = None
-    names: tuple[str, ...] | None = None
 
-    _defaults: Mapping[str, Any] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        own = list(inspect.signature(self.grads).parameters.values())[2:]
-        if self.names is None:
-            positional = tuple(p.name for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY)
-            object.__setattr__(self, "names", positional)
-        defaults = {p.name: p.default for p in own if p.default is not inspect.Parameter.empty}
-        object.__setattr__(self, "_defaults", defaults)
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {name: default for name, default in self.arguments.items() if default is not REQUIRED}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The operation's arguments by name, defaults included."""
-        return {**self._defaults, **dict(zip(self.names or (), args, strict=False)), **kwargs}
+        return {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}

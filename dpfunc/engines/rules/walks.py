@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-def _steps(length: int, reverse: bool) -> range:
+def _times(length: int, reverse: bool) -> range:
     """The times of a walk, in its order."""
     return range(length - 1, -1, -1) if reverse else range(length)
 
@@ -29,6 +29,21 @@ def before(all_TBH: Tensor, first_BH: Tensor, reverse: bool) -> Tensor:
     """The state before each step, from the states after each step and the one before all."""
     parts = (all_TBH[1:], first_BH[None]) if reverse else (first_BH[None], all_TBH[:-1])
     return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a layer in one direction, whose outputs are known.
+
+    Args:
+        before_TBP, after_TBP: the state before and after each step. reverse: from the last time to the first.
+        projected: outputs are projected.
+    """
+
+    before_TBP: Tensor
+    after_TBP: Tensor
+    reverse: bool
+    projected: bool
 
 
 @dataclass(frozen=True)
@@ -50,14 +65,7 @@ def _tanh_(x: Tensor) -> Tensor:
     return x.tanh_() if x.dtype.itemsize < 4 else x.mul_(2).sigmoid_().mul_(2).sub_(1)
 
 
-def _lstm(
-    shares: Sequence[Tensor],
-    before_TBP: Tensor,
-    known_TBP: Tensor,
-    reverse: bool,
-    projected: bool,
-    c_BH: Tensor,
-) -> _Walked:
+def _lstm(shares: Sequence[Tensor], steps: Steps, c_BH: Tensor) -> _Walked:
     """`c = f c + i g`, `h = o tanh(c)`. The gates are overwritten with their values."""
     (gates_TBG,), first_c_BH = shares, c_BH
     i, f, g, o = gates_TBG.chunk(4, 2)
@@ -66,10 +74,10 @@ def _lstm(
         gate.sigmoid_()
     added_TBH = i * g
     keeps, cells = f.unbind(0), list(added_TBH.unbind(0))
-    for t in _steps(len(cells), reverse):
+    for t in _times(len(cells), steps.reverse):
         c_BH = cells[t].addcmul_(keeps[t], c_BH)
-    inner_TBH = o * added_TBH.tanh() if projected else None
-    h_TBH = known_TBP if inner_TBH is None else inner_TBH
+    inner_TBH = o * added_TBH.tanh() if steps.projected else None
+    h_TBH = steps.after_TBP if inner_TBH is None else inner_TBH
     return _Walked((gates_TBG, added_TBH, h_TBH, first_c_BH), c_BH.clone(), inner_TBH)
 
 
@@ -95,7 +103,7 @@ def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: T
     )
     outs: list[Tensor] = []
     dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
-    for t in reversed(_steps(len(c_TBH), reverse)):
+    for t in reversed(_times(len(c_TBH), reverse)):
         dm_BH = dh_BP + grads[t]
         if proj is not None:
             outs.append(dm_BH)
@@ -109,19 +117,13 @@ def _lstm_back(reverse: bool, saved: Sequence[Any], grad_TBP: Tensor, grad_BH: T
     return shares_TBG, None if proj is None else _in_time(outs, reverse), dh_BP, dc_BH
 
 
-def _gru(
-    shares: Sequence[Tensor],
-    before_TBH: Tensor,
-    known_TBH: Tensor,
-    reverse: bool,
-    projected: bool,
-) -> _Walked:
+def _gru(shares: Sequence[Tensor], steps: Steps) -> _Walked:
     """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
-    (x_TBG, own_TBG), size = shares, before_TBH.shape[2]
+    (x_TBG, own_TBG), size = shares, steps.before_TBP.shape[2]
     gates_TBG = (x_TBG[..., : 2 * size] + own_TBG[..., : 2 * size]).sigmoid_()
     own_TBH = own_TBG[..., 2 * size :]
     n_TBH = _tanh_(torch.addcmul(x_TBG[..., 2 * size :], gates_TBG[..., :size], own_TBH))
-    return _Walked((gates_TBG, n_TBH, own_TBH, before_TBH))
+    return _Walked((gates_TBG, n_TBH, own_TBH, steps.before_TBP))
 
 
 def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
@@ -136,7 +138,7 @@ def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence
     owns: list[Tensor] = []
     states: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(_steps(length, reverse)):
+    for t in reversed(_times(length, reverse)):
         states.append(dh_BH + grads[t])
         owns.append((states[-1][:, None] * each[t]).flatten(1))
         dh_BH = torch.addmm(states[-1] * keeps[t], owns[-1], weight)
@@ -145,15 +147,9 @@ def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence
     return torch.cat([own_TBG[..., : 2 * size], _in_time(states, reverse) * new_TBH], 2), own_TBG, None, dh_BH
 
 
-def _rnn(
-    shares: Sequence[Tensor],
-    before_TBH: Tensor,
-    known_TBH: Tensor,
-    reverse: bool,
-    projected: bool,
-) -> _Walked:
+def _rnn(shares: Sequence[Tensor], steps: Steps) -> _Walked:
     """`h = activation(x + W h)`: the slope of the activation follows from its result."""
-    return _Walked((known_TBH,))
+    return _Walked((steps.after_TBP,))
 
 
 def _rnn_back(
@@ -164,7 +160,7 @@ def _rnn_back(
     grads, each = grad_TBH.unbind(0), slope(h_TBH).unbind(0)
     shares: list[Tensor] = []
     dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(_steps(len(h_TBH), reverse)):
+    for t in reversed(_times(len(h_TBH), reverse)):
         shares.append((dh_BH + grads[t]) * each[t])
         dh_BH = shares[-1] @ weight
     return _in_time(shares, reverse), None, dh_BH
@@ -184,32 +180,25 @@ class Kind:
     adds: bool = True
 
 
-LSTM = Kind(torch.lstm, _lstm, _lstm_back)
-GRU = Kind(torch.gru, _gru, _gru_back, adds=False)
-TANH = Kind(torch.rnn_tanh, _rnn, partial(_rnn_back, lambda h: 1 - h * h))
-RELU = Kind(torch.rnn_relu, _rnn, partial(_rnn_back, lambda h: (h > 0).to(h.dtype)))
+KINDS = (
+    Kind(torch.lstm, _lstm, _lstm_back),
+    Kind(torch.gru, _gru, _gru_back, adds=False),
+    Kind(torch.rnn_tanh, _rnn, partial(_rnn_back, lambda h: 1 - h * h)),
+    Kind(torch.rnn_relu, _rnn, partial(_rnn_back, lambda h: (h > 0).to(h.dtype))),
+)
 
 
-def walk(
-    kind: Kind,
-    reverse: bool,
-    shares: Sequence[Tensor],
-    before_TBP: Tensor,
-    known_TBP: Tensor,
-    cell: Sequence[Tensor],
-    projected: bool,
-) -> _Walked:
+def walk(kind: Kind, steps: Steps, shares: Sequence[Tensor], cell: Sequence[Tensor]) -> _Walked:
     """The gates of all steps, without a graph.
 
     Args:
-        kind: of layer. reverse: from the last time to the first. shares: the gates, or the share of the inputs and that
-            of the states; overwritten. before_TBP, known_TBP: the state before and after each step.
-        cell: the first cell of an LSTM. projected: outputs are projected.
+        shares: the gates, or the share of the inputs and that of the states; overwritten.
+        cell: the first cell of an LSTM.
     """
-    dtype = before_TBP.dtype
+    dtype = steps.after_TBP.dtype
     shares, cell = ([one.to(dtype) for one in tensors] for tensors in (shares, cell))
-    with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast(before_TBP.device.type, enabled=False):
-        return kind.values(shares, before_TBP, known_TBP, reverse, projected, *cell)
+    with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast(shares[0].device.type, enabled=False):
+        return kind.values(shares, steps, *cell)
 
 
 class _Replay(torch.autograd.Function):
@@ -219,41 +208,34 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any,
         back: Callable[..., Sequence[Tensor | None]],
-        num_results: int,
-        num_saved: int,
-        *tensors: Tensor,
+        results: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
+        *inputs: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the results; `tensors` are the results, those to save, then the inputs."""
-        ctx.back, ctx.num_known = back, num_results + num_saved
-        ctx.save_for_backward(*tensors[num_results : num_results + num_saved])
-        return tuple(result.clone() for result in tensors[:num_results])
+        ctx.back = back
+        ctx.save_for_backward(*saved)
+        return tuple(result.clone() for result in results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Go back through time; modes are off, since they would take longer than the operations."""
         with torch._C.DisableTorchFunction(), torch.autocast(grads[0].device.type, enabled=False), torch.no_grad():
-            found = ctx.back(ctx.saved_tensors, *grads)
-        return (*(None for _ in range(3 + ctx.num_known)), *found)
+            return (None, None, None, *ctx.back(ctx.saved_tensors, *grads))
 
 
 def replay(
-    kind: Kind,
-    reverse: bool,
-    walked: _Walked,
-    h_TBP: Tensor,
-    inputs: Sequence[Tensor | None],
-    fixed: Sequence[Tensor | None],
+    kind: Kind, steps: Steps, walked: _Walked, inputs: Sequence[Tensor | None], fixed: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """The outputs (T, B, P) and, for an LSTM, the last cell (B, H), as functions of tensors that need gradients.
 
     Args:
-        kind, reverse: as for `walk`. walked: what it gave. h_TBP: the outputs.
-        inputs: the shares, what the projection gives, and the first states.
-        fixed: the matrix of the states, and that of the projection.
+        kind, steps: as for `walk`. walked: what it gave. inputs: the shares, what the projection gives, and the first
+            states. fixed: the matrix of the states, and that of the projection.
     """
+    h_TBP = steps.after_TBP
     results = [value for value in (h_TBP, walked.last_BH) if value is not None]
     saved = (*walked.saved, *(None if value is None else value.to(h_TBP.dtype) for value in fixed))
     applied: tuple[Tensor, ...] = _Replay.apply(  # type: ignore[no-untyped-call]  # `apply` has no types
-        partial(kind.back, reverse), len(results), len(saved), *results, *saved, *inputs
+        partial(kind.back, steps.reverse), results, saved, *inputs
     )
     return applied
