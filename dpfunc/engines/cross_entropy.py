@@ -28,6 +28,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, over: Levels, ignored: int, logits: Tensor, target: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         logits_B, target_B = of_rows(logits), of_rows(target)
         with Below():
             x, classes = logits_B.flatten(0, 1), target_B.flatten(0, 1)  # type: ignore[union-attr]  # rows

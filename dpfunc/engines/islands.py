@@ -123,7 +123,8 @@ def _convolution_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
     stride, padding, dilation, beyond = (
         per_axis(value, axes) for value in (bound["stride"], bound["padding"], bound["dilation"], further or 0)
     )
-    like = grad.new_empty(1).expand(bound["shape"])
+    given = bound["input"]  # only its shape counts: no copy where there is none
+    like = grad.new_empty(1).expand(bound["shape"]) if given is None else given
     options = (stride, padding, dilation, further is not None, beyond, bound["groups"], [True, False, False])
     found: Tensor = torch.ops.aten.convolution_backward(grad, like, weight, None, *options)[0]
     return found
@@ -306,6 +307,7 @@ class _Credited(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: Tensor, given: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # torch would keep the output, to know its shape
         ctx.call = call
         ctx.kept = call.keeps_input
         if ctx.kept:
@@ -482,6 +484,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: _Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.kernel = kernel
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
         ctx.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
