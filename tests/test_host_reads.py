@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpfunc
 from dpfunc.checkpoint import Journal
+from dpfunc.engines.guards.audit import Audits
 from dpfunc.engines.marks import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument
 
@@ -103,9 +104,10 @@ def job(lora, journal, batches=4, device="cpu", **options):
 @devices
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
 @pytest.mark.parametrize("with_journal", [False, True], ids=["", "journal"])
-def test_two_reads_in_a_later_step(reads, tmp_path, lora, with_journal, device):
+def test_two_reads_in_a_later_step(reads, tmp_path, lora, with_journal, device, monkeypatch):
     step, params, batch, state = job(lora, tmp_path / "journal" if with_journal else None, device=device)
     grads, state, _ = step(params, batch, state)
+    monkeypatch.setattr(Audits, "due", lambda *_: 0)  # by chance, a later step compares a row
     for _ in range(2):
         with torch.no_grad():  # as an optimizer does: a loop that changes nothing is looked at more closely
             for name, p in params.items():

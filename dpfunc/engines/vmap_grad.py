@@ -268,8 +268,10 @@ class VmapGrad:
         Raises:
             Alone: no settings do.
         """
-        loss_fn, reason = rows.loss_fn, ""
+        loss_fn, reason, unruled = rows.loss_fn, "", False
         for tried in _from(self._settings.get(loss_fn, Settings(self.rules))):
+            if tried.rules and unruled:
+                continue
             calls.begin()
             try:
                 found = self._pass(replace(rows, watched=calls.watched), tried, calls)
@@ -284,6 +286,7 @@ class VmapGrad:
             except (NoRules, Alone, *ORDINARY) as error:
                 failed(error)
                 refuse_out_of_memory(error)
+                unruled |= isinstance(error, NoRules)
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue

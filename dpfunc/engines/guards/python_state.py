@@ -36,8 +36,9 @@ _OPAQUE = (ModuleType, logging.Logger, logging.Handler)
 # objects hold is looked at.
 _LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # also those of a user, or of another environment
-# What models of Transformers keep of a batch for the next token of the same one; no loss reads it.
-_OF_GENERATION = frozenset(("rope_deltas",))
+# What models of Transformers keep of a batch for the next token of the same one; no loss reads it, and one that did
+# would be refused, since it is a tensor of an earlier call.
+_OF_GENERATION = frozenset(("rope_deltas", "recurrent_states", "conv1d_state"))
 # What recurrent layers of torch keep of their parameters, and replace in each call.
 _OF_RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))
 # What functions of torch that are never compiled (`torch.utils.checkpoint`) keep of themselves at their first call.
