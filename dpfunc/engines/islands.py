@@ -467,10 +467,11 @@ class _Kernel:
         self.shapes = [value.shape for value in found]
         return tuple(value.detach() for value in found)
 
-    def back(self, grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def back(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of the inputs; those that go to rules are credited on the way. The graph is released."""
         starts = [edge for edge in self.starts if edge is not None]
-        pairs = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if end is not None]
+        both = zip(self.ends, grads, strict=True)
+        pairs = [(end, grad) for end, grad in both if end is not None and grad is not None]
         ends, given = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(ends, [*starts, _ANCHOR], given, allow_unused=True))
         wanted = [None if edge is None else next(found) for edge in self.starts]
@@ -497,21 +498,21 @@ class _Native(torch.autograd.Function):
         return made if len(made) > 1 else made[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         kernel: _Kernel = ctx.kernel
         kernel.owner.backward_node()
         values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
-        grads_B = [of_rows(grad) for grad in grads]
+        given = [None if grad is None else (inside(grad), of_rows(grad)) for grad in grads]
         with below_both():
             if ctx.again:
                 with torch.enable_grad():
                     kernel.build(values)  # type: ignore[arg-type]  # rows
-            given = [
-                inside(grad).expand(shape) if grad_B is None else grad_B
-                for grad, grad_B, shape in zip(grads, grads_B, kernel.shapes, strict=True)
+            grads_B = [
+                None if grad is None else grad[0].expand(shape) if grad[1] is None else grad[1]
+                for grad, shape in zip(given, kernel.shapes, strict=True)
             ]
             with torch._C.DisableTorchFunction():
-                found = kernel.back(given)
+                found = kernel.back(grads_B)
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
 
 
