@@ -548,7 +548,7 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     def call(*given: Tensor) -> _Results:
         filled = list(values)
         for place, value in zip(places, given, strict=True):
-            filled[place] = value[:, 0]
+            filled[place] = value.squeeze(1)  # its gradient is a view, and that of an index a copy
         found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
         return (found.unsqueeze(1),)
 
@@ -606,9 +606,13 @@ class _Taps(TorchFunctionMode):
 
         def credit(grad: Tensor) -> None:
             with torch.no_grad(), exact(grad.device):
-                _credit(self.owner, use, grad, needed)
+                _credit(self.owner, use, grad.reshape(use.output), needed)
 
-        return apply_node(_Tap, out, _ANCHOR, credit)
+        # the result of a product is a view of one with two axes: a node of that one copies nothing
+        whole = out._base
+        same = whole is not None and whole.numel() == out.numel() and whole.is_contiguous() and out.is_contiguous()
+        base = whole if whole is not None and same else out
+        return apply_node(_Tap, base, _ANCHOR, credit).view(out.shape)
 
 
 def _of_samples(owner: Pass, value: Any) -> Tensor | None:
