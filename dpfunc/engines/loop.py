@@ -181,7 +181,6 @@ def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequenc
     """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
     refuse_kept(loss_fn)
     num_samples = batch_size(batch)
-    params = {name: param.detach().clone() for name, param in params.items()}  # a loss that writes spoils a copy
     recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
     parts = {name: local(param.detach()) for name, param in params.items()}
     grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
@@ -209,6 +208,11 @@ def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequenc
     return result
 
 
+def _copies(params: Params) -> dict[str, Tensor]:
+    """Leaves of a row's own: a loss that writes into parameters (`.data`) spoils these."""
+    return {name: param.detach().clone().requires_grad_() for name, param in params.items()}
+
+
 def row_gradients(
     loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
 ) -> Alone:
@@ -218,11 +222,11 @@ def row_gradients(
         loss_fn, params: as for an engine. row: a copy of it, a batch of one. position: in the batch.
         recorder: notes the meshes of collectives inside of the loss.
     """
-    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
+    leaves = _copies(params)
     mode = RowAlone(row, position)
     try:
         with (
-            own_only(recorder), parameters_unchanged(params), torch.enable_grad(), backward_inside(),
+            own_only(recorder), parameters_unchanged(leaves), torch.enable_grad(), backward_inside(),
             uncompiled(), told_of_transforms(), mode,
         ):  # fmt: skip
             losses_1 = loss_fn(leaves, row)
@@ -285,7 +289,7 @@ def warm_up(loss_fn: LossFn, params: Params, batch: Batch) -> None:
         return
     _warmed.setdefault(loss_fn, set()).add(signature(batch))
     zeros = tree_map(lambda leaf: torch.zeros_like(leaf[:1]), batch)
-    leaves, mode = {name: param.detach().requires_grad_() for name, param in params.items()}, RowAlone(zeros, 0, _MANY)
+    leaves, mode = _copies(params), RowAlone(zeros, 0, _MANY)
     with (
         suppress(Exception, _Told), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
         own_only(), torch.enable_grad(), backward_inside(), uncompiled(), told_of_transforms(), mode,

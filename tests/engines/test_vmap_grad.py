@@ -458,6 +458,62 @@ def test_parameters_are_not_written():
     assert W["w"].tolist() == [1.0, -2.0, 0.5]
 
 
+WRITES = {
+    "data": lambda w: w.data.mul_(2),
+    "a list": lambda w: torch._foreach_mul_([w], 2.0),
+    "out": lambda w: torch.mul(w, 2.0, out=w),
+    "without gradients": lambda w: torch.no_grad()(w.mul_)(2.0),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", WRITES)
+def test_no_row_sees_what_another_has_written_into_a_parameter(way, engine):
+    """Refused, or each row has its own: the last of several rows has what it has alone."""
+
+    def loss_fn(p, x):
+        WRITES[way](p["w"])
+        return (p["w"] * x).square().sum(1)
+
+    def last(rows):
+        given = {"w": W["w"].clone()}
+        try:
+            found = ENGINES[engine]()(loss_fn, given, rows).sq_norms()["w"][-1]
+        except (UnsupportedModel, RuntimeError):
+            found = torch.zeros(())
+        assert torch.equal(given["w"], W["w"])
+        return found
+
+    torch.testing.assert_close(last(X), last(X[-1:]))
+
+
+def test_memory_that_nobody_has_written_has_no_numbers_of_others():
+    """`torch.empty` is zeros."""
+    seen = []
+
+    def loss_fn(p, x):
+        left = torch.full((4096,), 7.0)
+        del left
+        seen.append(float(torch.empty(4096).abs().sum()))
+        return (p["w"] * x).sum(1)
+
+    auto()(loss_fn, W, X)
+    assert set(seen) == {0.0}
+
+
+def test_an_operation_of_another_library_does_not_see_all_rows():
+    """Its rule for vmap, which may mix them, is not used."""
+    library = torch.library.Library("dpfunc_test_rows", "DEF")
+    library.define("centred(Tensor x) -> Tensor")
+    library.impl("centred", lambda x: x - 0.5 * x.mean(0, keepdim=True), "CPU")
+    centred = torch.ops.dpfunc_test_rows.centred
+    torch.library.register_vmap("dpfunc_test_rows::centred", lambda info, dims, x: (centred(x), 0), lib=library)
+    loss_fn = lambda p, x: (p["w"] * (x - centred(x))).square().sum(1)
+    engine = auto()
+    assert off(loss_fn, W, X, engine) < 1e-10
+    assert "is of another library" in engine.decision(loss_fn).reason
+
+
 def test_gradient_checkpointing_of_transformers_is_exact():
     from transformers import LlamaConfig, LlamaForCausalLM
 
