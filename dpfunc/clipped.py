@@ -37,7 +37,7 @@ from dpfunc.engines.numerics import accumulation_dtype, exact
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap_grad import Grouped, vmap
 from dpfunc.errors import InvalidArgument, OutOfMemory
-from dpfunc.rng import Key, fold_in, torch_seed
+from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state
 from dpfunc.types import (
     ADJACENCIES,
     Adjacency,
@@ -114,6 +114,7 @@ class ClippedGrad:
         compute = partial(self._microbatch, parts, tuple(bounds.values()))
         several = 0 < size < num_samples and not in_lockstep()
         state = state_before(self.loss_fn, params, rows(batch, 0, 1)) if several else ()
+        drawn = torch.default_generator.get_state()
         by_position = getattr(self.engine, "by_position", False)
         for number, start in enumerate(range(0, num_samples, max(size, 1))):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
@@ -122,11 +123,14 @@ class ClippedGrad:
             seeded = torch_seed(seed) if seed else nullcontext()
             with seeded, first_row(start), uncompiled(), unfollowed_code_is_an_error():
                 result = compute(params, chunk, chunk_mask_B, own_key)
+            # their number follows from the number of rows: what changes nothing in the first ones never does, unless
+            # it reads numbers, of which the engine takes care
+            if several and (number < 2 or start + size >= num_samples):
+                with with_generator_state(drawn, torch.device("cpu")):
+                    refuse_counting(self.loss_fn, state)
             total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
             real = min(size, num_samples - start)
             seen.append((result.losses_B[:real], result.norms_BG[:real]))
-        if several:  # the number of microbatches follows from the number of rows
-            refuse_counting(self.loss_fn, state)
         if not seen:
             total = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
         clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))

@@ -192,6 +192,10 @@ def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequenc
         reached, told = reached or bool(alone.grads), told or alone.told
         losses.append(alone.losses_1)
         _keep(grads_B, row, alone.grads)
+        # what one row changes, another could change back; what no row decides changes at the first call, or never
+        if (alone.told or not row) and not in_lockstep():
+            torch.default_generator.set_state(seed)  # a seed that the loss has set is no state: each row begins anew
+            refuse_counting(loss_fn, before)
     check_depends(reached)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)

@@ -153,7 +153,10 @@ class _Calls:
         """Begin a call: rows draw the same in each."""
         torch.default_generator.set_state(self.seed)
         self.number += 1
-        if (self.read or self.number > 1) and not self.watched:
+        if self.kept:  # what one call changes, another could change back
+            self.end()
+            refuse_kept(self.loss_fn)
+        elif (self.read or self.number > 1) and not self.watched:
             self.kept = python_state(self.loss_fn)
 
     def build(self, rows: Rows, read: str) -> None:

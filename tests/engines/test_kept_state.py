@@ -533,3 +533,43 @@ def test_libraries_may_stand_in_any_folder_of_packages(tmp_path, monkeypatch):
         before = python_state(loss_fn)
         library.count(None)
         assert (python_state(loss_fn) != before) == keeps
+
+
+def toggle():
+    """Each other call is flipped, and after an even number of calls all is as it was."""
+    kept = {"flipped": False}
+
+    def loss_fn(p, x):
+        losses = linear(p, x, kept["flipped"])
+        kept["flipped"] = not kept["flipped"]
+        return losses
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+@every_engine
+def test_state_that_comes_back_after_some_calls(engine, size):
+    """As many rows or microbatches as it takes: an even number."""
+    assert excess(toggle, engine, size=size) < 1e-4
+    assert size != 2 or refused(toggle, engine, size=size)
+
+
+def handed_on():
+    """A large row sets what the next one takes: at the end all is as it was."""
+    kept = {}
+
+    def loss_fn(p, x):
+        flipped = kept.pop("large", False)
+        if bool((x > 20).any()):
+            kept["large"] = True
+        return linear(p, x, flipped)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 4])
+@every_engine
+def test_state_that_one_row_hands_to_the_next(engine, size):
+    assert excess(handed_on, engine, size=size) < 1e-4
+    assert refused(handed_on, engine, size=size)
