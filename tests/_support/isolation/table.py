@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 if __name__ == "__main__":  # the folder of this file has a `zoo` too, which is not that of the tests
-    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path[:1] = [str(Path(__file__).parents[number]) for number in (1, 2)]
 
 from isolation.truth import ENGINES, outcomes, tolerance_of
 from isolation.zoo import ZOO
