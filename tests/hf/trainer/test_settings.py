@@ -20,6 +20,7 @@ from trainer_cases import again, classifier, labelled, same, trained, training_a
 
 import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.hf.trainer import settings
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.checks import changed
 from dpfunc.hf.trainer.settings import refuse_accelerator, refuse_environment, refuse_uploads
@@ -277,3 +278,16 @@ def test_the_trainer_looks_at_the_environment(tmp_path, monkeypatch):
     args = changed(training_arguments(tmp_path, save_strategy="steps"), {"report_to": ["clearml"]})
     with pytest.raises(InvalidArgument, match="Set CLEARML_LOG_MODEL=false"):
         DPTrainer(classifier(), args, privacy=PRIVACY, train_dataset=labelled())
+
+
+def test_names_of_settings_are_those_of_transformers(tmp_path):
+    """A name that nobody has would switch its check off. Older versions, and TRL, have these three."""
+    arguments = training_arguments(tmp_path)
+    missing = []
+    for name in (*settings._ARGUMENTS, *settings._REENTRANT):
+        owner = arguments
+        for part in name.split("."):
+            if owner is not None and not hasattr(owner, part):
+                missing.append(name)
+            owner = getattr(owner, part, None)
+    assert missing == ["group_by_length", "packing", "padding_free"]
