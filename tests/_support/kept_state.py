@@ -218,6 +218,7 @@ PLACES = {
     "dict": _dictionary,
     "list": lambda: _entry([0]),
     "list, from -1 to -2": _from_minus_one,
+    "number under a name of Transformers": lambda: _attribute(types.SimpleNamespace(), "rope_deltas"),
     "deque": _deque,
     "bytearray": lambda: _entry(bytearray(1)),
     "numpy array": lambda: _entry(np.zeros(3)),

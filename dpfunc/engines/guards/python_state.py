@@ -105,7 +105,8 @@ def _some(tensor: Tensor) -> Tensor:
 def _parts(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
     own = vars(value) if hasattr(value, "__dict__") else None
-    attributes = None if own is None else [item for name, item in own.items() if name not in _left_out(value)]
+    left_out = () if own is None else _left_out(value)
+    attributes = None if own is None else [i for n, i in own.items() if n not in left_out and not _of_generation(n, i)]
     for kinds, parts in _INSIDE:
         if isinstance(value, kinds):
             return (*parts(value), *(attributes or ()), type(value))
@@ -115,12 +116,17 @@ def _parts(value: object) -> Iterable[Any]:
 def _left_out(value: object) -> frozenset[str]:
     """Names of attributes that are no state of a loss."""
     if isinstance(value, torch.nn.RNNBase):
-        return _OF_GENERATION | _OF_RECURRENT
+        return _OF_RECURRENT
     if type(value) is torch.autocast:
         return _OF_AUTOCAST
     if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == "torch":
-        return _OF_GENERATION | _OF_COMPILER
-    return _OF_GENERATION
+        return _OF_COMPILER
+    return frozenset()
+
+
+def _of_generation(name: str, value: object) -> bool:
+    """True for tensors only: numbers of Python would reach the next call unseen."""
+    return name in _OF_GENERATION and (value is None or isinstance(value, Tensor))
 
 
 def _elements(value: Any) -> Iterable[Any]:
