@@ -142,6 +142,7 @@ class _Calls:
 
     def __init__(self, loss_fn: LossFn, seed: Tensor, read: str = "") -> None:
         self.loss_fn, self.seed, self.read, self.number = loss_fn, seed, read, 0
+        self.done = False  # true after a call that was no error
         self.kept: tuple[object, ...] = ()
 
     @property
@@ -153,7 +154,7 @@ class _Calls:
         """Begin a call: rows draw the same in each."""
         torch.default_generator.set_state(self.seed)
         self.number += 1
-        if self.kept:  # what one call changes, another could change back
+        if self.kept and (self.read or self.done):  # what one call changes, another could change back
             self.end()
             refuse_kept(self.loss_fn)
         elif (self.read or self.number > 1) and not self.watched:
@@ -293,6 +294,7 @@ class VmapGrad:
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
+            calls.done = True
             self._settings[loss_fn] = replace(tried, since=reason) if reason else tried
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
