@@ -142,7 +142,7 @@ class _Calls:
 
     def __init__(self, loss_fn: LossFn, seed: Tensor, read: str = "") -> None:
         self.loss_fn, self.seed, self.read, self.number = loss_fn, seed, read, 0
-        self.done = False  # true after a call that was no error
+        self.done = False
         self.kept: tuple[object, ...] = ()
 
     @property
@@ -164,6 +164,10 @@ class _Calls:
         """Let the loss build what it keeps for rows of this shape; the next call notes it."""
         warm_up(self.loss_fn, rows.params, rows.batch)
         self.read, self.kept = read, ()
+
+    def succeed(self) -> None:
+        """Note that a call was no error."""
+        self.done = True
 
     def end(self) -> None:
         """Note a loss that has changed what it keeps."""
@@ -294,7 +298,7 @@ class VmapGrad:
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
-            calls.done = True
+            calls.succeed()
             self._settings[loss_fn] = replace(tried, since=reason) if reason else tried
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
