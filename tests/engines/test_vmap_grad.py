@@ -305,7 +305,7 @@ def test_rows_keep_their_draws_in_any_group(loss_fn):
 
 def test_a_seed_in_the_loss_gives_each_row_what_it_draws_alone():
     def loss_fn(p, x):
-        torch.manual_seed(0)
+        torch.manual_seed(918273)  # no state that another test has left
         return (p["w"] * (x + torch.randn(3, dtype=x.dtype))).square().sum(1)
 
     losses = auto()(loss_fn, W, X[:1].expand(3, 3)).losses_B
