@@ -303,7 +303,7 @@ def _largest(
 
 
 def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
-    """What was spent, of this adjacency; empty for None."""
+    """Check that a ledger is of this adjacency; an empty one for None."""
     empty = Ledger(adjacency=adjacency)
     return empty if spent is None else empty.compose(spent)
 

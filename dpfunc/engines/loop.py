@@ -148,8 +148,7 @@ class Loop:
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         """Gradients of all rows, one after the other."""
-        with unfollowed_code_is_an_error():
-            return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
+        return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
 
 
 def loop() -> Loop:
@@ -177,6 +176,7 @@ def loop() -> Loop:
     return Loop()
 
 
+@unfollowed_code_is_an_error()
 def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSample:
     """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
     refuse_kept(loss_fn)
@@ -278,7 +278,7 @@ def is_warm(loss_fn: LossFn, batch: Batch) -> bool:
 
 
 def state_before(loss_fn: LossFn, params: Params, batch: Batch) -> tuple[object, ...]:
-    """What a loss keeps before it sees any of these rows, after it was warmed up."""
+    """Warm up a loss; the state that it keeps before it sees any of these rows."""
     warm_up(loss_fn, params, batch)
     return python_state(loss_fn)
 

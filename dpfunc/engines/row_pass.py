@@ -109,7 +109,7 @@ class FirstRead(Stop):
 
 
 class Sink(Protocol):
-    """What becomes of the gradients of a pass.
+    """Place that takes the gradients of a pass.
 
     Args:
         counts: name -> uses of the parameter in the forward pass, with a rule.
@@ -149,7 +149,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Passed:
-    """What one pass over rows gives.
+    """Results of one pass over rows.
 
     Args:
         losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without

@@ -25,7 +25,7 @@ from dpfunc.batches import batch_size
 from dpfunc.engines.draws import positions_of
 from dpfunc.engines.ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_process
-from dpfunc.engines.guards.loss import parameters_unchanged, unfollowed_code_is_an_error
+from dpfunc.engines.guards.loss import parameters_unchanged
 from dpfunc.engines.guards.python_state import note_changed, python_state, refuse_kept
 from dpfunc.engines.levels import below_both
 from dpfunc.engines.loop import rows_alone, warm_up
@@ -45,7 +45,7 @@ _MAX_PASSES = 64
 
 @dataclass(frozen=True)
 class Decision:
-    """How the rows of the last step of a loss function were computed, and why.
+    """Way in which the rows of the last step of a loss function were computed, and the reason.
 
     Args:
         engine: `"one pass"`, `"groups"` (of rows that agree on what Python reads) or `"loop"`. reason: in words.
@@ -367,8 +367,7 @@ class VmapGrad:
         self._decide(rows.loss_fn, "loop", f"rows alone, since {reason}")
         torch.default_generator.set_state(seed)
         try:
-            with unfollowed_code_is_an_error():
-                return rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
+            return rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
         except DPFuncError:
             raise
         except RuntimeError as error:
