@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfunc
 from dpfunc.checkpoint import Journal
 from dpfunc.engines.guards.audit import Audits
-from dpfunc.engines.marks import ReadTogether, any_set
+from dpfunc.engines.numerics import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8

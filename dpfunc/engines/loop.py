@@ -20,9 +20,17 @@ from dpfunc._utils.dtensor import local, local_like
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.guards.collectives import CollectiveRecorder, check_replicated, own_only
-from dpfunc.engines.guards.earlier_rows import RowMemory, refuse_earlier, refuse_undeclared
+from dpfunc.engines.guards.kept_state import (
+    RowMemory,
+    python_state,
+    refuse_counting,
+    refuse_earlier,
+    refuse_kept,
+    refuse_undeclared,
+)
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
 from dpfunc.engines.guards.loss import (
+    backward_inside,
     check_depends,
     check_differentiable,
     parameters_unchanged,
@@ -30,13 +38,10 @@ from dpfunc.engines.guards.loss import (
     uncompiled,
     unfollowed_code_is_an_error,
 )
-from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
-from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.levels import run_backward
-from dpfunc.engines.opened import opened
+from dpfunc.engines.levels import opened, run_backward
 from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.recurrent import NAMES, layer_by_layer
 from dpfunc.engines.rules.recurrent import RECURRENT
-from dpfunc.engines.sequences import NAMES, layer_by_layer
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dpfunc.batches import batch_size, rows, tree_map
-from dpfunc.engines.guards.python_state import refuse_counting
-from dpfunc.engines.guards.scope import backward_inside
+from dpfunc.engines.guards.kept_state import refuse_counting
+from dpfunc.engines.guards.loss import backward_inside
 from dpfunc.engines.loop import RowAlone, state_before
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params

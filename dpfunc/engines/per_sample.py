@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.cost import matrix
-from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
     ROUNDINGS,
     TOLERATED,
     accumulation_dtype,
+    any_set,
     cancelling_samples,
     exact,
     in_pieces,

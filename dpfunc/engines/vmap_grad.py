@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.draws import positions_of
-from dpfunc.engines.ghost import Ghost, Measured, Source, Weighted, differs
+from dpfunc.engines.ghost import Ghost, Kept, Measured, Passed, Source, Weighted, differs
+from dpfunc.engines.guards.kept_state import note_changed, python_state, refuse_kept
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_process
 from dpfunc.engines.guards.loss import parameters_unchanged
-from dpfunc.engines.guards.python_state import note_changed, python_state, refuse_kept
 from dpfunc.engines.levels import below_both
-from dpfunc.engines.loop import rows_alone, warm_up
+from dpfunc.engines.loop import loop, rows_alone, warm_up
 from dpfunc.engines.numerics import exact, precision_now
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
-from dpfunc.engines.reads import Alone, Diverged, NoRules, Stop
-from dpfunc.engines.row_pass import ORDINARY, FirstRead, Passed, Rows, Settings, one_pass
+from dpfunc.engines.per_sample import PerSample
+from dpfunc.engines.reads import Alone, Diverged, FirstRead, NoRules, Stop
+from dpfunc.engines.row_pass import ORDINARY, Rows, Settings, one_pass
 from dpfunc.engines.rules.table import Use
 from dpfunc.errors import DPFuncError, UnsupportedModel
-from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
+from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
 
@@ -56,27 +57,6 @@ class Decision:
 
     engine: str
     reason: str
-
-
-@dataclass
-class _Kept:
-    """Gradients of one pass, each formed or as factors."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
-
-    def take(self, name: str, grad: PerSampleGrad) -> None:
-        self.pieces.setdefault(name, []).append(grad)
-
-    def finish(self, passed: Passed) -> PerSample:
-        """The gradients of all parameters."""
-        grads: dict[str, PerSampleGrad] = {}
-        for name, param in passed.params.items():
-            parts = self.pieces.get(name, [])
-            if name in passed.rest:
-                parts = [*parts, Dense(passed.rest[name])]
-            grads[name] = add(parts) if parts else Zeros(len(passed.losses_B), param)
-        return PerSample(passed.losses_B, grads)
 
 
 _Samples = PerSample | Ghost
@@ -130,6 +110,22 @@ class Grouped:
             )
             total = {name: total[name] + value for name, value in sums.items()} if total else sums
         return total
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Facts about a loss from earlier batches; no result depends on them.
+
+    Args:
+        settings: with which its rows could be computed. decision: about its last step. read: name of a function by
+            which it was told numbers of rows. together: see `Measured`. uses: of parameters.
+    """
+
+    settings: Settings
+    decision: Decision | None = None
+    read: str = ""
+    together: frozenset[str] = frozenset()
+    uses: dict[object, Use] = field(default_factory=dict)
 
 
 class _Calls:
@@ -190,15 +186,7 @@ class VmapGrad:
     source: Source | None = field(default=None, repr=False)
     by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
     told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
-    _settings: MutableMapping[LossFn, Settings] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _uses: MutableMapping[LossFn, dict[object, Use]] = field(
-        default_factory=WeakIdKeyDictionary, repr=False, compare=False
-    )
-    _together: MutableMapping[LossFn, frozenset[str]] = field(
-        default_factory=WeakIdKeyDictionary, repr=False, compare=False
-    )
-    _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _reads: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _known: MutableMapping[LossFn, _Known] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients of all rows, in one pass where they go the same way."""
@@ -206,8 +194,9 @@ class VmapGrad:
         if not num_rows:
             return rows_alone(loss_fn, params, batch, ())
         refuse_kept(loss_fn)
-        calls = _Calls(loss_fn, torch.default_generator.get_state(), self._reads.get(loss_fn, ""))
-        before = self._decisions.pop(loss_fn, None)
+        known = self._known.setdefault(loss_fn, _Known(Settings(self.rules)))
+        calls = _Calls(loss_fn, torch.default_generator.get_state(), known.read)
+        self._learn(loss_fn, decision=None)
         every = Rows(loss_fn, params, batch, range(num_rows), self.source)
         ended = False
         try:
@@ -222,10 +211,10 @@ class VmapGrad:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        if loss_fn not in self._decisions:
-            slower = self._settings[loss_fn].since if self.rules and not self._settings[loss_fn].rules else ""
-            self._decide(loss_fn, "one pass", f"all rows together{slower and f', without rules, since {slower}'}")
-        self._tell(before, self._decisions[loss_fn])
+        now = self._known[loss_fn].decision or self._decide_one_pass(loss_fn)
+        if known.decision is None or known.decision.engine != now.engine:
+            level = logging.WARNING if now.engine == "loop" else logging.INFO
+            _log.log(level, "engine %s: %s", now.engine, now.reason)
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> list[_Part]:
@@ -253,22 +242,24 @@ class VmapGrad:
                 read = found.read
             else:
                 done.append(_Part(places, found, counted))
-        if read and every.loss_fn not in self._decisions:
+        if read and self._known[every.loss_fn].decision is None:
             told = f"{len(done)} groups of rows, which do not agree on what Python reads ({read})"
-            self._decide(every.loss_fn, "groups", told)
+            self._learn(every.loss_fn, decision=Decision("groups", told))
         return done
 
-    def _decide(self, loss_fn: LossFn, engine: str, reason: str) -> None:
-        self._decisions[loss_fn] = Decision(engine, reason)
+    def _learn(self, loss_fn: LossFn, **changes: Any) -> None:
+        self._known[loss_fn] = replace(self._known[loss_fn], **changes)
 
-    def _tell(self, before: Decision | None, now: Decision) -> None:
-        if before is None or before.engine != now.engine:
-            level = logging.WARNING if now.engine == "loop" else logging.INFO
-            _log.log(level, "engine %s: %s", now.engine, now.reason)
+    def _decide_one_pass(self, loss_fn: LossFn) -> Decision:
+        settings = self._known[loss_fn].settings
+        slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
+        decision = Decision("one pass", f"all rows together{slower}")
+        self._learn(loss_fn, decision=decision)
+        return decision
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Decision about the last step of a loss function, and why; None before its first batch."""
-        return self._decisions.get(loss_fn)
+        return self._known[loss_fn].decision if loss_fn in self._known else None
 
     def _try(self, rows: Rows, calls: _Calls) -> _Samples | Diverged:
         """Gradients of these rows by the first settings that compute them; or the groups in which they can be computed.
@@ -277,14 +268,14 @@ class VmapGrad:
             Alone: no settings do.
         """
         loss_fn, reason, unruled = rows.loss_fn, "", False
-        for tried in _from(self._settings.get(loss_fn, Settings(self.rules))):
+        for tried in _from(self._known[loss_fn].settings):
             if tried.rules and unruled:
                 continue
             calls.begin()
             try:
                 found = self._pass(replace(rows, watched=calls.watched), tried, calls)
             except FirstRead as stop:
-                self._reads[loss_fn] = str(stop)
+                self._learn(loss_fn, read=str(stop))
                 calls.build(rows, str(stop))
                 return self._try(rows, calls)
             except Diverged as stop:
@@ -299,33 +290,34 @@ class VmapGrad:
                 on_any_process(True)  # the next attempt is another message
                 continue
             calls.succeed()
-            self._settings[loss_fn] = replace(tried, since=reason) if reason else tried
+            if reason:
+                self._learn(loss_fn, settings=replace(tried, since=reason))
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)
 
     def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> _Samples | Diverged:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
-        uses = self._uses.setdefault(rows.loss_fn, {})
+        uses = self._known[rows.loss_fn].uses
         if not self.two_passes or not settings.rules:
-            kept = _Kept()
+            kept = Kept()
             passed = one_pass(rows, settings, uses, kept)
             if passed.disagreed is None and self.told is not None:
                 self.told(passed)
             return passed.disagreed or kept.finish(passed)
         while True:
-            together = self._together.get(rows.loss_fn, frozenset())
-            measured = Measured(together)
+            together = self._known[rows.loss_fn].together
+            measured = Measured(together=together)
             passed = one_pass(rows, settings, uses, measured)
             if passed.disagreed is not None:
                 return passed.disagreed
             with exact(passed.losses_B.device), torch.no_grad():
-                missed = measured.rest(passed.rest, passed.params, len(rows.positions))
+                missed = measured.rest(passed)
             if not missed:
                 around = precision_now(passed.losses_B.device)
                 again = partial(self._weigh, rows, settings, measured, calls.seed, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again)
-            self._together[rows.loss_fn] = together | missed
+            self._learn(rows.loss_fn, together=together | missed)
             calls.begin()
 
     def _weigh(
@@ -338,13 +330,14 @@ class VmapGrad:
         factors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Weighted sums, by another pass with the same random numbers and precision."""
-        weighted, after = Weighted(measured, factors, self._reduced), torch.default_generator.get_state()
-        calls = _Calls(rows.loss_fn, seed, self._reads.get(rows.loss_fn, ""))
+        weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
+        known, after = self._known[rows.loss_fn], torch.default_generator.get_state()
+        calls = _Calls(rows.loss_fn, seed, known.read)
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
                 again = replace(rows, watched=calls.watched)
-                passed = one_pass(again, settings, self._uses[rows.loss_fn], weighted)
+                passed = one_pass(again, settings, known.uses, weighted)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
@@ -354,7 +347,7 @@ class VmapGrad:
         if passed.disagreed is not None:
             raise differs(rows.params)
         with exact(passed.losses_B.device), torch.no_grad():
-            weighted.rest(passed.rest, passed.params, len(rows.positions))
+            weighted.rest(passed)
         return {name: weighted.sums[name] for name in rows.params}
 
     def _reduced(self, name: str, total: Tensor) -> Tensor:
@@ -364,7 +357,7 @@ class VmapGrad:
             return self.source.reduced(name, total)
 
     def _by_loop(self, rows: Rows, seed: Tensor, reason: str) -> PerSample:
-        self._decide(rows.loss_fn, "loop", f"rows alone, since {reason}")
+        self._learn(rows.loss_fn, decision=Decision("loop", f"rows alone, since {reason}"))
         torch.default_generator.set_state(seed)
         try:
             return rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
@@ -463,3 +456,25 @@ def ghost() -> VmapGrad:
     tensor([25.,  1.])
     """
     return VmapGrad(two_passes=True)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {"auto": auto, "ghost": ghost, "vmap": vmap, "loop": loop}
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """The engine with this name, or the engine itself.
+
+    Args:
+        engine: a name in `ENGINES`, or an engine.
+
+    Raises:
+        InvalidArgument: an unknown name.
+
+    >>> engine_of("rows")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected engine to be one of 'auto', 'ghost', 'vmap', 'loop', got engine='rows'.
+    """
+    if not isinstance(engine, str):
+        return engine
+    one_of("engine", engine, ENGINES)
+    return ENGINES[engine]()

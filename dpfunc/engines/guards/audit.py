@@ -20,8 +20,8 @@ from dpfunc._utils.dtensor import local, shard_like
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines.draws import positions_of
+from dpfunc.engines.guards.kept_state import python_state
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_rank
-from dpfunc.engines.guards.python_state import python_state
 from dpfunc.engines.loop import row_gradients
 from dpfunc.engines.numerics import COARSE, TOLERANCES, accumulation_dtype, tolerance_of
 from dpfunc.engines.per_sample import Dense, PerSample
