@@ -8,7 +8,7 @@ grad. A mode of torch functions, active during the call only, gives operations o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,15 +59,17 @@ class Decision:
     reason: str
 
 
-_Samples = PerSample | Ghost
-
-
 class _Part(NamedTuple):
-    """Rows of one pass: places in the batch, and gradients. `counted` is false where they stand for no rows."""
+    """Rows of one pass: places in the batch, and gradients.
+
+    Args:
+        counted: false where they stand for no rows. alone: why each was computed alone; empty if they were not.
+    """
 
     rows: Sequence[int]
-    samples: _Samples
+    samples: PerSample | Ghost
     counted: bool = True
+    alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,28 +88,28 @@ class Grouped:
         """True if weighted sums can be taken more than once without another pass."""
         return all(isinstance(part.samples, PerSample) for part in self.parts)
 
-    def _joined(self, values: Sequence[Tensor]) -> Tensor:
+    def _joined(self, values: Iterable[Tensor]) -> Tensor:
         """The values of the rows of each part that counts, in the order of the batch."""
-        order = torch.tensor([row for part in self.parts if part.counted for row in part.rows]).argsort()
-        own = [value for part, value in zip(self.parts, values, strict=True) if part.counted]
-        return torch.cat(own)[order.to(values[0].device)]
+        own = [(value, part.rows) for value, part in zip(values, self.parts, strict=True) if part.counted]
+        joined_B = torch.cat([value for value, _ in own])
+        order = torch.tensor([row for _, rows in own for row in rows]).argsort()
+        return joined_B[order.to(joined_B.device)]
 
     @property
     def losses_B(self) -> Tensor:
-        return self._joined([part.samples.losses_B for part in self.parts])
+        return self._joined(part.samples.losses_B for part in self.parts)
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared norms of the gradients of each sample: name -> (B,)."""
         found = [part.samples.sq_norms() for part in self.parts]
-        return {name: self._joined([norms[name] for norms in found]) for name in found[0]}
+        return {name: self._joined(norms[name] for norms in found) for name in found[0]}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weighted sums over all samples: name -> parameter shape."""
         total: dict[str, Tensor] = {}
-        for rows, part, counted in self.parts:
-            sums = part.weighted_sum(
-                {name: value[list(rows)] if counted else value.new_zeros(len(rows)) for name, value in factors.items()}
-            )
+        for rows, part, counted, _ in self.parts:
+            own = {n: value[list(rows)] if counted else value.new_zeros(len(rows)) for n, value in factors.items()}
+            sums = part.weighted_sum(own)
             total = {name: total[name] + value for name, value in sums.items()} if total else sums
         return total
 
@@ -196,72 +198,72 @@ class VmapGrad:
         refuse_kept(loss_fn)
         known = self._known.setdefault(loss_fn, _Known(Settings(self.rules)))
         calls = _Calls(loss_fn, torch.default_generator.get_state(), known.read)
-        self._learn(loss_fn, decision=None)
-        every = Rows(loss_fn, params, batch, range(num_rows), self.source)
-        ended = False
+        every, ended = Rows(loss_fn, params, batch, range(num_rows), self.source), False
         try:
             with parameters_unchanged(params):
-                if self.source is None and any(is_dtensor(param) for param in params.values()):
-                    reason = "parameters are split over processes (tensor parallel)"
-                    parts = [_Part(range(num_rows), self._by_loop(every, calls.seed, reason))]
-                else:
-                    parts = self._parts(every, calls)
+                parts, read = self._parts(every, calls)
             ended = True
         finally:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        now = self._known[loss_fn].decision or self._decide_one_pass(loss_fn)
-        if known.decision is None or known.decision.engine != now.engine:
-            level = logging.WARNING if now.engine == "loop" else logging.INFO
-            _log.log(level, "engine %s: %s", now.engine, now.reason)
+        decision = self._decision(loss_fn, parts, read)
+        if known.decision is None or known.decision.engine != decision.engine:
+            level = logging.WARNING if decision.engine == "loop" else logging.INFO
+            _log.log(level, "engine %s: %s", decision.engine, decision.reason)
+        if decision != known.decision:
+            self._learn(loss_fn, decision=decision)
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
-    def _parts(self, every: Rows, calls: _Calls) -> list[_Part]:
-        """Passes over rows that agree with each other. In lockstep all processes run as many."""
+    def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
+        """Passes over rows that agree with each other, and the read by which others do not.
+
+        In lockstep all processes run as many.
+        """
+        if self.source is None and any(is_dtensor(param) for param in every.params.values()):
+            return [self._by_loop(every, calls.seed, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""
         while on_any_process(bool(todo)):
             if passes == _MAX_PASSES:
                 rest = every.positions if in_lockstep() else [row for places in todo for row in places]
-                last = _Part(
-                    rest,
-                    self._by_loop(every.some(rest), calls.seed, f"rows do not agree on what Python reads ({read})"),
-                )
-                return [last] if in_lockstep() else [*done, last]
+                last = self._by_loop(every.some(rest), calls.seed, f"rows do not agree on what Python reads ({read})")
+                return [last] if in_lockstep() else [*done, last], read
             counted, places = bool(todo), todo.pop() if todo else [0]
             rows, passes = every.some(places), passes + 1
             try:
                 found = self._try(rows, calls)
             except Alone as stop:
                 if in_lockstep():
-                    return [_Part(every.positions, self._by_loop(every, calls.seed, str(stop)))]
-                found = self._by_loop(rows, calls.seed, str(stop))
+                    return [self._by_loop(every, calls.seed, str(stop))], read
+                done.append(self._by_loop(rows, calls.seed, str(stop)))
+                continue
             if isinstance(found, Diverged):
                 todo += [[places[place] for place in group] for group in found.groups] if counted else []
                 read = found.read
             else:
                 done.append(_Part(places, found, counted))
-        if read and self._known[every.loss_fn].decision is None:
-            told = f"{len(done)} groups of rows, which do not agree on what Python reads ({read})"
-            self._learn(every.loss_fn, decision=Decision("groups", told))
-        return done
+        return done, read
 
     def _learn(self, loss_fn: LossFn, **changes: Any) -> None:
         self._known[loss_fn] = replace(self._known[loss_fn], **changes)
 
-    def _decide_one_pass(self, loss_fn: LossFn) -> Decision:
+    def _decision(self, loss_fn: LossFn, parts: Sequence[_Part], read: str) -> Decision:
+        for part in reversed(parts):
+            if part.alone:
+                return Decision("loop", f"rows alone, since {part.alone}")
+        if read:
+            told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
+            return Decision("groups", told)
         settings = self._known[loss_fn].settings
         slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
-        decision = Decision("one pass", f"all rows together{slower}")
-        self._learn(loss_fn, decision=decision)
-        return decision
+        return Decision("one pass", f"all rows together{slower}")
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Decision about the last step of a loss function, and why; None before its first batch."""
         return self._known[loss_fn].decision if loss_fn in self._known else None
 
-    def _try(self, rows: Rows, calls: _Calls) -> _Samples | Diverged:
+    def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
         """Gradients of these rows by the first settings that compute them; or the groups in which they can be computed.
 
         Raises:
@@ -296,7 +298,7 @@ class VmapGrad:
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)
 
-    def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> _Samples | Diverged:
+    def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
         uses = self._known[rows.loss_fn].uses
         if not self.two_passes or not settings.rules:
@@ -356,11 +358,10 @@ class VmapGrad:
         with below_both(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
             return self.source.reduced(name, total)
 
-    def _by_loop(self, rows: Rows, seed: Tensor, reason: str) -> PerSample:
-        self._learn(rows.loss_fn, decision=Decision("loop", f"rows alone, since {reason}"))
+    def _by_loop(self, rows: Rows, seed: Tensor, reason: str) -> _Part:
         torch.default_generator.set_state(seed)
         try:
-            return rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
+            found = rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
         except DPFuncError:
             raise
         except RuntimeError as error:
@@ -368,6 +369,7 @@ class VmapGrad:
             raise UnsupportedModel(
                 f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
             ) from error
+        return _Part(rows.positions, found, alone=reason)
 
 
 def _from(first: Settings) -> list[Settings]:
