@@ -30,12 +30,7 @@ _State = tuple[Tensor, ...]
 
 
 def gates(
-    input: Tensor,
-    state: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    input: Tensor, state: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
     """Gates of all steps (T, B, G), as a linear of inputs (T, B, d) and states (T, B, H), which are joined.
 
