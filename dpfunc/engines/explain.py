@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dpfunc.batches import batch_size
 from dpfunc.engines.cost import summed
-from dpfunc.engines.ghost import Passed
+from dpfunc.engines.reads import Passed
 from dpfunc.engines.rules.table import Use
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.numerics import TOLERATED
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
-from dpfunc.engines.reads import Diverged
-from dpfunc.engines.rules.table import Use
+from dpfunc.engines.per_sample import Kept, PerSampleGrad
+from dpfunc.engines.reads import Passed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
@@ -30,52 +29,6 @@ class Source(Protocol):
     def reduced(self, name: str, total: Tensor) -> Tensor:
         """What this process keeps of the weighted sum of a parameter; may communicate."""
         ...
-
-
-@dataclass(frozen=True)
-class Passed:
-    """Results of one pass over rows.
-
-    Args:
-        losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
-            graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
-        uses: that went to rules, in the order of the backward pass.
-    """
-
-    losses_B: Tensor
-    rest: Mapping[str, Tensor]
-    params: Params
-    disagreed: Diverged | None
-    uses: Sequence[Use]
-
-
-@dataclass
-class Kept:
-    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
-
-    Args:
-        counts: name -> uses in the forward pass, with a rule. pieces: name -> gradients of its uses.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
-
-    def take(self, name: str, grad: PerSampleGrad) -> None:
-        """Take the gradients of one use of a parameter, in the backward pass."""
-        self.pieces.setdefault(name, []).append(grad)
-
-    def _take_rest(self, passed: Passed) -> None:
-        for name, grads_B in passed.rest.items():
-            self.pieces.setdefault(name, []).append(Dense(grads_B))
-
-    def _joined(self, name: str, passed: Passed) -> PerSampleGrad:
-        pieces = self.pieces.pop(name, [])
-        return add(pieces) if pieces else Zeros(len(passed.losses_B), passed.params[name])
-
-    def finish(self, passed: Passed) -> PerSample:
-        """The gradients of all parameters."""
-        self._take_rest(passed)
-        return PerSample(passed.losses_B, {name: self._joined(name, passed) for name in passed.params})
 
 
 @dataclass
@@ -104,12 +57,12 @@ class Measured(Kept):
 
     def rest(self, passed: Passed) -> frozenset[str]:
         """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
-        self._take_rest(passed)
+        self.take_formed(passed.rest)
         missed = frozenset(name for name in self.pieces if name in self.sq_norms)
-        for name in passed.params if not missed else ():
+        for name, param in passed.params.items() if not missed else ():
             if name not in self.sq_norms:
                 self.unused += [] if name in self.pieces else [name]
-                self.sq_norms[name] = self._joined(name, passed).sq_norms()
+                self.sq_norms[name] = self.joined(name, param, len(passed.losses_B)).sq_norms()
         return missed
 
 
@@ -135,12 +88,12 @@ class Weighted(Kept):
 
     def rest(self, passed: Passed) -> None:
         """Sum what was kept, with the gradients by vmap and grad."""
-        self._take_rest(passed)
-        for name in passed.params:
+        self.take_formed(passed.rest)
+        for name, param in passed.params.items():
             if name in self.sums and name in self.pieces:
                 raise differs([name])
             if name not in self.sums:
-                self._sum(name, self._joined(name, passed))
+                self._sum(name, self.joined(name, param, len(passed.losses_B)))
 
     def _sum(self, name: str, grad: PerSampleGrad) -> None:
         again_B, known_B = grad.sq_norms(), self.measured.sq_norms[name]

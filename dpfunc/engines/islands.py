@@ -148,7 +148,7 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         if leaf is not None:  # `x @ W.T` is a linear, and the reverse
             func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
     rule = RULES[func]
-    if rule.form is None or not owner.levels.on_top() or not torch.is_grad_enabled():
+    if rule.form is None or not owner.is_open():
         return NotImplemented
     form, bound = rule.form, rule.bind(args, kwargs)
     given = bound[form.input]
@@ -326,7 +326,7 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
 
     Each tensor that is given must be a batch of one, and the operation must keep axis 0 apart.
     """
-    if not owner.levels.on_top() or not torch.is_grad_enabled():
+    if not owner.is_open():
         return NotImplemented
     least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
     places: list[int] = []
@@ -391,7 +391,7 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     ((argument, needs),) = rule.needs.items()
     leaf = bound.get(argument)
     known = owner.plain(leaf) if isinstance(leaf, Tensor) else None
-    if known is None or not owner.levels.on_top() or not torch.is_grad_enabled():
+    if known is None or not owner.is_open():
         return NotImplemented
     name, value = known
     with Below():
@@ -469,7 +469,7 @@ def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[s
     """`F.cross_entropy` of classes in whole numbers; NotImplemented where vmap and grad are to do it."""
     over, bound = owner.levels, {**dict(zip(_ENTROPY, args, strict=False)), **kwargs}
     logits, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
-    if not over.on_top() or not torch.is_grad_enabled() or not (is_row(logits) and is_row(target)):
+    if not owner.is_open() or not (is_row(logits) and is_row(target)):
         return NotImplemented
     if any(bound.get(name, plain) != plain for name, plain in _WITHOUT.items()):
         return NotImplemented

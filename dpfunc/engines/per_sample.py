@@ -451,3 +451,29 @@ class PerSample:
         with exact(self.losses_B.device):
             found = {name: total for stack in self._stacks for name, total in stack.weighted_sums(factors).items()}
         return {name: found[name] for name in self.grads}
+
+
+@dataclass
+class Kept:
+    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
+
+    Args:
+        counts: name -> uses in the forward pass, with a rule. pieces: name -> gradients of its uses.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
+
+    def take(self, name: str, grad: PerSampleGrad) -> None:
+        """Take the gradients of one use of a parameter, in the backward pass."""
+        self.pieces.setdefault(name, []).append(grad)
+
+    def take_formed(self, grads: Mapping[str, Tensor]) -> None:
+        """Take gradients (B, *shape), by name."""
+        for name, grads_B in grads.items():
+            self.pieces.setdefault(name, []).append(Dense(grads_B))
+
+    def joined(self, name: str, param: Tensor, num_samples: int) -> PerSampleGrad:
+        """All of the gradient of a parameter; the pieces are given away."""
+        pieces = self.pieces.pop(name, [])
+        return add(pieces) if pieces else Zeros(num_samples, param)

@@ -7,6 +7,7 @@ ends, and each group of rows that agree runs by itself, down to single rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,23 @@ class NoRules(Stop):
     """A backward pass inside of the loss: the pass is to be repeated without rules and islands."""
 
 
+@dataclass(frozen=True)
+class Passed:
+    """Results of one pass over rows.
+
+    Args:
+        losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
+            graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
+        uses: that went to rules, in the order of the backward pass.
+    """
+
+    losses_B: Tensor
+    rest: Mapping[str, Tensor]
+    params: Params
+    disagreed: Diverged | None
+    uses: Sequence[Use]
+
+
 class Pass(TorchFunctionMode):
     """One pass over rows: what those know of it who answer the torch functions that the loss calls.
 
@@ -86,6 +104,10 @@ class Pass(TorchFunctionMode):
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
         return self._params.get(id(leaf))
+
+    def is_open(self) -> bool:
+        """True where an operation may run as its native kernel: outside of transforms of the loss, with gradients."""
+        return self.levels.on_top() and torch.is_grad_enabled()
 
     def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function whose parts pass here."""

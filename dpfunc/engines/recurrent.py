@@ -6,19 +6,19 @@ A packed sequence of one row is the sequence itself, as long as the row says: ro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from dpfunc.engines.islands import ANCHOR, Kernel, Native, Results, Tap, credit_use
-from dpfunc.engines.levels import Below, apply_node, inside, of_rows, without_dispatch
+from dpfunc.engines.levels import Below, apply_node, inside, of_rows
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.reads import Handler, Pass, agreed, bits
 from dpfunc.engines.rules import RULES
-from dpfunc.engines.rules.recurrent import RECURRENT, gates
+from dpfunc.engines.rules.recurrent import RECURRENT
 
 NAMES = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
 _PACKED = ("input", "batch_sizes", *NAMES[1:-1])
@@ -80,27 +80,23 @@ def layer_by_layer(func: Callable[..., Any], bound: Mapping[str, Any]) -> tuple[
     return (x, *(torch.cat(last) for last in zip(*lasts, strict=True)))
 
 
-class _Taps(TorchFunctionMode):
-    """Below both levels, the operations of a composite on parameters go to their rules.
+@dataclass(frozen=True)
+class _Credited:
+    """Run an operation on parameters below both levels; the gradient of its result (T, B, ...) goes to its rule.
 
     Args:
-        names: id of a plain parameter -> its name. Rows are on axis 1 of what the operations give.
+        names: id of a plain parameter -> its name.
     """
 
-    def __init__(self, owner: Pass, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.owner, self.names = owner, names
+    owner: Pass
+    names: Mapping[int, str]
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        rule = RULES.get(func)
-        bound = {} if rule is None else rule.bind(args, kwargs)
+    def __call__(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
+        rule, out = RULES[func], func(*args)
+        bound = rule.bind(args, {})
         wanted = {name: (self.names[id(value)], value) for name, value in bound.items() if id(value) in self.names}
-        if rule is None or not wanted:
-            return func(*args, **kwargs)
-        out: Tensor = F.linear(*args, **kwargs) if func is F.linear else _plain_gates(*args, **kwargs)
+        if not wanted:
+            return out
         use = rule.use(func.__name__, self.owner.levels.rows, wanted, bound, out.shape, axis=1)
         needed = {n: bound[n].detach() for name in wanted for n in rule.needs[name]}
         self.owner.expect(use.wanted.values())
@@ -113,10 +109,8 @@ class _Taps(TorchFunctionMode):
         whole = out._base
         same = whole is not None and whole.numel() == out.numel() and whole.is_contiguous() and out.is_contiguous()
         base = whole if whole is not None and same else out
-        return apply_node(Tap, base, ANCHOR, credit).view(out.shape)
-
-
-_plain_gates = without_dispatch(gates)
+        credited: Tensor = apply_node(Tap, base, ANCHOR, credit).view(out.shape)
+        return credited
 
 
 def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
@@ -128,12 +122,7 @@ def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -
         bound: arguments by name.
     """
     given = bound["input"]
-    if (
-        "batch_sizes" in bound
-        or not owner.levels.on_top()
-        or not torch.is_grad_enabled()
-        or not isinstance(given, Tensor)
-    ):
+    if "batch_sizes" in bound or not owner.is_open() or not isinstance(given, Tensor):
         return NotImplemented
     axis = 0 if bound["batch_first"] else 1
     given_B = of_rows(given)
@@ -163,8 +152,8 @@ def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -
     def call(x_B: Tensor, *states_B: Tensor) -> Results:
         x = x_B.squeeze(1 + axis)  # (B, T, d)
         first = [state_B.squeeze(2).transpose(0, 1).contiguous() for state_B in states_B]  # (L, B, H)
-        with _Taps(owner, credited):
-            out, *lasts = RECURRENT[func](x.transpose(0, 1), first[0] if single else first, plain, *options)
+        run, hx = _Credited(owner, credited), first[0] if single else first
+        out, *lasts = RECURRENT[func](run, x.transpose(0, 1), hx, plain, *options)
         out = out.transpose(0, 1)
         return (out.unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
 

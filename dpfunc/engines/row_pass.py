@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
-from dpfunc.engines.ghost import Kept, Passed, Source
+from dpfunc.engines.ghost import Source
 from dpfunc.engines.guards.kept_state import UNDECLARED, forget_gone, refuse_earlier, refuse_undeclared
 from dpfunc.engines.guards.lockstep import told_of_transforms
 from dpfunc.engines.guards.loss import backward_inside, check_differentiable, refuse_reentrant
@@ -37,7 +37,8 @@ from dpfunc.engines.levels import (
     transforms_seen,
 )
 from dpfunc.engines.loop import is_warm
-from dpfunc.engines.reads import READS, Alone, Handler, NoRules, Pass, numbers, stacked
+from dpfunc.engines.per_sample import Kept
+from dpfunc.engines.reads import READS, Alone, Handler, NoRules, Pass, Passed, numbers, stacked
 from dpfunc.engines.recurrent import RECURRENT_LAYERS
 from dpfunc.engines.rules import REGISTERED
 from dpfunc.engines.rules.composite import COMPOSITES

@@ -24,15 +24,15 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.draws import positions_of
-from dpfunc.engines.ghost import Ghost, Kept, Measured, Passed, Source, Weighted, differs
+from dpfunc.engines.ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines.guards.kept_state import note_changed, python_state, refuse_kept
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_process
 from dpfunc.engines.guards.loss import parameters_unchanged
 from dpfunc.engines.levels import below_both
 from dpfunc.engines.loop import loop, rows_alone, warm_up
 from dpfunc.engines.numerics import exact, precision_now
-from dpfunc.engines.per_sample import PerSample
-from dpfunc.engines.reads import Alone, Diverged, FirstRead, NoRules, Stop
+from dpfunc.engines.per_sample import Kept, PerSample
+from dpfunc.engines.reads import Alone, Diverged, FirstRead, NoRules, Passed, Stop
 from dpfunc.engines.row_pass import ORDINARY, Rows, Settings, one_pass
 from dpfunc.engines.rules.table import Use
 from dpfunc.errors import DPFuncError, UnsupportedModel
@@ -304,9 +304,13 @@ class VmapGrad:
         if not self.two_passes or not settings.rules:
             kept = Kept()
             passed = one_pass(rows, settings, uses, kept)
-            if passed.disagreed is None and self.told is not None:
+            if passed.disagreed is not None:
+                return passed.disagreed
+            if self.told is not None:
                 self.told(passed)
-            return passed.disagreed or kept.finish(passed)
+            kept.take_formed(passed.rest)
+            grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
+            return PerSample(passed.losses_B, grads)
         while True:
             together = self._known[rows.loss_fn].together
             measured = Measured(together=together)

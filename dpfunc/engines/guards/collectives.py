@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.lockstep import initialized
 from dpfunc.engines.numerics import COARSE, TOLERANCES, lengths
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
@@ -52,11 +53,6 @@ _SPLITTING = {
     "torch.distributed.tensor.experimental": "context parallelism splits the positions of a record",
     "torch.distributed.pipelining": "pipeline parallelism splits the layers",
 }
-
-
-def initialized() -> bool:
-    """True if torch.distributed runs, so that there may be other ranks to communicate with."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _collective(func: object) -> str | None:
