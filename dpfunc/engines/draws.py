@@ -87,7 +87,6 @@ def _state() -> int:
 
 
 def seed_of(number: int, position: int) -> int:
-    """The seed of a row for one draw."""
     data = number.to_bytes(8, "little") + position.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
@@ -191,7 +190,6 @@ def _rrelu(
     own: Draw, func: Callable[..., Any], input: Tensor,
     lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
 ) -> Any:  # fmt: skip
-    """Leaky ReLU with random slopes."""
     if not training:
         return NotImplemented
     slopes = _drawn(own, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})

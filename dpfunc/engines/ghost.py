@@ -127,7 +127,6 @@ class Ghost:
     alone: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms of the gradients of each sample: name -> (B,)."""
         return dict(self.norms)
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:

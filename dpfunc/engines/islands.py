@@ -63,7 +63,6 @@ class _Call:
 
     @property
     def keeps_input(self) -> bool:
-        """True if the backward pass needs the input itself."""
         return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
 
     def merged(self, values_B: Tensor) -> Tensor:

@@ -92,27 +92,6 @@ def below_both() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _requires_grad_allowed() -> Iterator[None]:
-    """Inside, the loss may ask for gradients of its inputs by `requires_grad_`."""
-    before = functorch.get_inplace_requires_grad_allowed()
-    functorch.set_inplace_requires_grad_allowed(True)
-    try:
-        yield
-    finally:
-        functorch.set_inplace_requires_grad_allowed(before)
-
-
-@contextmanager
-def _silent_fallbacks() -> Iterator[None]:
-    """Inside, torch does not warn that an operation without a batching rule runs row by row; afterwards it does."""
-    functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]  # no stub
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]  # no stub
-
-
 transformed: Callable[[], AbstractContextManager[None]] = getattr(
     torch.compiler, "_compile_session_context", nullcontext
 )
@@ -128,16 +107,19 @@ groups.
 def levels(num_rows: int) -> Iterator[Levels]:
     """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
     lazy_load_decompositions()
-    # no_grad: frozen parameters may require gradients, and would keep a graph below both levels
-    with (
-        torch.no_grad(),
-        vmap_increment_nesting(num_rows, "error") as vmap,
-        grad_increment_nesting() as grad,
-        torch.enable_grad(),
-        _requires_grad_allowed(),
-        _silent_fallbacks(),
-    ):
-        yield Levels(num_rows, vmap, grad)
+    before = functorch.get_inplace_requires_grad_allowed()
+    functorch.set_inplace_requires_grad_allowed(True)  # the loss may ask for gradients of its inputs
+    functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]  # no stub
+    try:
+        # no_grad: frozen parameters may require gradients, and would keep a graph below both levels
+        with (
+            torch.no_grad(), vmap_increment_nesting(num_rows, "error") as vmap, grad_increment_nesting() as grad,
+            torch.enable_grad(),
+        ):  # fmt: skip
+            yield Levels(num_rows, vmap, grad)
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]  # no stub
+        functorch.set_inplace_requires_grad_allowed(before)
 
 
 def inside(value: Any) -> Any:

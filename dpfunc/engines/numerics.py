@@ -37,7 +37,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_accumulation_dtype(tensor: Tensor) -> Tensor:
-    """Convert a tensor to the dtype in which norms and sums are taken."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 

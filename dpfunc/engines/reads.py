@@ -160,7 +160,6 @@ def agreed(owner: Pass, keys: Sequence[Hashable], read: str) -> None:
 
 
 def bits(values_B: Tensor) -> list[bytes]:
-    """The bits of each row."""
     with Below():
         if not values_B.numel():
             return [b""] * len(values_B)

@@ -127,11 +127,7 @@ class RowPass(Pass):
         self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if not self.settings.plain_functions or self.in_backward:
             return self._answer(func, args, kwargs)
@@ -189,7 +185,6 @@ class RowPass(Pass):
         return func(*args, **kwargs) if parts is None else self.seen(parts, args, kwargs)
 
     def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Random numbers of each row."""
         if kwargs.get("generator") is not None:
             self.stop(Alone("the loss draws from a generator of its own"))
         return random_operation(self.levels.row, self.draws, func, args, kwargs)

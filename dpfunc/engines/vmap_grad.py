@@ -100,12 +100,10 @@ class Grouped:
         return self._joined(part.samples.losses_B for part in self.parts)
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms of the gradients of each sample: name -> (B,)."""
         found = [part.samples.sq_norms() for part in self.parts]
         return {name: self._joined(norms[name] for norms in found) for name in found[0]}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums over all samples: name -> parameter shape."""
         total: dict[str, Tensor] = {}
         for rows, part, counted, _ in self.parts:
             own = {n: value[list(rows)] if counted else value.new_zeros(len(rows)) for n, value in factors.items()}

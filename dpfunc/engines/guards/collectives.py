@@ -56,7 +56,6 @@ _SPLITTING = {
 
 
 def _collective(func: object) -> str | None:
-    """The name of a collective operation, or None."""
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
     namespace, _, name = str(func).partition(".")
@@ -69,7 +68,6 @@ def _within(module: str, prefixes: Sequence[str]) -> bool:
 
 
 def _caller() -> tuple[str, int]:
-    """Module and line of the code that calls a collective."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
@@ -128,11 +126,7 @@ class CollectiveRecorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         _check_own(func)
         if getattr(func, "overloadpacket", None) in _PRODUCTS:  # an operation of a layer

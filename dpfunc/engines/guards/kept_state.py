@@ -123,7 +123,6 @@ def _parts(value: object) -> Iterable[Any]:
 
 
 def _left_out(value: object) -> frozenset[str]:
-    """Names of attributes that are no state of a loss."""
     if isinstance(value, torch.nn.RNNBase):
         return _OF_RECURRENT
     if type(value) is torch.autocast:
@@ -354,7 +353,6 @@ class RowMemory:
     _own: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Note that these tensors depend on the row."""
         for tensor in tensors:
             plain = plain_memory(tensor)
             if plain is not None:
@@ -362,7 +360,6 @@ class RowMemory:
                 self._own[storage._cdata] = StorageWeakRef(storage)
 
     def depends(self, tensor: Tensor) -> bool:
-        """True for a tensor that depends on the row."""
         reference = self._own.get(_memory(tensor))
         return reference is not None and not reference.expired()
 

@@ -162,7 +162,6 @@ class Convolved:
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     def kernel(self) -> Kernel:
-        """The kernel for the cost model, by shapes."""
         moved, still = self._sides(self.g_BmP, self.x_BmC)
         images = moved.shape[1]
         positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
@@ -274,7 +273,6 @@ def _products(side: Tensor) -> Tensor:
 
 
 def _costs(use: Use) -> Costs:
-    """Costs of the kernel; gradients of a bias are formed."""
     if "weight" not in use.shapes:
         return summed(sum(math.prod(shape) for shape in use.shapes.values()))
     shape, options, transposed = use.shapes["weight"], use.options, "output_padding" in use.options

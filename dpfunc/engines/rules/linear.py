@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,61 +32,45 @@ def column_sum(use: Use, grad: Tensor) -> Dense:
     return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
 
 
-def _linear(use: Use, grad: Tensor, input: Tensor, **_: Any) -> Grads:
-    """`y = x W^T + b`, of a matrix that may have more axes after the first one."""
-    grads: dict[str, PerSampleGrad] = {}
-    if "weight" in use.wanted:
-        grads["weight"] = Outer(use.positions(grad), use.positions(input), tuple(use.shapes["weight"]))
-    if "bias" in use.wanted:
-        grads["bias"] = column_sum(use, grad)
-    return grads
+@dataclass(frozen=True)
+class _Product:
+    """`y = x W^T + b` or `y = x W + b`: names of x, W and b among the arguments of an operation."""
+
+    x: str
+    matrix: str
+    bias: str = ""
+    turned: bool = False  # x W^T; W may have more axes after the first one
+
+    def grads(self, use: Use, grad: Tensor, **tensors: Any) -> Grads:
+        found: dict[str, PerSampleGrad] = {}
+        if self.matrix in use.wanted:
+            x, g, shape = use.positions(tensors[self.x]), use.positions(grad), tuple(use.shapes[self.matrix])
+            found[self.matrix] = Outer(g, x, shape) if self.turned else Outer(x, g, shape)
+        if self.bias in use.wanted:
+            found[self.bias] = column_sum(use, grad)
+        return found
+
+    def input_grad(self, bound: Bound, grad: Tensor, left: Any) -> Tensor:
+        weight = bound[self.matrix].to(grad.dtype)
+        found: Tensor = grad @ (weight.flatten(1) if self.turned else weight.T)
+        return found
+
+    def rule(
+        self, ops: tuple[Callable[..., Any], ...], arguments: Mapping[str, Any], run: Callable[[Bound], Tensor],
+        takes: Callable[[Bound], bool],
+    ) -> Rule:  # fmt: skip
+        needs: dict[str, tuple[str, ...]] = {self.matrix: (self.x,), **({self.bias: ()} if self.bias else {})}
+        form = Form(self.x, lambda bound: (run(bound), None), self.input_grad, takes, positions=True)
+        return Rule(ops, arguments, self.grads, needs, _costs, form)
 
 
-def _run_linear(bound: Bound) -> tuple[Tensor, Any]:
-    return F.linear(bound["input"], bound["weight"].flatten(1), bound["bias"]), None
-
-
-def _linear_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["weight"].to(grad.dtype).flatten(1)
-    return found
-
-
-def _addmm(use: Use, grad: Tensor, mat1: Tensor, **_: Any) -> Grads:
-    """`y = b + x W`."""
-    grads: dict[str, PerSampleGrad] = {}
-    if "mat2" in use.wanted:
-        grads["mat2"] = Outer(use.positions(mat1), use.positions(grad), tuple(use.shapes["mat2"]))
-    if "input" in use.wanted:
-        grads["input"] = column_sum(use, grad)
-    return grads
-
-
-def _run_addmm(bound: Bound) -> tuple[Tensor, Any]:
-    x = bound["mat1"]
-    return torch.addmm(bound["input"], x.flatten(0, -2), bound["mat2"]).unflatten(0, x.shape[:-1]), None
-
-
-def _addmm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["mat2"].to(grad.dtype).T
-    return found
+def _run_addmm(bound: Bound) -> Tensor:
+    x: Tensor = bound["mat1"]
+    return torch.unflatten(torch.addmm(bound["input"], x.flatten(0, -2), bound["mat2"]), 0, x.shape[:-1])
 
 
 def _plain_addmm(bound: Bound) -> bool:
     return _is_matrix(bound["mat2"]) and bound["input"].ndim == 1 and bound["beta"] == bound["alpha"] == 1
-
-
-def _matmul(use: Use, grad: Tensor, input: Tensor, **_: Any) -> Grads:
-    """`y = x W`."""
-    return {"other": Outer(use.positions(input), use.positions(grad), tuple(use.shapes["other"]))}
-
-
-def _run_matmul(bound: Bound) -> tuple[Tensor, Any]:
-    return bound["input"] @ bound["other"], None
-
-
-def _matmul_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["other"].to(grad.dtype).T
-    return found
 
 
 def _embedding_costs(use: Use) -> Costs:
@@ -112,29 +97,23 @@ _EMBEDDING = {
     "scale_grad_by_freq": False, "sparse": False,
 }  # fmt: skip
 RULES: Sequence[Rule] = (
-    Rule(
+    _Product("input", "weight", "bias", turned=True).rule(
         (F.linear,),
         {"input": REQUIRED, "weight": REQUIRED, "bias": None},
-        _linear,
-        {"weight": ("input",), "bias": ()},
-        _costs,
-        Form("input", _run_linear, _linear_input, lambda bound: bound["weight"].ndim > 1, positions=True),
+        lambda bound: F.linear(bound["input"], bound["weight"].flatten(1), bound["bias"]),
+        lambda bound: bound["weight"].ndim > 1,
     ),
-    Rule(
+    _Product("mat1", "mat2", "input").rule(
         (torch.addmm, Tensor.addmm),
         {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1},
-        _addmm,
-        {"mat2": ("mat1",), "input": ()},
-        _costs,
-        Form("mat1", _run_addmm, _addmm_input, _plain_addmm, positions=True),
+        _run_addmm,
+        _plain_addmm,
     ),
-    Rule(
+    _Product("input", "other").rule(
         MATMULS,
         {"input": REQUIRED, "other": REQUIRED},
-        _matmul,
-        {"other": ("input",)},
-        _costs,
-        Form("input", _run_matmul, _matmul_input, lambda bound: _is_matrix(bound["other"]), positions=True),
+        lambda bound: bound["input"] @ bound["other"],
+        lambda bound: _is_matrix(bound["other"]),
     ),
     Rule(
         (F.embedding,),

@@ -47,7 +47,6 @@ class Use:
 
     @cached_property
     def costs(self) -> Costs:
-        """Costs of its gradients, by shapes."""
         numbers = sum(math.prod(shape) for shape in self.shapes.values())
         return summed(numbers) if self.rule.costs is None else self.rule.costs(self)
 
