@@ -94,7 +94,7 @@ def module_name(path: Path) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Module of dpfunc -> modules that it imports, inside of functions too; a name of a package counts for its module."""
+    """Module of dpfunc -> modules that it imports, inside of functions too."""
     known = {module_name(path) for path in ROOT.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
