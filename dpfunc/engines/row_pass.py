@@ -20,7 +20,13 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.ghost import Source
-from dpfunc.engines.guards.kept_state import UNDECLARED, forget_gone, refuse_earlier, refuse_undeclared
+from dpfunc.engines.guards.kept_state import (
+    UNDECLARED,
+    forget_gone,
+    plain_memory,
+    refuse_earlier,
+    refuse_undeclared,
+)
 from dpfunc.engines.guards.lockstep import told_of_transforms
 from dpfunc.engines.guards.loss import backward_inside, check_differentiable, refuse_reentrant
 from dpfunc.engines.islands import ISLANDS, OF_LIBRARIES, registered
@@ -265,6 +271,15 @@ def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return mode.seen(COMPOSITES[func], args, kwargs)
 
 
+def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
+    target, value = (plain_memory(each) for each in args)
+    if target is None or value is None or not (torch._C._functorch.is_functorch_wrapped_tensor(args[0])):
+        return NotImplemented
+    same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
+    return None if same and target.stride() == value.stride() else NotImplemented
+
+
 def _undeclared(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return refuse_undeclared(func)
 
@@ -291,6 +306,7 @@ _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(RANDOM, RowPass.random),
     torch._functorch.autograd_function.custom_function_call: RowPass.function,
     Tensor.requires_grad_: _requires_grad,
+    _DATA.__set__: _data_set,
     **RECURRENT_LAYERS,
     **dict.fromkeys(COMPOSITES, _composite),
     **dict.fromkeys(UNDECLARED, _undeclared),
