@@ -173,7 +173,7 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
     return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted), owner.anchor, given)
 
 
-def other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
     names, form = OTHER_FORMS[func]
     bound = dict(zip(names, args, strict=False), **kwargs)
@@ -222,7 +222,7 @@ def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     return found
 
 
-TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
+_TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
 
 
 class _Source(torch.autograd.Function):
@@ -520,7 +520,7 @@ OF_LIBRARIES = {"bitsandbytes": _product_of_4_bits, "transformers": _experts}
 ISLANDS: Mapping[Any, Handler] = {
     **dict.fromkeys(NATIVE, native),
     **{func: operation for func, rule in RULES.items() if rule.form is not None},
-    **dict.fromkeys(OTHER_FORMS, other_form),
-    **dict.fromkeys(TURNING, turned),
+    **dict.fromkeys(OTHER_FORMS, _other_form),
+    **dict.fromkeys(_TURNING, turned),
     F.cross_entropy: cross_entropy,
 }

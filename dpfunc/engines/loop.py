@@ -46,7 +46,7 @@ from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
 
-COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
+_COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 """Of numbers of 16 bits."""
 
 # Numbers that a loss may ask of zeros while it builds what it keeps.
@@ -103,7 +103,7 @@ class RowAlone(TorchFunctionMode):
             self._tell(func, args)
         found = self._computed(func, args, kwargs)
         if isinstance(found, Tensor):
-            self.coarse |= found.dtype in COARSE_DTYPES
+            self.coarse |= found.dtype in _COARSE_DTYPES
         self.memory.follow(func, args, kwargs, found)
         return found
 

@@ -119,7 +119,7 @@ class Rows:
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 
 
-class RowPass(Pass):
+class _RowPass(Pass):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
 
     def __init__(
@@ -299,12 +299,12 @@ _FACTS = (
 _FACT: tuple[Handler, ...] = ()
 # Who answers a function, in this order: the first whose answer is not NotImplemented. The second one needs rules.
 _OWN: Mapping[Any, Handler] = {
-    **dict.fromkeys(_WRITES, RowPass.written),
-    **dict.fromkeys(_NESTED, RowPass.nested),
-    **dict.fromkeys(_HOOKING, RowPass.hooked),
-    **dict.fromkeys(_FACTORIES | _UNWRITTEN, RowPass.made),
-    **dict.fromkeys(RANDOM, RowPass.random),
-    torch._functorch.autograd_function.custom_function_call: RowPass.function,
+    **dict.fromkeys(_WRITES, _RowPass.written),
+    **dict.fromkeys(_NESTED, _RowPass.nested),
+    **dict.fromkeys(_HOOKING, _RowPass.hooked),
+    **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
+    **dict.fromkeys(RANDOM, _RowPass.random),
+    torch._functorch.autograd_function.custom_function_call: _RowPass.function,
     Tensor.requires_grad_: _requires_grad,
     _DATA.__set__: _data_set,
     **RECURRENT_LAYERS,
@@ -333,7 +333,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
     tensors = rows.params if rows.source is None else rows.source.leaves(rows.params)
     params = {name: param.detach() for name, param in tensors.items()} if rows.source is None else tensors
     with levels(num_rows) as over:
-        mode = RowPass(rows, over, params, settings, uses, kept)
+        mode = _RowPass(rows, over, params, settings, uses, kept)
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
         given = mode.leaves if rows.source is None else tensors

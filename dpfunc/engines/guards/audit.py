@@ -34,7 +34,7 @@ TIME_SHARE = 0.01
 ROWS_IN = 100
 FIRST_ROWS = 2
 # Processes in lockstep, each of which has a clock of its own: one row in so many steps.
-STEPS_IN = 100
+_STEPS_IN = 100
 # A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
 _TRIES = 8
 _ROUNDING_UNITS = 8
@@ -68,7 +68,7 @@ class Audits:
         if self.counting:
             return 1
         if in_lockstep():
-            return int(not step % STEPS_IN)
+            return int(not step % _STEPS_IN)
         share = TIME_SHARE * seconds / self.row_seconds if self.row_seconds else 0.0
         return min(most, int(share + chance))
 

@@ -95,7 +95,7 @@ def _numbers(tensor: Tensor) -> tuple[object, ...]:
     """
     tensor = inside(tensor)  # `self.table = self.table.to(device)` gives the same one at a level
     own = None if functorch.is_functorch_wrapped_tensor(tensor) else plain_memory(tensor)
-    if own is None or own.is_inference() or own.is_meta or is_earlier(own):
+    if own is None or own.is_inference() or own.is_meta or _is_earlier(own):
         return ("tensor",)
     if not own.untyped_storage().size():  # FSDP frees what it has gathered
         return ("tensor",)
@@ -323,14 +323,14 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _refuse(tensor: Tensor) -> None:
-    if is_gone(tensor) or is_earlier(tensor):
+    if is_gone(tensor) or _is_earlier(tensor):
         raise UnsupportedModel(
             "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach this one. "
             "Compute each loss from its own row and the parameters alone."
         )
 
 
-def is_earlier(tensor: Tensor) -> bool:
+def _is_earlier(tensor: Tensor) -> bool:
     """True for a plain tensor that was computed from a row of an earlier call."""
     reference = _earlier.get(_memory(tensor))
     return reference is not None and not reference.expired()

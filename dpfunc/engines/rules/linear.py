@@ -41,7 +41,7 @@ class _Product:
     bias: str = ""
     turned: bool = False  # x W^T; W may have more axes after the first one
 
-    def grads(self, use: Use, grad: Tensor, **tensors: Any) -> Grads:
+    def _grads(self, use: Use, grad: Tensor, **tensors: Any) -> Grads:
         found: dict[str, PerSampleGrad] = {}
         if self.matrix in use.wanted:
             x, g, shape = use.positions(tensors[self.x]), use.positions(grad), tuple(use.shapes[self.matrix])
@@ -61,7 +61,7 @@ class _Product:
     ) -> Rule:  # fmt: skip
         needs: dict[str, tuple[str, ...]] = {self.matrix: (self.x,), **({self.bias: ()} if self.bias else {})}
         form = Form(self.x, lambda bound: (run(bound), None), self.input_grad, takes, positions=True)
-        return Rule(ops, arguments, self.grads, needs, _costs, form)
+        return Rule(ops, arguments, self._grads, needs, _costs, form)
 
 
 def _run_addmm(bound: Bound) -> Tensor:
