@@ -19,8 +19,8 @@ import dpfunc
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc.batches import take
-from dpfunc.distributed import collective_step, processes
-from dpfunc.distributed.fully_sharded import functionalize_managed
+from dpfunc.distributed import launch
+from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
@@ -268,8 +268,7 @@ def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
     loss = loss_fn or classes(forward)
     with pytest.MonkeyPatch.context() as patch:
         if ranks is None:  # as if it could not be seen that there are others
-            for module in (collective_step, processes):
-                patch.setattr(module, "check_alone", lambda environment: None)
+            patch.setattr(launch, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
         state = replay(dp_step.init(params, insecure_key(1)))
         result = []

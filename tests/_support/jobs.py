@@ -248,11 +248,11 @@ def endless():
 
 def noise_share(trouble=None):
     """One step in which the second process draws no noise, or fails to: what it releases, or how it ends; its tiles."""
-    from dpfunc.distributed import collective_step
+    from dpfunc.distributed import reduce
     from dpfunc.noise import streams
 
     ranks = distributed.data_parallel()
-    usual, windows, tile, drawn = streams.standard_normal, collective_step.noise_windows, streams.tile, []
+    usual, windows, tile, drawn = streams.standard_normal, reduce.noise_windows, streams.tile, []
 
     def counted(key, name, number, *rest):
         drawn.append((name, number))
@@ -263,9 +263,9 @@ def noise_share(trouble=None):
 
     streams.tile = counted
     if ranks.rank == 1 and trouble == "missing":
-        collective_step.noise_windows = lambda *args: {}
+        reduce.noise_windows = lambda *args: {}
     if ranks.rank == 1 and trouble == "twice":
-        collective_step.noise_windows = lambda shapes, rank, size: windows(shapes, 0, 1)
+        reduce.noise_windows = lambda shapes, rank, size: windows(shapes, 0, 1)
     if ranks.rank == 1 and trouble == "fails":
         streams.secure_normal, usual = full, streams.secure_normal
     try:
@@ -283,7 +283,7 @@ def noise_share(trouble=None):
             return type(error).__name__, str(error), drawn
         return "ok", {name: value.clone() for name, value in released.items()}, drawn
     finally:
-        streams.tile, collective_step.noise_windows = tile, windows
+        streams.tile, reduce.noise_windows = tile, windows
         if trouble == "fails" and ranks.rank == 1:
             streams.secure_normal = usual
 
@@ -298,6 +298,6 @@ def spoiled_sums(whole):
     (sums["v"] if whole else sums["w"])[0] = float("nan")  # row 0 is of the first process
     try:
         parts = {**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}
-        return digest_of_all(parts, ranks, torch.tensor(False))[0]
+        return digest_of_all(parts, parts, ranks, torch.tensor(False))[0]
     except InvalidArgument as error:
         return str(error)

@@ -73,14 +73,14 @@ def in_parts(name, parts, more):
 
 def without_the_sum_of_norms(name):
     """The same run where each process clips by the norm of its own parts."""
-    from dpfunc.distributed import collective_step
+    from dpfunc import clipped
 
-    proper = collective_step.full_norms
-    collective_step.full_norms = lambda params, sq_norms, ranks: sq_norms
+    proper = clipped.full_norms
+    clipped.full_norms = lambda params, sq_norms, ranks: sq_norms
     try:
         return train(name, dist.get_world_size())
     finally:
-        collective_step.full_norms = proper
+        clipped.full_norms = proper
 
 
 def trouble(kind):
