@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,38 +39,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+_Model = TypeVar("_Model", bound=nn.Module | LoRA)
 
-@overload
+
 def shard_frozen(
-    model: nn.Module,
+    model: _Model,
     mesh: DeviceMesh,
     *,
     layers: str | Sequence[str] | None = None,
     trainable: str | Sequence[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-) -> nn.Module: ...
-@overload
-def shard_frozen(
-    model: LoRA,
-    mesh: DeviceMesh,
-    *,
-    layers: str | Sequence[str] | None = None,
-    trainable: None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
-) -> LoRA: ...
-
-
-def shard_frozen(
-    model: nn.Module | LoRA,
-    mesh: DeviceMesh,
-    *,
-    layers: str | Sequence[str] | None = None,
-    trainable: str | Sequence[str] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
-) -> nn.Module | LoRA:
+) -> _Model:
     """FSDP2 for everything that is not trained: `fully_shard` on each layer and on the module, without the trained
     parameters.
 

@@ -169,11 +169,10 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
     """
     if ranks is None:
         return
-    tables = [gathered_rows([digest(text)], group, ranks.device) for group in ranks.groups]
-    every = [[f"{value:016x}" for (value,) in table] for table in tables]
-    differing = [digests for digests in every if len(set(digests)) > 1]
-    if any_rank(bool(differing), ranks):
-        shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
+    differing, anywhere = _differing({name: (0, digest(text))}, ranks)
+    if anywhere:
+        digests = [f"{value:016x}" for value in differing.get(name, ())]
+        shown = f"{digests}, in the order of their ranks" if differing else "others say which"
         advice = f" {hint}" if hint else ""
         raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
 
@@ -217,8 +216,17 @@ def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ran
         return
     shapes = str([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
     all_texts = {**texts, "names and shapes of tensors": shapes}
-    _compare({name: (0, digest(text)) for name, text in all_texts.items()}, ranks)
-    _compare({name: (_part(t), checksum([(name, t)])) for name, t in tensors.items()}, ranks)
+    values = {name: (0, digest(text)) for name, text in all_texts.items()}
+    differing, anywhere = _differing(values, ranks)
+    if not anywhere:  # the same names, so that what follows compares like with like
+        differing, anywhere = _differing({n: (_part(t), checksum([(n, t)])) for n, t in tensors.items()}, ranks)
+    if anywhere:
+        raise RankMismatch(
+            f"The processes of this run disagree about {shorten(list(differing)) or 'something that others name'}; no "
+            "checkpoint was made. Each must pass the same directory, plan, state, data, parameters and optimizer "
+            "state; a state is that after the last step, which all have taken. What is not sharded must be equal in "
+            "every bit."
+        )
 
 
 def _part(tensor: Tensor) -> int:
@@ -228,22 +236,24 @@ def _part(tensor: Tensor) -> int:
     return digest(str([coordinates[axis] for axis in axes]))
 
 
-def _compare(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> None:
-    """Compare (part, digest of its values) of each name: processes with the same part have the same values."""
-    differing: list[str] = []
+def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
+    """Compare values, of which processes with the same part have the same.
+
+    Args:
+        values: name -> (part, value).
+
+    Returns:
+        name -> values of the processes that this one compared, in the order of their ranks, where they differ; and True
+        if any process found a difference.
+    """
+    differing: dict[str, list[int]] = {}
     for group in ranks.groups:
         table = gathered_rows([number for pair in values.values() for number in pair], group, ranks.device)
         for index, name in enumerate(values):
-            pairs = {(row[2 * index], row[2 * index + 1]) for row in table}
-            if len(pairs) > len({part for part, _ in pairs}):
-                differing.append(name)
-    if any_rank(bool(differing), ranks):
-        named = shorten(list(dict.fromkeys(differing))) or "something that others name"
-        raise RankMismatch(
-            f"The processes of this run disagree about {named}; no checkpoint was made. Each must pass the same "
-            "directory, plan, state, data, parameters and optimizer state; a state is that after the last step, which "
-            "all have taken. What is not sharded must be equal in every bit."
-        )
+            pairs = [(row[2 * index], row[2 * index + 1]) for row in table]
+            if len(set(pairs)) > len({part for part, _ in pairs}):
+                differing.setdefault(name, [value for _, value in pairs])
+    return differing, any_rank(bool(differing), ranks)
 
 
 def digest_over_ranks(text: str, ranks: Ranks | None) -> str:
