@@ -78,7 +78,7 @@ def shard_frozen(
 
     Guarantees:
         the released gradients are those of one process without sharding
-        (tests/distributed/test_sharded_models.py::test_a_sharded_base_gives_the_same).
+        (tests/distributed/test_fsdp.py::test_a_sharded_base_gives_the_same).
     """
     check_sharding()
     if isinstance(model, LoRA):
@@ -219,7 +219,7 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
         UnsupportedModel: trained parameters outside of `fully_shard`; from a step also parameters that are not used.
 
     Guarantees:
-        the released gradients are those of one process (tests/distributed/test_fully_sharded.py).
+        the released gradients are those of one process (tests/distributed/test_fsdp.py::test_a_managed_model_gives_the_same).
     """
     refuse_unsupported(module, checkpointing=True)  # repeated passes run with the module's own parameters: these
     own = managed(module)
