@@ -92,11 +92,8 @@ def test_the_loop_with_an_optimizer_and_a_schedule():
 
 
 OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "groups": lambda params: torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "lr": 0.1}]),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
-    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
 }
 
