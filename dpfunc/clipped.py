@@ -101,37 +101,51 @@ class ClippedGrad:
         real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
+        sensitivities = group_sensitivities(bounds, self.adjacency)
+        if not num_samples:
+            empty = Unreleased(torch.zeros(0), torch.zeros(0, len(bounds)))
+            return ClippedSum(zeros(params), parts.group_of, sensitivities), empty
+        found = self._all_microbatches(parts, tuple(bounds.values()), params, batch, real_B, key)
+        losses_B, norms_BG = found.losses_B[:num_samples], found.norms_BG[:num_samples]  # without the rows of `_chunk`
+        if mask_B is not None:  # else all rows are real: no selection, for which a device would have to wait
+            losses_B, norms_BG = losses_B[real_B], norms_BG[real_B]
+        return ClippedSum(found.sums, parts.group_of, sensitivities), Unreleased(losses_B, norms_BG)
+
+    def _all_microbatches(
+        self,
+        parts: Partition,
+        bounds: tuple[float, ...],
+        params: Params,
+        batch: Batch,
+        mask_B: Tensor,
+        key: Key | None,
+    ) -> MicrobatchSums:
+        """The clipped sums of a batch, one microbatch after the other."""
+        num_samples = len(mask_B)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
-        several = 0 < size < num_samples and not in_lockstep()
+        several = size < num_samples and not in_lockstep()
         state = state_before(self.loss_fn, params, rows(batch, 0, 1)) if several else ()
         generator = torch.default_generator.get_state()
-        total: dict[str, Tensor] = {}
-        losses, norms = [], []
-        for number, start in enumerate(range(0, num_samples, max(size, 1))):
-            chunk, chunk_mask_B = _chunk(batch, real_B, start, size, padded)
+        found: list[MicrobatchSums] = []
+        for number, start in enumerate(range(0, num_samples, size)):
+            chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             with first_row(start), self._seeded(key, number) as own_key:
-                found = self._microbatch(parts, tuple(bounds.values()), params, chunk, chunk_mask_B, own_key)
+                own = self._microbatch(parts, bounds, params, chunk, chunk_mask_B, own_key)
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator, torch.device("cpu")):
                     refuse_counting(self.loss_fn, state)
-            total = {name: total[name].add_(value) for name, value in found.sums.items()} if total else found.sums
-            losses.append(found.losses_B[: num_samples - start])  # without the rows of `_chunk`
-            norms.append(found.norms_BG[: num_samples - start])
-        if not total:
-            clipped = ClippedSum(zeros(params), parts.group_of, group_sensitivities(bounds, self.adjacency))
-            return clipped, Unreleased(torch.zeros(0), torch.zeros(0, len(bounds)))
-        clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
-        losses_B, norms_BG = torch.cat(losses), torch.cat(norms)
-        if mask_B is None:  # all rows are real: no selection, for which a device would have to wait
-            return clipped, Unreleased(losses_B, norms_BG)
-        return clipped, Unreleased(losses_B[real_B], norms_BG[real_B])
+            for name, value in own.sums.items() if found else ():
+                found[0].sums[name].add_(value)
+            found.append(own._replace(sums={}) if found else own)
+        losses, norms = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG"))
+        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {})
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         """Rows of a microbatch."""
-        if self.microbatch_size is None or not num_samples:
-            return max(2, num_samples) if num_samples and _narrow(params) else num_samples
+        if self.microbatch_size is None:
+            return max(2, num_samples) if _narrow(params) else num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
         shapes = signature(batch)

@@ -25,6 +25,12 @@ from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
 _GAUSSIAN = Gaussian()
+# Parts of a plan that may be of a user: name, methods that it needs, what is expected.
+_PARTS = (
+    ("sampler", ("indices", "events", "expected_batch_size"), "a sampler such as sampling.Poisson(...)"),
+    ("clip", ("factors",), "a clip rule such as clipping.Flat(clip_norm=...)"),
+    ("noise", ("check", "events", "mechanism"), "noise such as noise.Gaussian()"),
+)
 
 
 class Position(Protocol):
@@ -98,11 +104,10 @@ class Plan:
     noise: Noise = _GAUSSIAN
 
     def __post_init__(self) -> None:
-        for name in ("indices", "events", "expected_batch_size"):
-            if not callable(getattr(self.sampler, name, None)) or isinstance(self.sampler, type):
-                raise fail("a sampler such as sampling.Poisson(...)", "sampler", self.sampler)
-        if not callable(getattr(self.clip, "factors", None)) or isinstance(self.clip, type):
-            raise fail("a clip rule such as clipping.Flat(clip_norm=...)", "clip", self.clip)
+        for name, methods, domain in _PARTS:
+            part = getattr(self, name)
+            if isinstance(part, type) or not all(callable(getattr(part, method, None)) for method in methods):
+                raise fail(domain, name, part)
         if not isinstance(self.noise_multiplier, Schedule):
             object.__setattr__(self, "noise_multiplier", positive("noise_multiplier", self.noise_multiplier))
         object.__setattr__(self, "num_steps", integer("num_steps", self.num_steps, minimum=1))
@@ -110,18 +115,21 @@ class Plan:
         one_of("adjacency", self.adjacency, ADJACENCIES)
         one_of("allocation", self.allocation, ("uniform", "optimal"))
         one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
-        if self.spent is not None and not isinstance(self.spent, Ledger):
-            raise wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)
-        if self.spent is not None and self.spent.adjacency != self.adjacency:
-            raise LedgerConflict(
-                f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {self.spent.adjacency!r}."
-            )
-        if not callable(getattr(self.noise, "mechanism", None)) or isinstance(self.noise, type):
-            raise fail("noise such as noise.Gaussian()", "noise", self.noise)
+        self._check_spent()
         self._check_delta()
         self._check_sampler()
         self.noise.check(self.sampler, self.noise_multiplier)
         self._check_budget()
+
+    def _check_spent(self) -> None:
+        if self.spent is None:
+            return
+        if not isinstance(self.spent, Ledger):
+            raise wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)
+        if self.spent.adjacency != self.adjacency:
+            raise LedgerConflict(
+                f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {self.spent.adjacency!r}."
+            )
 
     def _check_delta(self) -> None:
         n = self.sampler.dataset_size

@@ -181,10 +181,11 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
         for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
         for name in names
     ]
-    differing = [(name, values) for name, values in compared if len(set(values)) > 1]
-    if len({(row.part, row.replica) for row in tables[0]}) > len({row.part for row in tables[0]}):
-        differing.append(("params", [row.replica for row in tables[0]]))
-    return differing
+    replicas = {(row.part, row.replica) for row in tables[0]}
+    parts_differ = len(replicas) > len({part for part, _ in replicas})
+    if parts_differ:
+        compared.append(("params", [row.replica for row in tables[0]]))
+    return [(name, values) for name, values in compared if len(set(values)) > 1]
 
 
 def _failure_message(data_group: list[RankSummary], step: int) -> str:

@@ -146,17 +146,22 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     if layers is None:
         lists = _outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-    if isinstance(layers, str):
-        searched = pattern("layers", layers)
-        found = _outermost(name for name in names if searched.search(name))
-    elif unknown := [name for name in layers if name not in names]:
-        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
-    else:
-        found = [name for name in names if name in set(layers)]
+    found = _searched(names, layers) if isinstance(layers, str) else _listed(names, layers)
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     nested = len(_outermost(found)) < len(found)
     return found[::-1] if nested else found
+
+
+def _searched(names: Sequence[str], layers: str) -> list[str]:
+    searched = pattern("layers", layers)
+    return _outermost(name for name in names if searched.search(name))
+
+
+def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
+    if unknown := [name for name in layers if name not in names]:
+        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
+    return [name for name in names if name in layers]
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
@@ -219,7 +224,8 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
         UnsupportedModel: trained parameters outside of `fully_shard`; from a step also parameters that are not used.
 
     Guarantees:
-        the released gradients are those of one process (tests/distributed/test_fsdp.py::test_a_managed_model_gives_the_same).
+        the released gradients are those of one process
+        (tests/distributed/test_fsdp.py::test_a_managed_model_gives_the_same).
     """
     refuse_unsupported(module, checkpointing=True)  # repeated passes run with the module's own parameters: these
     own = managed(module)
@@ -231,11 +237,10 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
             "Expected a module with parameters that require gradients, and ranks=dpfunc.distributed.sharded(mesh, "
             f"data=...), got {len(trained)} parameters and ranks={ranks}."
         )
-    others = [name for name in trained if name not in own]
-    if others:
+    if others := trained.keys() - own:
         raise UnsupportedModel(
-            f"The parameters {shorten(others)} are trained, but fully_shard does not manage them. Call it on all of "
-            "the module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize."
+            f"The parameters {shorten(sorted(others))} are trained, but fully_shard does not manage them. Call it on "
+            "all of the module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize."
         )
     forward = ManagedForward(module, trained)
     params = {name: param.detach().clone() for name, param in trained.items()}
