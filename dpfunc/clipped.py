@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,13 @@ from dpfunc.types import (
 _TURN = threading.RLock()
 
 
+class _Groups(NamedTuple):
+    """Groups of parameters that are clipped together, and the bound of each."""
+
+    parts: Partition
+    bounds: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class ClippedGrad:
     """A prepared computation of clipped sums; see `clipped_grad` for the arguments."""
@@ -72,16 +79,17 @@ class ClippedGrad:
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(
-        self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
+        self,
+        params: Params,
+        batch: Batch,
+        *,
+        mask_B: Tensor | None = None,
+        key: Key | None = None,
+        checked: bool = False,
     ) -> tuple[ClippedSum, Unreleased]:
-        """The clipped sum over the batch, and its losses and norms."""
-        check_params(params)
-        return self.compute(params, batch, mask_B, key)
-
-    def compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
-    ) -> tuple[ClippedSum, Unreleased]:
-        """The same without the check of params, which a step does."""
+        """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
+        if not checked:
+            check_params(params)
         try:
             with _TURN:
                 return self._compute(params, batch, mask_B, key)
@@ -105,20 +113,14 @@ class ClippedGrad:
         if not num_samples:
             empty = Unreleased(torch.zeros(0), torch.zeros(0, len(bounds)))
             return ClippedSum(zeros(params), parts.group_of, sensitivities), empty
-        found = self._all_microbatches(parts, tuple(bounds.values()), params, batch, real_B, key)
+        found = self._all_microbatches(_Groups(parts, tuple(bounds.values())), params, batch, real_B, key)
         losses_B, norms_BG = found.losses_B[:num_samples], found.norms_BG[:num_samples]  # without the rows of `_chunk`
         if mask_B is not None:  # else all rows are real: no selection, for which a device would have to wait
             losses_B, norms_BG = losses_B[real_B], norms_BG[real_B]
         return ClippedSum(found.sums, parts.group_of, sensitivities), Unreleased(losses_B, norms_BG)
 
     def _all_microbatches(
-        self,
-        parts: Partition,
-        bounds: tuple[float, ...],
-        params: Params,
-        batch: Batch,
-        mask_B: Tensor,
-        key: Key | None,
+        self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         """The clipped sums of a batch, one microbatch after the other."""
         num_samples = len(mask_B)
@@ -130,7 +132,7 @@ class ClippedGrad:
         for number, start in enumerate(range(0, num_samples, size)):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             with first_row(start), self._seeded(key, number) as own_key:
-                own = self._microbatch(parts, bounds, params, chunk, chunk_mask_B, own_key)
+                own = self._microbatch(groups, params, chunk, chunk_mask_B, own_key)
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
@@ -163,20 +165,14 @@ class ClippedGrad:
             yield own_key
 
     def _microbatch(
-        self,
-        parts: Partition,
-        bounds: tuple[float, ...],
-        params: Params,
-        microbatch: Batch,
-        mask_B: Tensor,
-        key: Key | None,
+        self, groups: _Groups, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         start, generator = time.perf_counter(), torch.default_generator.get_state()
         per_sample = self.engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
         repeatable = _repeatable(per_sample)
-        clip_and_sum = partial(self._clip_and_sum, parts, bounds, params, per_sample, mask_B)
+        clip_and_sum = partial(self._clip_and_sum, groups, params, per_sample, mask_B)
         # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
         # read the same marks.
         with exact(mask_B.device):
@@ -188,13 +184,13 @@ class ClippedGrad:
         return found
 
     def _clip_and_sum(
-        self, parts: Partition, bounds: tuple[float, ...], params: Params, per_sample: PerSampleGrads, mask_B: Tensor
+        self, groups: _Groups, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
-        norms_BG = parts.norms(full_norms(params, sq_norms, self.ranks))
-        factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
-        sums = per_sample.weighted_sum(parts.spread(factors_BG))
+        norms_BG = groups.parts.norms(full_norms(params, sq_norms, self.ranks))
+        factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
+        sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
 
 

@@ -164,7 +164,8 @@ class DPStep:
         rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
         with gathered(params, self.ranks) as whole:
-            return self.clipped_grad.compute(whole, *padded(rows, self.ranks), key)
+            batch, mask_B = padded(rows, self.ranks)
+            return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True)
 
     def _noise_ahead(self, params: Params, state: StepState) -> AbstractContextManager[None]:
         """Inside, free cores draw the noise of this step: with its key, and for this step only."""
