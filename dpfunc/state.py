@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
 
-from dpfunc._utils.digests import digest
+from dpfunc._utils.digests import digest, in_hex
 from dpfunc._utils.validation import fail, integer, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.clipping.bounds import group_bounds
@@ -190,7 +190,7 @@ def plan_digest(plan: Plan) -> str:
     Args:
         plan: any plan. Functions in it count by their names.
     """
-    return f"{digest(stable_repr(plan)):016x}"
+    return in_hex(digest(stable_repr(plan)))
 
 
 def stable_repr(value: object) -> str:

@@ -202,7 +202,7 @@ def _mismatch_message(differing: list[tuple[str, list[int]]], step: int) -> str:
         return f"Other processes of this run disagree at step {step}; they say about what. Nothing was spent."
     name, values = differing[0]
     # Digests of parameters and settings say which process differs; numbers about records are not put into messages.
-    shown = values if name == "step" else [f"{value:016x}" for value in values]
+    shown = values if name == "step" else [in_hex(value) for value in values]
     listed = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
     return f"The processes of this run disagree about {name} at step {step}{listed}. {_ADVICE[name]} Nothing was spent."
 

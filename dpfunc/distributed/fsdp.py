@@ -9,7 +9,7 @@ soon as it is computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -29,7 +29,7 @@ from dpfunc.engines.guards.scope import until_backward
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.forward import functionalize
-from dpfunc.functional.fsdp import communicates, fsdp_parts, managed, recovered, refuse_communication
+from dpfunc.functional.fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
 from dpfunc.functional.names import check_params, pattern, select
 from dpfunc.functional.refuse import refuse_unsupported, unwrapped
 from dpfunc.lora import LoRA
@@ -144,32 +144,24 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     """
     names = [name for name, _ in module.named_modules() if name]
     if layers is None:
-        lists = _outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
+        lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
     found = _searched(names, layers) if isinstance(layers, str) else _listed(names, layers)
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
-    nested = len(_outermost(found)) < len(found)
+    nested = len(outermost(found)) < len(found)
     return found[::-1] if nested else found
 
 
 def _searched(names: Sequence[str], layers: str) -> list[str]:
     searched = pattern("layers", layers)
-    return _outermost(name for name in names if searched.search(name))
+    return outermost(name for name in names if searched.search(name))
 
 
 def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
     if unknown := [name for name in layers if name not in names]:
         raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
     return [name for name in names if name in layers]
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    kept: list[str] = []
-    for name in names:  # parents come before their children
-        if not any(name.startswith(f"{other}.") for other in kept):
-            kept.append(name)
-    return kept
 
 
 def _own_parameters(module: nn.Module, trained: set[str]) -> None:

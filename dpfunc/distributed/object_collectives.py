@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.digests import checksum, digest
+from dpfunc._utils.digests import checksum, digest, in_hex
 from dpfunc._utils.dtensor import shard_dims
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks
@@ -171,7 +171,7 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
         return
     differing, anywhere = _differing({name: (0, digest(text))}, ranks)
     if anywhere:
-        digests = [f"{value:016x}" for value in differing.get(name, ())]
+        digests = [in_hex(value) for value in differing.get(name, ())]
         shown = f"{digests}, in the order of their ranks" if differing else "others say which"
         advice = f" {hint}" if hint else ""
         raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
@@ -262,7 +262,7 @@ def digest_over_ranks(text: str, ranks: Ranks | None) -> str:
     if ranks is not None:
         for group in ranks.groups:
             value = digest(str(gathered_rows([value], group, ranks.device)))
-    return f"{value:016x}"
+    return in_hex(value)
 
 
 @torch.no_grad()
