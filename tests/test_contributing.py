@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -25,7 +25,7 @@ from scipy import stats
 
 from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
 from dpfunc.accounting import Ledger, accountant, epsilon
-from dpfunc.checkpoint import Journal, load, save
+from dpfunc.checkpoint import Journal, load, plan_json, save
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
 from dpfunc.engines import register_rule
@@ -36,20 +36,29 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.rng import fold_in, insecure_key, secure_key, stream
-from dpfunc.step import DPStep
-from dpfunc.types import ADJACENCIES, ClippedSum, Event
+from dpfunc.types import ADJACENCIES, ClippedSum, Event, Schedule
 
 ROOT = Path(__file__).parent.parent
 DATA = random_rows(0, 20)
 
 
-def one_step(loss_fn=linear_loss, params=None, data=None, *, clip=None, sampler=None, noise_multiplier=1e-3, **options):
+def one_step(
+    loss_fn=linear_loss,
+    params=None,
+    data=None,
+    *,
+    clip=None,
+    sampler=None,
+    noise_multiplier=1e-3,
+    facts=None,
+    **options,
+):
     """A step of a toy plan: the plan, what was released (a sum, with hardly any noise), its batch, and the next state."""
     data = as_batch(DATA) if data is None else data
     size = len(next(iter(data.values())))
     plan = Plan(
         sampler or sampling.Poisson(size, 0.5), clip or clipping.Flat(1.0), noise_multiplier, num_steps=3, delta=1e-3,
-        adjacency="zero_out",
+        adjacency="zero_out", **(facts or {}),
     )  # fmt: skip
     params = zeros() if params is None else params
     dp_step = make_dp_step(loss_fn, plan, reduction="sum", **options)
@@ -211,7 +220,7 @@ def test_a_rule_of_an_operation(monkeypatch):
 
 
 def counted_and_rounded(noise_multiplier, step=2.0**-14):
-    """Gaussian noise, rounded to a public grid (post-processing: the same event); its state counts the releases."""
+    """Gaussian noise, rounded to a public grid (post-processing); its state counts the releases."""
     plain = noise.gaussian(noise_multiplier)
 
     def add(clipped, state, key):
@@ -221,10 +230,27 @@ def counted_and_rounded(noise_multiplier, step=2.0**-14):
     return noise.Mechanism(lambda params: {"count": 0}, add)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """It claims no amplification by sampling, and knows no schedules."""
+
+    def check(self, sampler, noise_multiplier):
+        if isinstance(noise_multiplier, Schedule):
+            raise InvalidArgument("Expected one noise_multiplier with Rounded, got a schedule.")
+
+    def events(self, sampler, noise_multiplier, start, stop):
+        return (Event(1.0, noise_multiplier, stop - start),)
+
+    def mechanism(self, noise_multiplier, allocation, source):
+        return counted_and_rounded(noise_multiplier)
+
+
 def test_a_noise_mechanism(monkeypatch, tmp_path):
-    monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: counted_and_rounded(self.plan.noise_multiplier))
-    plan, grads, batch, after = one_step()
+    """One file and one line: its own events and state in the ledger, the journal, a saved plan and a checkpoint."""
+    monkeypatch.setitem(plan_json._KNOWN, "Rounded", Rounded)  # what a name in dpfunc/noise/__init__.py does
+    plan, grads, batch, after = one_step(facts={"noise": Rounded()})
     assert after.noise_state == {"count": 1}
+    assert after.ledger.events == (Event(1.0, 1e-3, 1),)
     journal = Journal(tmp_path / "journal.jsonl", plan)
     journal(after)
     run = {"params": zeros(), "plan": plan, "data": "toys", "journal": journal.path}
@@ -232,6 +258,8 @@ def test_a_noise_mechanism(monkeypatch, tmp_path):
     assert load(tmp_path, **run).state == after._replace(journal=str(run["journal"]), journal_lines=1)
     assert all(bool((value.remainder(2.0**-14) == 0).all()) for value in grads.values())
     assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    with pytest.raises(InvalidArgument, match="Expected one noise_multiplier with Rounded"):
+        replace(plan, noise_multiplier=Schedule(((1, 1.0),)))
 
 
 def spread_accepted(values, std, level=1e-6):
@@ -301,7 +329,9 @@ def test_every_row_of_the_page_has_its_toy():
 
 
 def classes(module):
-    return {name for name in module.__all__ if isinstance(getattr(module, name), type) and name != "Sampler"}
+    return {
+        name for name in module.__all__ if isinstance(getattr(module, name), type) and name not in ("Sampler", "Noise")
+    }
 
 
 def test_each_rule_and_grouping_is_in_the_tables_of_the_tests():

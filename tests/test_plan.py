@@ -54,6 +54,7 @@ CONTRADICTIONS = {
     "clip": ({"clip": 1.0}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=1\.0"),
     "clip class": ({"clip": clipping.Flat}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=<class"),
     "sampler": ({"sampler": 0.05}, r"Expected a sampler such as sampling.Poisson"),
+    "noise": ({"noise": 1.0}, r"Expected noise such as noise.Gaussian\(\), got noise=1\.0"),
     "plan over budget": ({"epsilon": 0.1}, r"Expected a plan within its budget, got epsilon=0.1, but 20 steps"),
     "negative budget": ({"epsilon": -1.0}, r"Expected 0 < epsilon < inf, got epsilon=-1\.0"),
     "shuffled with add/remove": (

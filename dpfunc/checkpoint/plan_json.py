@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
-from dpfunc import clipping, sampling
+from dpfunc import clipping, noise, sampling
 from dpfunc._utils.validation import apart
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.format import difference
@@ -17,13 +17,16 @@ from dpfunc.plan import Plan
 from dpfunc.types import Event, Schedule
 
 SCHEMA = 1
-_PUBLIC = [getattr(folder, name) for folder in (clipping, sampling) for name in folder.__all__]
+_PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
 _KNOWN: dict[str, type] = {
     cls.__name__: cls
     for cls in (Plan, Schedule, Ledger, Event, *_PUBLIC)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls)
 }
-"""What a saved plan may hold: its own classes, and all dataclasses among the public names of both folders."""
+"""What a saved plan may hold: its own classes, and all dataclasses among the public names of these folders."""
+
+_LATER: dict[str, dict[str, Any]] = {"Plan": {"noise": noise.Gaussian()}}
+"""Fields that plans saved before did not have, and what they mean where they are left out."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -64,8 +67,12 @@ def _encode(value: object) -> Any:
         kind = type(value).__name__
         if _KNOWN.get(kind) is not type(value):
             raise _not_ours(kind)
-        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": kind, **fields}
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        later = _LATER.get(kind, {})
+        return {
+            "kind": kind,
+            **{name: _encode(item) for name, item in given.items() if name not in later or item != later[name]},
+        }
     if isinstance(value, Mapping):
         return {"kind": "mapping", "items": {str(name): _encode(item) for name, item in value.items()}}
     if isinstance(value, tuple):
@@ -78,8 +85,8 @@ def _encode(value: object) -> Any:
 def _not_ours(kind: str) -> InvalidArgument:
     return InvalidArgument(
         f"Expected a plan of dpfunc's own parts, got {kind}, which JSON cannot describe. Steps can be taken and "
-        "a journal written with it, checkpoints not: they hold the public dataclasses of dpfunc.clipping and "
-        "dpfunc.sampling."
+        "a journal written with it, checkpoints not: they hold the public dataclasses of dpfunc.clipping, "
+        "dpfunc.sampling and dpfunc.noise."
     )
 
 
@@ -96,7 +103,7 @@ def _decode(value: object) -> Any:
         raise InvalidArgument(f"Expected a known kind in a plan, got kind={kind!r}. Known: {', '.join(_KNOWN)}.")
     fields = {field.name for field in dataclasses.fields(cls)}
     given = set(value) - {"kind"}
-    if given != fields:
+    if given - fields or fields - given - _LATER.get(cls.__name__, {}).keys():
         raise InvalidArgument(
             f"Expected the fields {', '.join(sorted(fields))} of {kind}, got it "
             f"{apart(fields - given, given - fields)}."

@@ -26,8 +26,7 @@ from dpfunc.checkpoint.format import Checkpoint, remove
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed.launch import check_same_data
-from dpfunc.distributed.object_collectives import all_or_none, shared
+from dpfunc.distributed.object_collectives import all_or_none, check_same_data, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import checks, fsdp
