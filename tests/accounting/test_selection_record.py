@@ -12,8 +12,7 @@ from search_cases import RECORD, search_record
 
 from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger, RunCount
-from dpfunc.accounting.record import GUESSABLE, is_record, read_ledger
-from dpfunc.accounting.selection_record import SelectionRecord, search_cost
+from dpfunc.accounting.record import GUESSABLE, SelectionRecord, is_record, read_ledger, search_cost
 from dpfunc.cli.main import main
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Event
