@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from safetensors import SafetensorError
 
+from dpfunc._utils.validation import wrong_type
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.events import from_values, to_values
 from dpfunc.checkpoint.chain import (
     RESTORE,
     Head,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
     from dpfunc.state import StepState
 
 
+_NOTHING = "Nothing was released and nothing was spent."
 REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
 
 
@@ -170,27 +173,28 @@ class Journal:
         from dpfunc.rng import fingerprint
         from dpfunc.state import step_events
 
-        step = after.step - 1
-        own = step_events(self.plan, after, step, after.step)
-        run, release = fingerprint(after.key), dict(after.released).get(step, "")
-        values = {
-            "run": run, "step": step, "adjacency": self.plan.adjacency, "events": _as_lists(own), "release": release
-        }  # fmt: skip
+        step, run = after.step - 1, fingerprint(after.key)
+        taken = Taken(
+            self.plan.adjacency, step_events(self.plan, after, step, after.step), dict(after.released).get(step, "")
+        )
         with writing(self.file, after.ledger, self.plan), locked(self.file) as file:
             self._known.read(file, self.file)
             runs = self._known.runs
-            if run in runs:
-                self._check(run, step, release)
-            else:
-                taken = Taken(self.plan.adjacency, own, release)
+            begins = run not in runs
+            if begins:
                 if not after.journal:  # `load` has compared the ledger of a resumed run
                     all_own = taken._replace(events=step_events(self.plan, after, 0, after.step))
                     check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
-                values["before"] = _as_lists(before.events)
+            else:
+                self._check(run, step, taken.release)
             repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
-            if self._known.last != run and not repeated and (run in runs or after.journal):
+            if self._known.last != run and not repeated and (not begins or after.journal):
                 self._check_alone(after)
+            values = {
+                "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(taken.events),
+                "release": taken.release, **({"before": _written(before.events)} if begins else {}),
+            }  # fmt: skip
             append_chained(file, self.file, self._known.at, values)
 
     def _check_alone(self, after: StepState) -> None:
@@ -201,38 +205,34 @@ class Journal:
                 "before another one wrote there: its ledger does not count that one. Begin a new run that counts both, "
                 "ledger=dpfunc.checkpoint.journal_ledger(path), an argument of dp_step.init and of DPTrainer. If they "
                 'saw other records, resume this one, dpfunc.load(..., journal=path, later_runs="ignore"), and give the '
-                "other a journal of its own. Nothing was released and nothing was spent."
+                f"other a journal of its own. {_NOTHING}"
             )
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
         known = self._known.runs[run]
-        if step in known:
-            if known[step].release != release:
-                raise CheckpointError(
-                    f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
-                    "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or "
-                    "take a new key from dpfunc.secure_key(). Nothing was released."
-                )
-            return
         after = max(known) + 1
+        next_one = f"Expected step {after} of this run next in the journal {self.file}, got step {step}"
+        if step in known and known[step].release != release:
+            raise CheckpointError(
+                f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
+                "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or "
+                "take a new key from dpfunc.secure_key(). Nothing was released."
+            )
         if step > after:
             raise CheckpointError(
-                f"Expected step {after} of this run next in the journal {self.path}, got step {step}: steps {after} to "
-                f"{step - 1} were taken without the journal, whose ledger does not count them. Go on as a new run that "
-                "counts both, dp_step.init(params, dpfunc.secure_key(), ledger=ledger) with ledger = "
-                "dpfunc.checkpoint.journal_ledger(path).compose("
-                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). Nothing was released and nothing was "
-                "spent."
+                f"{next_one}: steps {after} to {step - 1} were taken without the journal, whose ledger does not count "
+                "them. Go on as a new run that counts both, dp_step.init(params, dpfunc.secure_key(), ledger=ledger) "
+                "with ledger = dpfunc.checkpoint.journal_ledger(path).compose("
+                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). {_NOTHING}"
             )
-        if step < after:
+        if step < after and step not in known:
             raise CheckpointError(
-                f"Expected step {after} of this run next in the journal {self.path}, got step {step}, which the run "
-                "took before its first line there: whether it would be repeated with the same values cannot be known. "
-                "Resume the run from its newest checkpoint, dpfunc.load(..., journal=path); or begin a new one with "
-                "ledger=dpfunc.checkpoint.journal_ledger(path), to which .compose(dpfunc.Ledger(plan.events(a, b), "
-                "plan.adjacency)) adds steps a to b - 1 where later ones were taken without the journal. Nothing was "
-                "released and nothing was spent."
+                f"{next_one}, which the run took before its first line there: whether it would be repeated with the "
+                "same values cannot be known. Resume the run from its newest checkpoint, dpfunc.load(..., "
+                "journal=path); or begin a new one with ledger=dpfunc.checkpoint.journal_ledger(path), to which "
+                ".compose(dpfunc.Ledger(plan.events(a, b), plan.adjacency)) adds steps a to b - 1 where later ones "
+                f"were taken without the journal. {_NOTHING}"
             )
 
 
@@ -265,9 +265,17 @@ def check_counted(
             )
         raise LedgerConflict(
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
-            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. Nothing was "
-            "released and nothing was spent."
+            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. {_NOTHING}"
         )
+
+
+def journal_path(journal: object) -> Path | None:
+    """The path of a journal, or None; a journal itself is refused."""
+    if journal is None:
+        return None
+    if not isinstance(journal, (str, os.PathLike)):
+        raise wrong_type("the path of a journal", "journal", journal, "Of a Journal pass journal.path.")
+    return Path(journal)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -340,11 +348,8 @@ def _enter(lines: list[Line], path: Path, runs: dict[str, dict[int, Taken]]) -> 
     run = ""
     for end, values in lines:
         try:
-            own, before = (
-                tuple(Event(q, sigma, steps) for q, sigma, steps in events)
-                for events in (values["events"], values.get("before", []))
-            )
             run, step = values["run"], int(values["step"])
+            own, before = _events(values["events"]), _events(values.get("before", []))
             taken = Taken(values["adjacency"], own, str(values["release"]), before)
         except (KeyError, ValueError, TypeError) as error:
             raise unreadable(end.lines, path, error) from error
@@ -383,5 +388,9 @@ def whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:
     return own.compose(before)
 
 
-def _as_lists(events: Iterable[Event]) -> list[list[float]]:
-    return [[event.sampling_prob, event.noise_multiplier, event.num_steps] for event in events]
+def _written(events: Iterable[Event]) -> list[Any]:
+    return [list(vars(event).values()) if type(event) is Event else to_values(event) for event in events]
+
+
+def _events(values: Iterable[Any]) -> tuple[Event, ...]:
+    return tuple(Event(*each) if isinstance(each, list) else from_values(each) for each in values)

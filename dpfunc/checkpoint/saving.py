@@ -20,7 +20,7 @@ from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint.chain import known_end, sync_directory
-from dpfunc.checkpoint.format import (
+from dpfunc.checkpoint.folder import (
     MANIFEST,
     METADATA,
     PLAN,
@@ -28,24 +28,19 @@ from dpfunc.checkpoint.format import (
     STATE,
     all_checkpoints,
     check_own,
-    check_path,
     complete_checkpoints,
-    data_fingerprint,
     free_name,
     remove,
     saved_state,
     sha256,
-    state_to_dict,
     sweep,
     sync_file,
     write_json,
 )
-from dpfunc.checkpoint.journal import writing
-from dpfunc.checkpoint.plan_json import plan_to_dict
-from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes
-from dpfunc.checkpoint.run_layout import layout
-from dpfunc.checkpoint.tensors import PARAMS, write_tensors
-from dpfunc.checkpoint.values import encode
+from dpfunc.checkpoint.format import data_fingerprint, plan_to_dict, state_to_dict
+from dpfunc.checkpoint.journal import journal_path, writing
+from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes, layout
+from dpfunc.checkpoint.states import PARAMS, encode, write_tensors
 from dpfunc.distributed.object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -123,15 +118,14 @@ def save(
     """
     if ranks is not None:
         check_sharding()
-    check_path(journal)
-    parent = Path(directory)
+    file, parent = journal_path(journal), Path(directory)
     tensors: dict[str, Tensor] = {}
 
     def prepare() -> dict[str, Any]:
         integer("keep", keep, minimum=1)
         _check_types(params, state, plan, optimizer_state)
         check_own_plan(state, plan_digest(plan))
-        if journal is None:  # a journal has the later steps
+        if file is None:  # a journal has the later steps
             check_newest(state)
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
         noise = encode("noise_state", state.noise_state, tensors)
@@ -149,7 +143,7 @@ def save(
         work = parent / by_writer(partial(_begin, parent, state, stack), ranks, _FAILED)
         write_tensors(work, tensors, group)
         all_or_none(partial(_sign, work, group), ranks, _FAILED)
-        made = by_writer(partial(_commit, work, files, keep, rank_and_size(ranks)[1], journal), ranks, _FAILED)
+        made = by_writer(partial(_commit, work, files, keep, rank_and_size(ranks)[1], file), ranks, _FAILED)
     return parent / str(made)
 
 
@@ -205,16 +199,14 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
     write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
 
 
-def _commit(
-    work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | str | None
-) -> str:
+def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | None) -> str:
     """Make this checkpoint the newest one, all of whose parts are on disk; its name."""
     parent = work.parent
     parts = [work / f"part-{number}.json" for number in range(processes)]
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
-    end = None if journal is None else known_end(Path(journal))._asdict()
+    end = None if journal is None else known_end(journal)._asdict()
     known = {"notes": len(_notes(parent)), "journal": end}
     write_json(work / STATE, {**files[STATE], **known})
     write_json(work / PLAN, files[PLAN])

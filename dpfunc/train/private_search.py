@@ -26,7 +26,7 @@ from dpfunc.accounting.record import (
     search_cost,
 )
 from dpfunc.checkpoint.chain import replace_file
-from dpfunc.checkpoint.format import remove, sweep
+from dpfunc.checkpoint.folder import remove, sweep
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.checkpoint.record import versions
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten

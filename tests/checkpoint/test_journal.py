@@ -489,7 +489,7 @@ def test_an_epoch_gets_no_new_key_in_its_middle(tmp_path):
 @pytest.mark.parametrize("file", ["state.json", "plan.json"])
 def test_a_name_that_occurs_twice_is_refused(tmp_path, file):
     """Readers would differ in which of the values counts; a manifest that fits does not help."""
-    from dpfunc.checkpoint.format import sha256
+    from dpfunc.checkpoint.folder import sha256
 
     state, values, optimizer = start()
     path = store(tmp_path, state, values, optimizer)

@@ -26,7 +26,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.batches import take
 from dpfunc.checkpoint import load, save, saving
 from dpfunc.checkpoint.chain import head_path
-from dpfunc.checkpoint.format import sha256
+from dpfunc.checkpoint.folder import sha256
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, StateReused
 from dpfunc.plan import Plan

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from dpfunc.checkpoint.tensors import _Unpickler
+from dpfunc.checkpoint.states import _Unpickler
 from dpfunc.errors import CheckpointError
 
 
