@@ -1,7 +1,8 @@
 """Kinds of events: the table that ledgers, accountants and files read them by.
 
 A kind is a frozen dataclass: `Event`, or a subclass of it with more fields and a `law` of its own. In a ledger, events
-that differ in `num_steps` only are one: the cost of a kind depends on their sum.
+that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is released as a whole,
+over many steps of a run, is one step of a kind whose fields describe all of it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def remove(path: Path) -> None:
     """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes.
 
     Guarantees:
-        tests/checkpoint/test_one_process.py::test_a_kill_while_an_old_checkpoint_is_removed.
+        tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed.
     """
     if not path.exists():
         return
@@ -70,7 +70,7 @@ def sweep(parent: Path) -> None:
     Saves of processes that are still at work stay.
 
     Guarantees:
-        tests/checkpoint/test_one_process.py::test_what_killed_saves_left_is_swept.
+        tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept.
     """
     for path in (*parent.glob(f"{_REMOVING}*"), *filter(abandoned, parent.glob(f"{SAVING}*"))):
         shutil.rmtree(path, ignore_errors=True)

@@ -96,7 +96,7 @@ def save(
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
-        tests/checkpoint/test_one_process.py: nothing is overwritten (test_nothing_is_overwritten);
+        tests/checkpoint/test_folder.py: nothing is overwritten (test_nothing_is_overwritten);
         tests/checkpoint/test_several_processes.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
         differing processes are refused (test_processes_that_differ_save_nothing).
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from cases import as_batch, linear_loss, params, random_rows
 
 from dpfunc import clipping, sampling
 from dpfunc.batches import take
 from dpfunc.checkpoint import save
+from dpfunc.checkpoint.folder import sha256
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step
@@ -42,3 +45,10 @@ def folders(place):
 def store(folder, state, values, optimizer, **changes):
     options = {"params": values, "state": state, "plan": PLAN, "data": DATA, "optimizer_state": optimizer.state_dict()}
     return save(folder, **{**options, **changes})
+
+
+def rewrite(path, file, content):
+    """Change a file of a checkpoint, and its digest in the list of files."""
+    (path / file).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, file: sha256(path / file)}))

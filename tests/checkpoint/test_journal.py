@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import stat
 from functools import partial
 
 import pytest
@@ -33,34 +34,31 @@ def another(path):
     return written(path.with_name("other.jsonl"), *(line(step, run="b") for step in range(6)))
 
 
-def set_lines(path, lines):
-    path.write_bytes(b"".join(lines))
+def lines_as(change):
+    """Write the lines of a journal again, changed."""
+    return lambda path, lines: path.write_bytes(b"".join(change(lines)))
+
+
+def changed(number, old, new):
+    return lambda lines: [line.replace(old, new) if place == number else line for place, line in enumerate(lines)]
 
 
 DAMAGE = {
-    "first line lost": (lambda path, ls: set_lines(path, ls[1:]), "Expected line 1 .* written as line 2"),
-    "line in the middle lost": (lambda path, ls: set_lines(path, ls[:2] + ls[3:]), "Expected line 3 .* as line 4"),
-    "last line lost": (lambda path, ls: set_lines(path, ls[:5]), "Expected 6 lines .* got 5: line 6"),
-    "last lines lost": (lambda path, ls: set_lines(path, ls[:3]), "Expected 6 lines .* got 3: line 4"),
-    "end of the last line lost": (lambda path, ls: set_lines(path, [*ls[:5], ls[5][:-4]]), "Expected 6 lines"),
-    "all lines lost": (lambda path, ls: set_lines(path, []), "Expected 6 lines .* got 0: line 1"),
+    "first line lost": (lines_as(lambda ls: ls[1:]), "Expected line 1 .* written as line 2"),
+    "line in the middle lost": (lines_as(lambda ls: ls[:2] + ls[3:]), "Expected line 3 .* as line 4"),
+    "last line lost": (lines_as(lambda ls: ls[:5]), "Expected 6 lines .* got 5: line 6"),
+    "last lines lost": (lines_as(lambda ls: ls[:3]), "Expected 6 lines .* got 3: line 4"),
+    "end of the last line lost": (lines_as(lambda ls: [*ls[:5], ls[5][:-4]]), "Expected 6 lines"),
+    "all lines lost": (lines_as(lambda ls: []), "Expected 6 lines .* got 0: line 1"),
     "file lost": (lambda path, ls: path.unlink(), "Expected 6 lines .* got 0: line 1"),
-    "line twice": (lambda path, ls: set_lines(path, [*ls[:3], *ls[2:]]), "Expected line 4 .* written as line 3"),
-    "last line twice": (lambda path, ls: set_lines(path, [*ls, ls[-1]]), "Expected line 7 .* written as line 6"),
-    "lines swapped": (lambda path, ls: set_lines(path, [ls[0], ls[2], ls[1], *ls[3:]]), "Expected line 2 .* line 3"),
-    "line changed": (
-        lambda path, ls: set_lines(path, [*ls[:2], ls[2].replace(b"5.0", b"9.0"), *ls[3:]]),
-        "Line 4 .* does not follow .* line 3 was changed",
-    ),
-    "last line changed": (
-        lambda path, ls: set_lines(path, [*ls[:5], ls[5].replace(b"5.0", b"9.0")]), "Line 6 .* is not the one that",
-    ),
-    "line without its number": (
-        lambda path, ls: set_lines(path, [ls[0].replace(b'"line": 1, ', b""), *ls[1:]]), "Line 1 .* it lacks 'line'",
-    ),
+    "line twice": (lines_as(lambda ls: [*ls[:3], *ls[2:]]), "Expected line 4 .* written as line 3"),
+    "last line twice": (lines_as(lambda ls: [*ls, ls[-1]]), "Expected line 7 .* written as line 6"),
+    "lines swapped": (lines_as(lambda ls: [ls[0], ls[2], ls[1], *ls[3:]]), "Expected line 2 .* line 3"),
+    "line changed": (lines_as(changed(2, b"5.0", b"9.0")), "Line 4 .* does not follow .* line 3 was changed"),
+    "last line changed": (lines_as(changed(5, b"5.0", b"9.0")), "Line 6 .* is not the one that"),
+    "line without its number": (lines_as(changed(0, b'"line": 1, ', b"")), "Line 1 .* it lacks 'line'"),
     "name twice": (
-        lambda path, ls: set_lines(path, [ls[0].replace(b'"step": 0', b'"step": 0, "step": 7'), *ls[1:]]),
-        "Line 1 .* the name 'step' occurs twice",
+        lines_as(changed(0, b'"step": 0', b'"step": 0, "step": 7')), "Line 1 .* the name 'step' occurs twice",
     ),
     "head lost": (lambda path, ls: head_path(path).unlink(), "no such file: nobody can tell"),
     "head unreadable": (lambda path, ls: head_path(path).write_text("{"), r"jsonl.head cannot be read"),
@@ -70,7 +68,7 @@ DAMAGE = {
     ),
     "another journal": (lambda path, ls: path.write_bytes(another(path).read_bytes()), "Line 6 .* is not the one"),
     "lines of another journal": (
-        lambda path, ls: set_lines(path, [*ls[:3], *another(path).read_bytes().splitlines(True)[3:]]),
+        lambda path, ls: path.write_bytes(b"".join([*ls[:3], *another(path).read_bytes().splitlines(True)[3:]])),
         "Line 4 .* does not follow",
     ),
 }  # fmt: skip
@@ -92,6 +90,30 @@ def test_a_lost_or_changed_line_is_detected(tmp_path, damage):
     with pytest.raises(CheckpointError, match=message):
         steps(state, values, optimizer, 1, Journal(path, PLAN))
     assert path.read_bytes() == before
+
+
+def test_an_incomplete_line_is_removed(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    with open(journal.path, "a") as file:
+        file.write('{"run": "x", "ste')
+    assert journal_ledger(journal.path).num_steps == 2
+    steps(state, values, optimizer, 1, journal)
+    assert journal_ledger(journal.path).num_steps == len(journal.path.read_text().splitlines()) == 3
+
+
+def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):
+    """Not only written: a power failure must not lose it either."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(stat.S_ISDIR(os.fstat(handle).st_mode)))
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    begun, line, head = [False, True], [False], [False, True]  # True: of a folder
+    for expected in (begun + line + head, line + head, line + head):
+        synced.clear()
+        state = steps(state, values, optimizer, 1, journal)
+        assert synced == expected
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
@@ -418,18 +440,6 @@ def test_a_folder_without_a_checkpoint_says_what_the_journal_has(tmp_path):
         start(str(path))
 
 
-def test_a_journal_stays_where_it_was(tmp_path, monkeypatch):
-    """Its path is absolute, for whoever asks for it after the process went elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    journal = Journal("journal.jsonl", PLAN)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    state, values, optimizer = start()
-    steps(state, values, optimizer, 1, journal)
-    assert journal_ledger(journal.path) == PLAN.ledger(1)
-    assert journal.path == journal.file == tmp_path / "journal.jsonl"
-
-
 def test_a_checkpoint_that_nobody_counts_is_refused(tmp_path):
     """Without a journal, the steps after an older state are in no file."""
     begin, values, optimizer = start()
@@ -460,46 +470,6 @@ def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
     assert found.ledger == plan.ledger()
     with pytest.raises(BudgetExhausted):
         dp_step(values, take(DATA, torch.arange(3)), found)
-
-
-def test_an_epoch_gets_no_new_key_in_its_middle(tmp_path):
-    plan = Plan(
-        sampling.Shuffled(60, 20),
-        clipping.Flat(1.0),
-        noise_multiplier=1.0,
-        num_steps=6,
-        delta=1e-3,
-        adjacency="zero_out",
-    )
-    _, values, optimizer = start()
-    dp_step = make_dp_step(linear_loss, plan)
-    state = dp_step.init(values, secure_key())
-    for indices in list(plan.batches(state))[:4]:
-        state = dp_step(values, take(DATA, indices), state).state
-        store(tmp_path / f"{state.step}", state, values, optimizer, plan=plan)
-    for step, refused in ((2, True), (3, False), (4, True)):
-        options = {"plan": plan, "params": values, "data": DATA, "without_journal": "new_key"}
-        if refused:
-            with pytest.raises(CheckpointError, match="an epoch of 3 shuffled steps cannot be drawn anew"):
-                load(tmp_path / f"{step}", **options)
-        else:
-            assert load(tmp_path / f"{step}", **options).state.ledger == Ledger(plan.events(0, 3), "zero_out")
-
-
-@pytest.mark.parametrize("file", ["state.json", "plan.json"])
-def test_a_name_that_occurs_twice_is_refused(tmp_path, file):
-    """Readers would differ in which of the values counts; a manifest that fits does not help."""
-    from dpfunc.checkpoint.folder import sha256
-
-    state, values, optimizer = start()
-    path = store(tmp_path, state, values, optimizer)
-    text = (path / file).read_text()
-    name = {"state.json": "charged", "plan.json": "delta"}[file]
-    (path / file).write_text(text.replace(f'"{name}":', f'"{name}": 0,\n "{name}":', 1))
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, file: sha256(path / file)}))
-    with pytest.raises(CheckpointError, match=f"{file} cannot be read: the name '{name}' occurs twice"):
-        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
 
 
 def test_two_kills_between_a_line_and_its_note(tmp_path, monkeypatch):
