@@ -68,34 +68,42 @@ class Guarantee:
 @functools.lru_cache(maxsize=4096)
 def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
     """Compute the epsilon of Poisson-sampled Gaussian steps, from arguments that were validated."""
-    answer = functools.partial(Guarantee, delta=delta, adjacency=adjacency)
     if method == "gdp-approximation":
-        if adjacency == "replace_one":
-            raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
-        return answer(gaussian_epsilon(gdp_mu(events), delta), method="gdp-approximation", note=_GDP_NOTE)
-    full = all(event.sampling_prob == 1 for event in events)
-    if method == "gaussian" and not full:
-        raise InvalidArgument(
-            "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
-            f"batches of all records, got sampling_prob={min(event.sampling_prob for event in events):g}. Use method "
-            "'auto'."
-        )
-    if full and method in ("auto", "gaussian"):
-        return answer(gaussian_epsilon(gaussian_mu(events), delta), method="gaussian", note="exact")
-    named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
-    if not events:
-        return answer(0.0, method=named, note="nothing spent")
-    if any(event.noise_multiplier == 0 for event in events):
-        return answer(math.inf, method=named, note="a step without noise")
-    epsilon, named, note = _bounded(events, adjacency, delta, method)
-    return answer(epsilon, method=named, note=note)
+        epsilon, named, note = _by_central_limit(events, adjacency, delta)
+    elif method == "gaussian" or (method == "auto" and all(event.sampling_prob == 1 for event in events)):
+        epsilon, named, note = _exactly(events, delta)
+    else:
+        epsilon, named, note = _bounded(events, adjacency, delta, method)
+    return Guarantee(epsilon, delta, named, adjacency, note)
 
 
 _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its note
 
 
+def _by_central_limit(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
+    if adjacency == "replace_one":
+        raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
+    return gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
+
+
+def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
+    """The answer for batches of all records."""
+    sampled = [event.sampling_prob for event in events if event.sampling_prob < 1]
+    if sampled:
+        raise InvalidArgument(
+            "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
+            f"batches of all records, got sampling_prob={min(sampled):g}. Use method 'auto'."
+        )
+    return gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
+
+
 def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
-    """The bound by one method, or the smaller one of two, for steps with noise."""
+    """The bound by one method, or the smaller one of two."""
+    named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
+    if not events:
+        return 0.0, named, "nothing spent"
+    if any(event.noise_multiplier == 0 for event in events):
+        return math.inf, named, "a step without noise"
     if method == "prv":
         return _by_prv(events, adjacency, delta)
     if method == "rdp":

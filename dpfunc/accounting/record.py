@@ -351,18 +351,16 @@ def _check(name: str, hint: Any, value: Any) -> None:
         _DOMAINS.get(name, _USUAL[hint])(name, value)
     elif kind is Literal:
         one_of(name, value, inner)
-    elif kind is UnionType:  # of None and another
+    elif kind is UnionType:  # of another and None
         if value is not None:
             _check(name, inner[0], value)
     elif not isinstance(value, kind or hint) or value == {}:
         raise fail(f"a {(kind or hint).__name__}", name, value)
-    elif kind is dict:
-        for key, each in value.items():
-            _text(name, key)
-            _check(name, inner[1], each)
-    elif kind is tuple:
-        for each in value:
-            _check(name, inner[0], each)
+    elif kind is not None:
+        for text in value if kind is dict else ():
+            _text(name, text)
+        for each in value.values() if kind is dict else value:
+            _check(name, inner[-1] if kind is dict else inner[0], each)
 
 
 def _text(name: str, value: object) -> None:

@@ -14,22 +14,7 @@ from safetensors import SafetensorError
 from dpfunc._utils.validation import wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import from_values, to_values
-from dpfunc.checkpoint.chain import (
-    RESTORE,
-    Head,
-    Line,
-    Position,
-    append_chained,
-    follow,
-    head_path,
-    locked,
-    read_chain,
-    read_head,
-    remove_incomplete_line,
-    resumes,
-    sync_directory,
-    unreadable,
-)
+from dpfunc.checkpoint import chain
 from dpfunc.errors import CheckpointError, LedgerConflict, NotWritten
 from dpfunc.types import Adjacency, Event
 
@@ -88,21 +73,21 @@ class _Known:
     It lives as long as the `Journal`, which reads only new lines before it writes one. The file stays the truth.
     """
 
-    at: Position = field(default_factory=Position)
+    at: chain.Position = field(default_factory=chain.Position)
     runs: dict[str, dict[int, Taken]] = field(default_factory=dict)
     last: str = ""  # the run that wrote the last line
 
     def read(self, file: BinaryIO, path: Path) -> None:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
-        same = resumes(file, self.at)
-        position, lines = follow(file, path, self.at if same else Position())
+        same = chain.resumes(file, self.at)
+        position, lines = chain.follow(file, path, self.at if same else chain.Position())
         known = self.at.end
         # a copy that was put in its place has at least what was read
         if not same and known.lines and known not in (end for end, _ in lines):
             raise CheckpointError(
                 f"Expected the lines that the journal {path} had a step ago, {known.lines} or one more, got another "
                 f"file of {len(lines)} in its place: it was removed, restored from an old copy, or belongs to another "
-                f"run. {RESTORE} Nothing was released by this step."
+                f"run. {chain.RESTORE} Nothing was released by this step."
             )
         runs, last = (self.runs, self.last) if same else ({}, "")
         last = _enter(lines, path, runs) or last
@@ -177,7 +162,7 @@ class Journal:
         taken = Taken(
             self.plan.adjacency, step_events(self.plan, after, step, after.step), dict(after.released).get(step, "")
         )
-        with writing(self.file, after.ledger, self.plan), locked(self.file) as file:
+        with writing(self.file, after.ledger, self.plan), chain.locked(self.file) as file:
             self._known.read(file, self.file)
             runs = self._known.runs
             begins = run not in runs
@@ -195,7 +180,7 @@ class Journal:
                 "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(taken.events),
                 "release": taken.release, **({"before": _written(before.events)} if begins else {}),
             }  # fmt: skip
-            append_chained(file, self.file, self._known.at, values)
+            chain.append_chained(file, self.file, self._known.at, values)
 
     def _check_alone(self, after: StepState) -> None:
         """Check that no other run has written since the last step of this one, or since `load` compared them."""
@@ -281,17 +266,17 @@ def journal_path(journal: object) -> Path | None:
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file of notes and sync it; an incomplete last line is removed first."""
     is_new = not path.exists()
-    with locked(path) as file:
-        remove_incomplete_line(file)
+    with chain.locked(path) as file:
+        chain.remove_incomplete_line(file)
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     if is_new:
-        sync_directory(path.parent)
+        chain.sync_directory(path.parent)
 
 
 def read_steps(
-    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: Head | None = None
+    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: chain.Head | None = None
 ) -> dict[str, dict[int, Taken]]:
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
@@ -304,7 +289,7 @@ def read_steps(
         CheckpointError: no lines; a line is missing, was changed, or cannot be read.
     """
     path = Path(path)
-    lines = read_chain(path)
+    lines = chain.read_chain(path)
     if known is not None:
         _check_known(path, lines, known)
     if not lines and missing == "refuse":
@@ -324,26 +309,24 @@ def count_steps(path: Path | str) -> int:
     return sum(len(taken) for taken in read_steps(path, missing="empty").values())
 
 
-def _check_known(path: Path, lines: list[Line], known: Head) -> None:
+def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None:
     """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
-    if read_head(path) is None:
-        raise CheckpointError(
-            f"Expected the journal {path} with {head_path(path).name} beside it, as when the checkpoint was saved, got "
-            f"no such file. {RESTORE}"
+    then = "when the checkpoint was saved"
+    if chain.read_head(path) is None:
+        found = f"Expected the journal {path} with {chain.head_path(path).name} beside it, as {then}, got no such file"
+    elif len(lines) < known.lines:
+        found = f"Expected at least {known.lines} lines in the journal {path}, as {then}, got {len(lines)}"
+    elif known.lines and lines[known.lines - 1][0] != known:
+        found = (
+            f"Line {known.lines} of the journal {path} is not the one that was there {then}: it is another journal, or "
+            "was changed"
         )
-    if len(lines) < known.lines:
-        raise CheckpointError(
-            f"Expected at least {known.lines} lines in the journal {path}, as when the checkpoint was saved, got "
-            f"{len(lines)}. {RESTORE}"
-        )
-    if known.lines and lines[known.lines - 1][0] != known:
-        raise CheckpointError(
-            f"Line {known.lines} of the journal {path} is not the one that was there when the checkpoint was saved: it "
-            f"is another journal, or was changed. {RESTORE}"
-        )
+    else:
+        return
+    raise CheckpointError(f"{found}. {chain.RESTORE}")
 
 
-def _enter(lines: list[Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
+def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
     """Enter the steps that lines of a journal have; the run of the last line. A repeated step counts once."""
     run = ""
     for end, values in lines:
@@ -352,12 +335,12 @@ def _enter(lines: list[Line], path: Path, runs: dict[str, dict[int, Taken]]) -> 
             own, before = _events(values["events"]), _events(values.get("before", []))
             taken = Taken(values["adjacency"], own, str(values["release"]), before)
         except (KeyError, ValueError, TypeError) as error:
-            raise unreadable(end.lines, path, error) from error
+            raise chain.unreadable(end.lines, path, error) from error
         first = runs.setdefault(run, {}).setdefault(step, taken)
         if first._replace(before=()) != taken._replace(before=()):
             raise CheckpointError(
                 f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
-                f"once. {RESTORE}"
+                f"once. {chain.RESTORE}"
             )
     return run
 

@@ -14,17 +14,8 @@ import torch
 
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint import folder
 from dpfunc.checkpoint.chain import Head, read_chain
-from dpfunc.checkpoint.folder import (
-    PLAN,
-    STATE,
-    all_checkpoints,
-    complete_checkpoints,
-    read_json,
-    read_manifest,
-    saved_state,
-    verify,
-)
 from dpfunc.checkpoint.format import (
     SCHEMA,
     Checkpoint,
@@ -127,10 +118,10 @@ def load(
     def check() -> dict[str, torch.Tensor]:
         check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
-        verify(path, dict(sorted(read_manifest(path).items())[number::count]))
+        folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
         if values.get("schema") != SCHEMA:
-            raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
-        refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
+            raise CheckpointError(f"Expected schema {SCHEMA} in {path / folder.STATE}, got {values.get('schema')!r}.")
+        refuse("plan", path, plan_difference(plan, folder.read_json(path / folder.PLAN)))
         same = values["data"] == data_fingerprint(data, key_of(values))
         refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
         table = read_table(path)
@@ -188,8 +179,8 @@ def _check_choice(journal: Path | None, without_journal: str) -> None:
 
 def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
     """The name of the newest complete checkpoint and its state."""
-    complete = complete_checkpoints(parent)
-    half = [path for path in all_checkpoints(parent) if path not in complete]
+    complete = folder.complete_checkpoints(parent)
+    half = [path for path in folder.all_checkpoints(parent) if path not in complete]
     if not complete:
         there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
         taken = 0 if journal is None else count_steps(journal)
@@ -201,10 +192,10 @@ def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
             f"Expected a checkpoint in {parent}, found none.{there} Start a new run.{counted if taken else ''}"
         )
     path = complete[-1]
-    if all_checkpoints(parent)[-1] != path:
+    if folder.all_checkpoints(parent)[-1] != path:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
-    verify(path, {STATE: read_manifest(path)[STATE]})
-    return path.name, saved_state(path)
+    folder.verify(path, {folder.STATE: folder.read_manifest(path)[folder.STATE]})
+    return path.name, folder.saved_state(path)
 
 
 def _history(parent: Path, values: Mapping[str, Any], journal: Path | None) -> History:

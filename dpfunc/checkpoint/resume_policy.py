@@ -267,15 +267,15 @@ def _lost(history: History) -> dict[str, object] | None:
     """The last step of the checkpoint, if the journal lacks it, which has the steps from the first one with its key."""
     born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
     last = int(history.values["charged"]) - 1
-    if history.taken is None or last < (born[0] if born else 0) or last in history.steps:
+    if history.taken is None or last < (born or [0])[0] or last in history.steps:
         return None
     counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
-    later = [run for run in history.taken if run in counting]
-    advice = (
-        f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
-        f"saved parameters that counts both, {_BEGIN}=dpfunc.checkpoint.journal_ledger(path))"
-        if later else "It is the journal of another run, or incomplete: pass the right one"
-    )  # fmt: skip
+    advice = "It is the journal of another run, or incomplete: pass the right one"
+    if later := [run for run in history.taken if run in counting]:
+        advice = (
+            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
+            f"saved parameters that counts both, {_BEGIN}=dpfunc.checkpoint.journal_ledger(path))"
+        )
     return {"last": last, "advice": advice}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -19,24 +20,8 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint import folder
 from dpfunc.checkpoint.chain import known_end, sync_directory
-from dpfunc.checkpoint.folder import (
-    MANIFEST,
-    METADATA,
-    PLAN,
-    SAVING,
-    STATE,
-    all_checkpoints,
-    check_own,
-    complete_checkpoints,
-    free_name,
-    remove,
-    saved_state,
-    sha256,
-    sweep,
-    sync_file,
-    write_json,
-)
 from dpfunc.checkpoint.format import data_fingerprint, plan_to_dict, state_to_dict
 from dpfunc.checkpoint.journal import journal_path, writing
 from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes, layout
@@ -132,12 +117,12 @@ def save(
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
         check_unsharded(tensors, ranks)
         values = state_to_dict(state, data_fingerprint(data, state.key), extra)
-        return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
+        return {folder.PLAN: plan_to_dict(plan), folder.STATE: {**values, "optimizer": encoded, "noise": noise}}
 
     files = all_or_none(prepare, ranks, _FAILED)
     texts = {name: json.dumps(values) for name, values in files.items()}
     check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
-    files[STATE]["layout"] = layout(params, ranks)
+    files[folder.STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     with writing(parent, state.ledger, plan), ExitStack() as stack:
         work = parent / by_writer(partial(_begin, parent, state, stack), ranks, _FAILED)
@@ -148,14 +133,14 @@ def save(
 
 
 def _check_types(params: object, state: object, plan: object, optimizer_state: object) -> None:
-    if not isinstance(plan, Plan):
-        raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
-    if not isinstance(state, StepState):
-        raise wrong_type("state to be a StepState", "state", state)
-    if not isinstance(params, Mapping):
-        raise wrong_type("params to be a mapping name -> tensor", "params", params)
-    if optimizer_state is not None and not isinstance(optimizer_state, Mapping):
-        raise wrong_type("the result of optimizer.state_dict()", "optimizer_state", optimizer_state)
+    for name, value, kind, domain in (
+        ("plan", plan, Plan, "plan to be a dpfunc.Plan"),
+        ("state", state, StepState, "state to be a StepState"),
+        ("params", params, Mapping, "params to be a mapping name -> tensor"),
+        ("optimizer_state", optimizer_state, (Mapping, NoneType), "the result of optimizer.state_dict()"),
+    ):
+        if not isinstance(value, kind):
+            raise wrong_type(domain, name, value)
 
 
 def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
@@ -170,20 +155,20 @@ def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
 
 def _notes(parent: Path) -> list[Note]:
     """Notes of the run in a directory; its first checkpoint begins their file."""
-    before = complete_checkpoints(parent)
+    before = folder.complete_checkpoints(parent)
     if not before:
         (parent / NOTES).touch()
-        sync_file(parent / NOTES)
-    return known_notes(parent / NOTES, saved_state(before[-1])["notes"] if before else 0)
+        folder.sync_file(parent / NOTES)
+    return known_notes(parent / NOTES, folder.saved_state(before[-1])["notes"] if before else 0)
 
 
 def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
     """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
     run = fingerprint(state.key)
-    check_own(parent, family(run, _notes(parent)) if complete_checkpoints(parent) else {run})
+    folder.check_own(parent, family(run, _notes(parent)) if folder.complete_checkpoints(parent) else {run})
     parent.mkdir(parents=True, exist_ok=True)
-    sweep(parent)
-    work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
+    folder.sweep(parent)
+    work = Path(tempfile.mkdtemp(prefix=folder.SAVING, dir=parent))
     stack.callback(shutil.rmtree, work, ignore_errors=True)
     stack.enter_context(in_use(work))
     return work.name
@@ -195,8 +180,8 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
     written = sorted(work.glob(f"__{number}_*"))
     for file in written:
         file.chmod(0o600)
-        sync_file(file)
-    write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
+        folder.sync_file(file)
+    folder.write_json(work / f"part-{number}.json", {file.name: folder.sha256(file) for file in written})
 
 
 def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | None) -> str:
@@ -208,17 +193,18 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
     end = None if journal is None else known_end(journal)._asdict()
     known = {"notes": len(_notes(parent)), "journal": end}
-    write_json(work / STATE, {**files[STATE], **known})
-    write_json(work / PLAN, files[PLAN])
-    (work / METADATA).chmod(0o600)
-    own = {name: sha256(work / name) for name in (METADATA, PLAN, STATE, *(part.name for part in parts))}
-    write_json(work / MANIFEST, {**own, **written})
+    folder.write_json(work / folder.STATE, {**files[folder.STATE], **known})
+    folder.write_json(work / folder.PLAN, files[folder.PLAN])
+    (work / folder.METADATA).chmod(0o600)
+    shared = [work / name for name in (folder.METADATA, folder.PLAN, folder.STATE)]
+    own = {file.name: folder.sha256(file) for file in (*shared, *parts)}
+    folder.write_json(work / folder.MANIFEST, {**own, **written})
     sync_directory(work)
-    path = free_name(parent, files[STATE]["step"])
+    path = folder.free_name(parent, files[folder.STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
-    kept = complete_checkpoints(parent)[-keep:]
-    for old in all_checkpoints(parent):
+    kept = folder.complete_checkpoints(parent)[-keep:]
+    for old in folder.all_checkpoints(parent):
         if old not in kept:
-            remove(old)
+            folder.remove(old)
     return path.name

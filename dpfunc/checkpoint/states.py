@@ -155,13 +155,16 @@ def _owner(slot: Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor |
     """
     names = [key for key in slot.place if isinstance(key, str) and key in params]
     if not names and slot.place[:1] == ("state",) and len(slot.place) > 2:
-        groups = skeleton.get("param_groups", ())
-        numbers = [number for group in groups for number in group["params"]]
-        ordered = [name for group in groups for name in group.get("param_names", ())] or list(params)
-        if len(numbers) == len(ordered):
-            names = [name for number, name in zip(numbers, ordered, strict=True) if number == slot.place[1]]
+        names = [_numbered(skeleton.get("param_groups", ()), params).get(slot.place[1], "")]
     found = params.get(names[-1]) if names else None
     return found if found is not None and found.shape == saved.shape else None
+
+
+def _numbered(groups: Any, params: Params) -> dict[object, str]:
+    """Names of the parameters that an optimizer numbers; none where its numbers do not fit."""
+    numbers = [number for group in groups for number in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", ())] or list(params)
+    return dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
 
 
 def empty(like: Tensor | None, saved: Tensor) -> Tensor:

@@ -163,13 +163,14 @@ def trouble_while_saving(folder, moments):
     """Save, then save again while one process has trouble, once for each of (moment, rank, what happens)."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
+    from dpfunc.checkpoint import folder as folder_module
     from dpfunc.checkpoint import saving
 
     places = {
         "tensors": (filesystem.FileSystemWriter, "write_data"),
         "part": (saving, "_sign"),
         "commit": (saving, "_commit"),
-        "rename": (saving, "free_name"),
+        "rename": (folder_module, "free_name"),
     }
     values, ranks, optimizer = start("rows")
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))

@@ -13,7 +13,7 @@ import pytest
 from run_cases import DATA, PLAN, folders, rewrite, start, steps, store
 
 from dpfunc._utils.locks import in_use
-from dpfunc.checkpoint import load, saving
+from dpfunc.checkpoint import folder, load
 from dpfunc.errors import CheckpointError
 from dpfunc.state import replay
 
@@ -154,7 +154,7 @@ def in_the_manifest():
 
 def before_the_name():
     """All is on disk under a name that nothing reads."""
-    saving.free_name = lambda parent, step: kill()
+    folder.free_name = lambda parent, step: kill()
 
 
 @pytest.mark.parametrize("change", [in_the_manifest, before_the_name])

@@ -19,7 +19,6 @@ from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
 from dpfunc.checkpoint import chain, load, save
-from dpfunc.checkpoint import journal as journal_module
 from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, LedgerConflict, StateReused
@@ -167,7 +166,7 @@ def test_only_new_lines_are_read(tmp_path, monkeypatch):
 
     path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(20)))
     state, values, optimizer = start(journal_ledger(path))
-    monkeypatch.setattr(journal_module, "follow", counted)
+    monkeypatch.setattr(chain, "follow", counted)
     steps(state, values, optimizer, 4, Journal(path, PLAN))
     assert counts == [20, 1, 1, 1]
 
