@@ -164,7 +164,8 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
         )
     else:
         where = f"line {end.lines} was changed, or line {expected}" if end.lines else f"line {expected}"
-        found = f"Line {expected} of the journal {path} does not follow the one before it: {where} belongs to another journal"
+        follows = f"Line {expected} of the journal {path} does not follow the line before it"
+        found = f"{follows}: {where} belongs to another journal"
     raise CheckpointError(f"{found}. {RESTORE}")
 
 
