@@ -62,7 +62,7 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
         except PRVUnavailable:
             return math.inf
 
-    near = _renyi_guess(lambda s: rough_epsilon(ledger_for(s), delta), target)
+    near = _renyi_guess(lambda s: _rough_epsilon(ledger_for(s), delta), target)
     found = least_scale(cost, target, near, factor=1.01)
     if found is None:
         least = _cost(ledger_for(MOST_NOISE), delta, method)
@@ -117,7 +117,7 @@ def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
     return high
 
 
-def rough_epsilon(ledger: Ledger, delta: float) -> float:
+def _rough_epsilon(ledger: Ledger, delta: float) -> float:
     """A loose and cheap estimate of epsilon."""
     if not ledger.events:
         return 0.0
@@ -303,7 +303,7 @@ def _largest(
     ledger_for: Callable[[int], Ledger], target: float, delta: float, method: str, *, limit: int, guess: int
 ) -> int:
     """The largest number whose ledger costs at most the target; a cheap cost finds where to look."""
-    near = largest_integer(lambda k: rough_epsilon(ledger_for(k), delta), target, limit, guess)
+    near = largest_integer(lambda k: _rough_epsilon(ledger_for(k), delta), target, limit, guess)
     return largest_integer(lambda k: _cost(ledger_for(k), delta, method), target, limit, near)
 
 

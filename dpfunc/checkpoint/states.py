@@ -47,7 +47,7 @@ _Place = tuple[Any, ...]
 PARAMS = "params/"
 
 
-class Slot(NamedTuple):
+class _Slot(NamedTuple):
     """Place of a tensor in a state.
 
     Args:
@@ -121,12 +121,12 @@ def _hint(kind: type) -> str:
     return next(hint for home, hint in _HINTS.items() if home in homes)
 
 
-def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> Any:
+def decode(values: Any, tensor: Callable[[_Slot], Any], place: _Place = ()) -> Any:
     """Inverse of `encode`, with `tensor(slot)` in place of each tensor."""
     if not isinstance(values, dict):
         return values
     if "tensor" in values:
-        return tensor(Slot(values["tensor"], place, values["sharded"]))
+        return tensor(_Slot(values["tensor"], place, values["sharded"]))
     ((kind, content),) = values.items()
     if kind in _MAPS:
         pairs = [(decode(key, tensor), item) for key, item in content]
@@ -136,18 +136,18 @@ def decode(values: Any, tensor: Callable[[Slot], Any], place: _Place = ()) -> An
     return _TEXTS[kind][2](content)
 
 
-def _slots(values: Any) -> tuple[list[Slot], Any]:
+def _slots(values: Any) -> tuple[list[_Slot], Any]:
     """All tensors of an encoded state, and the state with slots in their place."""
-    found: list[Slot] = []
+    found: list[_Slot] = []
 
-    def note(slot: Slot) -> Slot:
+    def note(slot: _Slot) -> _Slot:
         found.append(slot)
         return slot
 
     return found, decode(values, note)
 
 
-def _owner(slot: Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor | None:
+def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor | None:
     """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
 
     A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do, by
