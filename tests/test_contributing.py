@@ -25,7 +25,8 @@ from scipy import stats
 
 from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
 from dpfunc.accounting import Ledger, accountant, epsilon
-from dpfunc.checkpoint import Journal, load, plan_json, save
+from dpfunc.accounting.events import KINDS
+from dpfunc.checkpoint import Journal, format, journal_ledger, load, save
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
 from dpfunc.engines import register_rule
@@ -247,7 +248,7 @@ class Rounded:
 
 def test_a_noise_mechanism(monkeypatch, tmp_path):
     """One file and one line: its own events and state in the ledger, the journal, a saved plan and a checkpoint."""
-    monkeypatch.setitem(plan_json._KNOWN, "Rounded", Rounded)  # what a name in dpfunc/noise/__init__.py does
+    monkeypatch.setattr(format, "_PARTS", format._PARTS | {Rounded})  # what a name in dpfunc/noise/__init__.py does
     plan, grads, batch, after = one_step(facts={"noise": Rounded()})
     assert after.noise_state == {"count": 1}
     assert after.ledger.events == (Event(1.0, 1e-3, 1),)
@@ -314,6 +315,47 @@ def test_an_accountant_of_a_step_and_a_wrong_one():
     assert concentrated(Ledger((Event(1.0, 4.0, 1),)), 1e-3) < truth  # with twice the noise
 
 
+# A kind of event
+
+
+@dataclass(frozen=True, order=True)
+class Several(Event):
+    """Steps that release several sums of the batch, each with noise of its own."""
+
+    sums: int
+
+    def law(self):
+        return (Event(self.sampling_prob, self.noise_multiplier, self.sums * self.num_steps),)
+
+
+def test_a_kind_of_event(monkeypatch, tmp_path):
+    """In a step, a ledger, its file, a journal and a checkpoint by one line in the table; accountants read its law."""
+    monkeypatch.setitem(KINDS, "several", Several)
+    monkeypatch.setattr(Plan, "events", lambda self, start, stop: (Several(0.5, 2.0, stop - start, sums=4),))
+    plan, _, _, after = one_step()
+    Journal(tmp_path / "journal.jsonl", plan)(after)
+    run = {"params": zeros(), "plan": plan, "data": "toys", "journal": tmp_path / "journal.jsonl"}
+    save(tmp_path, state=after, **run)
+    assert load(tmp_path, **run).state.ledger == journal_ledger(run["journal"]) == after.ledger
+    ledger = after.ledger.compose(Ledger((Several(0.5, 2.0, 7, 4), Event(0.5, 2.0, 1)), "zero_out"))
+    assert repr(ledger) == "Ledger(9 steps, zero_out: (q=0.5, sigma=2) x 1 + several(q=0.5, sigma=2, sums=4) x 8)"
+    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert ledger.lacks(after.ledger) == 0
+    for method in ("auto", "rdp"):
+        assert ledger.epsilon(1e-3, method) == Ledger((Event(0.5, 2.0, 33),), "zero_out").epsilon(1e-3, method)
+    text = ledger.to_json()
+    monkeypatch.undo()
+    with pytest.raises(InvalidArgument, match="Expected a kind of events"):
+        Ledger.from_json(text)
+    with pytest.raises(InvalidArgument, match="to be an Event"):
+        Ledger((Several(0.5, 2.0, 1, 4),))
+
+
+def test_each_kind_of_event_has_a_law_of_its_own():
+    """That of `Event` would leave out what its other fields mean."""
+    assert all("law" in vars(kind) and issubclass(kind, Event) for kind in KINDS.values())
+
+
 # The lists that a new part must join
 
 
@@ -321,7 +363,7 @@ def test_every_row_of_the_page_has_its_toy():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     rows = set(re.findall(r"^\| (an? [^|(]+?) (?:\(.*\) )?\|", page, flags=re.MULTILINE))
     toys = {
-        "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant",
+        "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant", "a kind of event",
         "an operation of torch that takes a parameter",
     }  # fmt: skip
     elsewhere = {"a loss that mixes rows, or seems to", "a kind of model", "a benchmark"}

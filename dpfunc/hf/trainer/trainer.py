@@ -22,7 +22,8 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
-from dpfunc.checkpoint.format import Checkpoint, remove
+from dpfunc.checkpoint.folder import remove
+from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
