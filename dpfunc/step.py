@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.unchanged import Calls
 from dpfunc._utils.validation import fail, integer, named, one_of, warn, wrong_type
 from dpfunc._utils.versions import installed
@@ -29,7 +27,6 @@ from dpfunc.engines.guards.parameters import check_named, check_params, refuse_n
 from dpfunc.engines.vmap_grad import Decision
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
-from dpfunc.noise.streams import drawn_by_free_cores
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
@@ -166,9 +163,8 @@ class DPStep:
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
         state, rows = self._check(params, batch, state, mask_B)
-        with self._noise_ahead(params, state):
-            clipped, unreleased = self._clip(params, rows, state)
-            released, noise_state = self._add_noise(clipped, params, state)
+        clipped, unreleased = self._clip(params, rows, state)
+        released, noise_state = self._add_noise(clipped, params, state)
         after = self._record(released, noise_state, state, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
@@ -210,18 +206,8 @@ class DPStep:
 
         return self._processes.clip(clip, params, rows)
 
-    def _noise_ahead(self, params: Params, state: StepState) -> AbstractContextManager[None]:
-        """Inside, free cores draw the noise of this step: with its key, and for this step only."""
-        if self.noise_source != "secure" or any(is_dtensor(param) for param in params.values()):
-            return nullcontext()
-        on_cpu = all(param.is_cpu for param in params.values())
-        return drawn_by_free_cores(self._release_key(state), lambda: self._processes.noise_of(params), on_cpu)
-
-    def _release_key(self, state: StepState) -> Key:
-        return fold_in(fold_in(state.key, "step", state.step), "release")
-
     def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
-        mechanism, key = self._mechanism(state.step), self._release_key(state)
+        mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
         return self._processes.release(mechanism, clipped, params, state.noise_state, key)
 
     def _mechanism(self, step: int) -> Mechanism:

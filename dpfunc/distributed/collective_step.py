@@ -7,7 +7,7 @@ exchange before it lets the error of its caller pass.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,13 +24,12 @@ from dpfunc.distributed.launch import check_alone
 from dpfunc.distributed.noise_shares import noise_windows, num_bands
 from dpfunc.distributed.processes import Clip, FullNorms, OneProcess, Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks, all_or_raise
-from dpfunc.distributed.reduce import check_placements, full_norms, gathered, message_dtype, sum_over
+from dpfunc.distributed.reduce import check_placements, full_norms, gathered, sum_over
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import check_finite
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
-from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
@@ -123,11 +122,6 @@ class _ManyProcesses:
     def _context(self) -> Any:
         return process_context(self.ranks.group, independent=self.ranks.independent)
 
-    def noise_of(self, params: Params) -> Mapping[str, Part]:
-        like = _zeros(params, "meta")
-        windows = noise_windows({name: value.shape for name, value in like.items()}, self.ranks.rank, self.ranks.size)
-        return {name: Part(window, message_dtype(like), params[name].device) for name, window in windows.items()}
-
     def release(
         self, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
     ) -> tuple[dict[str, Tensor], Any]:
@@ -165,11 +159,8 @@ class _ManyProcesses:
         all_or_raise(write, self.ranks, StepAborted("Another process could not go on. Nothing was released."))
 
 
-def _zeros(params: Params, device: str | None = None) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype), device=device)
-        for name, param in params.items()
-    }
+def _zeros(params: Params) -> dict[str, Tensor]:
+    return {n: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype)) for n, param in params.items()}
 
 
 def _padded(batch: Batch, mask_B: Tensor | None, size: int, ranks: Ranks) -> tuple[Batch, Tensor | None]:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from dpfunc._utils.digests import checksum_and_marks, in_hex
@@ -17,9 +16,7 @@ from dpfunc.batches import batch_size
 from dpfunc.distributed.launch import check_alone
 from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.engines.guards.parameters import not_finite, refuse_not_finite, refuse_sums, suspicious
-from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.noise import Mechanism
-from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key
 from dpfunc.types import Batch, ClippedSum, Params, Unreleased
 
@@ -82,9 +79,6 @@ class Processes(Protocol):
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         """The clipped sum over the rows of this process."""
 
-    def noise_of(self, params: Params) -> Mapping[str, Tensor | Part]:
-        """Leaves, or parts of them, whose noise this process draws in `release`; not for sharded parameters."""
-
     def release(
         self, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
     ) -> tuple[dict[str, Tensor], Any]:
@@ -127,9 +121,6 @@ class OneProcess:
     def clip(self, clip: Clip, params: Params, rows: Rows) -> tuple[ClippedSum, Unreleased]:
         with process_context(None, independent=True):
             return clip(params, rows.batch, rows.mask_B)
-
-    def noise_of(self, params: Params) -> Mapping[str, Tensor]:
-        return {n: torch.empty(p.shape, dtype=accumulation_dtype(p.dtype), device="meta") for n, p in params.items()}
 
     def release(
         self, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -153,6 +155,37 @@ def test_stateless(threads):
         assert torch.equal(backwards[name], expected[name])
         assert torch.equal(secure_normal(KEY, {name: leaf}, threads=threads)[name], expected[name])
         assert torch.equal(standard_normal(KEY, {name: leaf})[name], expected[name])
+
+
+@pytest.mark.parametrize(("cores", "processes", "expected"), [(8, "", 8), (8, "1", 8), (8, "3", 2), (2, "4", 1)])
+def test_processes_share_the_cores(monkeypatch, cores, processes, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert streams._cores() == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # not started by torchrun: all processes of the run could be here
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert streams._cores() == max(1, cores // 4)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_an_error_of_a_thread_is_the_callers(monkeypatch, here):
+    """Memory without noise is never given out, and no thread goes on."""
+    drawn, failed = [], threading.Event()
+
+    def failing(key, name, number, *rest):
+        drawn.append(number)
+        if (threading.current_thread() is threading.main_thread()) == here:
+            failed.set()
+            raise MemoryError("no memory")
+        failed.wait(60)
+        return tile(key, name, number, *rest)
+
+    monkeypatch.setattr(streams, "tile", failing)
+    with pytest.raises(MemoryError, match="no memory"):
+        secure_normal(KEY, {"a": torch.zeros(40 * TILE)}, threads=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("noise")]
+    assert here is False or len(drawn) < 40
 
 
 def test_an_owner_of_tiles_draws_its_own():
