@@ -126,7 +126,7 @@ class ClippedGrad:
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
-                with with_generator_state(drawn, torch.device("cpu")):
+                with with_generator_state(drawn):
                     refuse_counting(self.loss_fn, state)
             total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
             real = min(size, num_samples - start)

@@ -42,18 +42,13 @@ class Part(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread.
-
-    >>> Room.of(100).scratch.numbers.shape
-    (166,)
-    """
+    """Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread."""
 
     scratch: Scratch
     words: Words
 
     @classmethod
     def of(cls, size: int) -> Room:
-        """Room for tiles of a size."""
         return cls(scratch(words_for(size)), Words())
 
 
@@ -72,9 +67,8 @@ def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None =
     >>> bool((tile(insecure_key(0), "w", 3, 10) == tile(insecure_key(0), "w", 3)[:10]).all())
     True
     """
-    room = Room.of(size) if room is None else room
-    words = room.words.opened(fold_in(key, "normal", name, number))
-    return normals(words, size, room.scratch)
+    room = room or Room.of(size)
+    return normals(room.words.opened(fold_in(key, "normal", name, number)), size, room.scratch)
 
 
 class Tile(NamedTuple):

@@ -1,8 +1,8 @@
 """Check of a batch: the row of a record is made of this record alone, whatever the others are.
 
-A trace follows a step from the batch on. What a collate function or a data set that reads several records at once has
-done before, it cannot see: mixed images, values standardised over the batch, labels whose type follows from the first
-record. One record that changes the rows of others has no bounded influence.
+A step sees the batch only, not what a collate function, or a data set that reads several records at once, has done
+before: mixed images, values standardised over the batch, labels whose type follows from the first record. One record
+that changes the rows of others has no bounded influence.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
     """Check that a row stays when the other records are replaced by its own, and when they change places.
 
     All are replaced at once, so that whoever had an influence is found; a row may then be shorter, as nothing is filled
-    up. Where only places change, it is the same with its filling. The records themselves are left as they are: copies
-    are collated. A collate function that takes other random numbers for other records tells nothing, and is let
-    through; so are records that cannot be copied.
+    up. Where only places change, it is the same with its filling. Copies of the records are collated. A collate
+    function that takes other random numbers for other records tells nothing, and is let through; so are records that
+    cannot be copied.
 
     Args:
         collate: list of records -> batch. records: of one batch, of which at most 64 are compared. row: which row.
@@ -173,16 +173,11 @@ def _other_leaf(
 
 def _shorter_row(one: Tensor, shorter: Tensor) -> bool:
     """True for a row that is another one, filled up at its end or at its begin."""
-    if one.ndim != shorter.ndim or any(long < short for long, short in zip(one.shape, shorter.shape, strict=True)):
+    sizes = list(zip(one.shape, shorter.shape, strict=False))
+    if one.ndim != shorter.ndim or any(long < short for long, short in sizes):
         return False
-    return any(
-        same(one[tuple(side(size) for size in shorter.shape)] if shorter.ndim else one, shorter)
-        for side in (slice, _last)
-    )
-
-
-def _last(size: int) -> slice:
-    return slice(-size, None) if size else slice(0, 0)
+    first, last = [slice(short) for _, short in sizes], [slice(long - short, long) for long, short in sizes]
+    return same(one[tuple(first)], shorter) or same(one[tuple(last)], shorter)
 
 
 def same(one: Any, other: Any, *, filled: bool = False) -> bool:

@@ -174,7 +174,7 @@ class _Rows(NamedTuple):
     def alone(self, row: int, params: Params | None = None) -> tuple[PerSample, bool]:
         """A row at its position, with its own random numbers; true if there were numbers of 16 bits."""
         params = self.params if params is None else params
-        with with_generator_state(self.credited.seed, torch.device("cpu")):
+        with with_generator_state(self.credited.seed):
             found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
         grads = {
             name: Dense((found.grads[name] if name in found.grads else torch.zeros_like(local(param.detach())))[None])
