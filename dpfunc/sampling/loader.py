@@ -65,7 +65,8 @@ class Draws:
         return self.length
 
     def __iter__(self) -> Iterator[list[Drawn]]:
-        return map(self._drawn, self.steps())
+        for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
+            yield self._drawn(step)
 
     def _drawn(self, step: int) -> list[Drawn]:
         # Processes with other records draw other randomness.
