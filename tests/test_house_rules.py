@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
-import graphlib
 import importlib
 import inspect
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import dpfunc
 
 ROOT = Path(dpfunc.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+HOUSE = runpy.run_path(str(ROOT.parent / "tools" / "house.py"))
 
 # Lower numbers are imported by higher ones; the same number never imports itself, other than within one folder.
 LAYERS = {
@@ -31,9 +32,6 @@ BANNED_CALLS = {
     "register_module_forward_hook", "setattr", "seed", "set_rng_state", "exec", "eval",
 }  # fmt: skip
 GLOBAL_RNG_ALLOWED = {"rng.py"}
-MODULES = {
-    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
-}
 # Imports in functions that would be a circle: they keep a heavy library (here scipy) out of the start.
 IMPORTED_LATER = {("dpfunc.accounting.ledger", "dpfunc.accounting.accountant")}
 
@@ -55,41 +53,27 @@ def trees():
     return {path: ast.parse(path.read_text()) for path in FILES}
 
 
-def imported(tree):
-    """Modules of dpfunc that a file imports, in functions too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("dpfunc."))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dpfunc":
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in MODULES or node.module == "dpfunc" else node.module for name in names)
+def layer_of_module(name):
+    return name.split(".")[1] if "." in name else "__init__"
 
 
 def test_imports_point_down():
     up = [
-        f"{path} imports {name}"
-        for path, tree in trees().items()
-        for name in imported(tree)
-        if layer_of(path) != (other := name.split(".")[1]) and LAYERS[other] >= LAYERS[layer_of(path)]
+        f"{name} imports {other}"
+        for name, imported in HOUSE["import_graph"]().items()
+        for other in imported
+        if layer_of_module(name) != layer_of_module(other)
+        and LAYERS[layer_of_module(other)] >= LAYERS[layer_of_module(name)]
     ]
     assert up == []
 
 
-def circle(graph):
-    """A circle of a graph as `a -> b -> a`; nothing if there is none."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return " -> ".join(reversed(error.args[1]))
-    return ""
-
-
 def test_no_module_is_in_a_circle_of_imports():
-    graph = {name: {*imported(trees()[path])} for name, path in MODULES.items()}
+    graph = HOUSE["import_graph"]()
     for name, later in IMPORTED_LATER:
         graph[name].remove(later)
-    assert circle(graph) == ""
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c")
+    assert HOUSE["circles"](graph) == []
+    assert HOUSE["circles"]({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
 
 
 def nodes():
