@@ -22,7 +22,7 @@ MUSEUM = {
     "per_layer is accepted and silently flat": "engines/test_museum_engines.py::test_per_layer_is_not_silently_flat",
     "AUTO-V gives NaN at a zero gradient": "engines/test_museum_engines.py::test_auto_v_at_a_zero_gradient",
     "q is 1 / len(loader)": "sampling/test_poisson.py::test_the_probability_is_batch_size_over_data_set",
-    "shuffled batches are accounted as Poisson": "sampling/test_samplers.py::test_shuffled_is_not_accounted_as_poisson",
+    "shuffled batches are accounted as Poisson": "sampling/test_base.py::test_shuffled_is_not_accounted_as_poisson",
     "the budget is checked after the breach": "test_step.py::test_budget",
     "delta = 1/n": "test_plan.py::test_contradictions_are_refused",
     "a closed formula for epsilon": "accounting/test_reference.py::test_museum_closed_form_epsilon",

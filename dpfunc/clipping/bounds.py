@@ -86,8 +86,8 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
         factors (B, G), finite and >= 0. Unreleased.
 
     Guarantees:
-        factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside); a rule that looks at
-        other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
+        factor * norm <= C (tests/clipping/test_bounds.py::test_factor_times_norm_stays_inside); a rule that looks at
+        other rows cannot (tests/clipping/test_bounds.py::test_a_rule_sees_one_row).
 
     Raises:
         InvalidArgument: a rule that reads numbers.

@@ -44,7 +44,7 @@ class Poisson:
     Guarantees:
         tests/sampling/test_poisson.py: inclusion at rate q (test_every_subset_at_its_probability,
         test_every_record_at_the_same_rate), independent between records (test_pairs_are_independent) and steps
-        (tests/sampling/test_samplers.py::test_steps_are_independent); adding records at the end does not change the
+        (tests/sampling/test_base.py::test_steps_are_independent); adding records at the end does not change the
         trials of the others (test_draws_do_not_depend_on_other_records); the same draws in every version
         (test_known_draws).
 
