@@ -193,42 +193,6 @@ def test_workers_do_not_get_the_key():
     assert "hidden" in repr(Drawn(KEY, 0))
 
 
-def loss_fn(params, batch):
-    return ((batch["noisy"] @ params["w"]) - batch["label"]).square()
-
-
-def run(folder, stop, saved=None, workers=0, num_steps=15):
-    """A run with a journal until step `stop`; from a checkpoint, if there is one."""
-    plan = plan_of(sampler=sampling.Poisson(N, 0.1), num_steps=num_steps)
-    journal = dpfunc.Journal(folder / "journal.jsonl", plan)
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=journal)
-    params = {"w": torch.zeros(3)} if saved is None else dict(saved.params)
-    state = dp_step.init(params, insecure_key(20)) if saved is None else saved.state
-    for batch in plan.loader(Augmented(), state, collate_fn=augmented_collate, num_workers=workers):
-        grads, state, _ = dp_step(params, batch, state)
-        params = {"w": params["w"] - 0.1 * grads["w"]}
-        if state.step == 6:
-            dpfunc.save(folder / "saved", params=params, state=state, plan=plan, data="40", journal=journal.path)
-        if state.step == stop:
-            break
-    return plan, params, state
-
-
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
-    """Two steps after the checkpoint are repeated with the same augmentation, and cost nothing."""
-    _, whole, state = run(tmp_path / "whole", 15, workers=1)
-    replay(StepState(0, 15, 0, insecure_key(20), (), Ledger()))
-    plan, _, _ = run(tmp_path / "cut", 8)
-    saved = dpfunc.load(
-        tmp_path / "cut" / "saved", plan=plan, params={"w": torch.zeros(3)}, data="40",
-        journal=tmp_path / "cut" / "journal.jsonl",
-    )  # fmt: skip
-    assert saved.state.step == 6
-    _, params, after = run(tmp_path / "cut", 15, saved)
-    assert torch.equal(params["w"], whole["w"])
-    assert after.ledger == state.ledger
-
-
 def test_a_skipped_batch_is_found():
     """`if not len(batch): continue` takes the next batch for the step of an empty one."""
     plan = plan_of()
