@@ -100,7 +100,7 @@ def test_the_wheel_says_what_it_is(built):
     page, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
     assert page.startswith("# dpfunc")
     assert [link for link in LINKS.findall(page) if not re.match(r"https?://|#", link)] == []
-    assert "quick start with pip (`docs/quick_start.md`)" in page
+    assert "quick start (`docs/quick_start.md`)" in page
     package_page = runpy.run_path(str(ROOT / "setup.py"))["package_page"]
     links = LINKS.findall(package_page(readme, "https://example.org/dpfunc/v1"))
     assert len(links) == len(LINKS.findall(readme)) > 20
