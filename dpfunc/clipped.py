@@ -135,7 +135,7 @@ class ClippedGrad:
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
-                with with_generator_state(generator, torch.device("cpu")):
+                with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
             for name, value in own.sums.items() if found else ():
                 found[0].sums[name].add_(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.calls import Calls
-from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
@@ -22,12 +20,11 @@ from dpfunc.distributed.agreement import Agreement, Rows, digest_of_all, padded,
 from dpfunc.distributed.launch import check_ranks
 from dpfunc.distributed.object_collectives import is_writer, together
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import gathered, noise_here, release
+from dpfunc.distributed.reduce import gathered, release
 from dpfunc.engines.guards.parameters import check_named, refuse_narrow_range
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
-from dpfunc.noise.streams import drawn_ahead, threads_ahead
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
@@ -109,9 +106,8 @@ class DPStep:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
         rows = self._check(params, batch, state, mask_B)
         state = self._run_of_its_own(params) if state is None else state
-        with self._noise_ahead(params, state):
-            clipped, unreleased = self._clip(params, rows, state)
-            released, noise_state = self._add_noise(clipped, params, state)
+        clipped, unreleased = self._clip(params, rows, state)
+        released, noise_state = self._add_noise(clipped, params, state)
         after = next_state(self.plan, state, noise_state)
         self._record(released, state, after, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
@@ -166,19 +162,8 @@ class DPStep:
             batch, mask_B = padded(rows, self.ranks)
             return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True)
 
-    def _noise_ahead(self, params: Params, state: StepState) -> AbstractContextManager[None]:
-        """Inside, free cores draw the noise of this step: with its key, and for this step only."""
-        numbers = sum(param.numel() for param in params.values()) // (self.ranks.size if self.ranks else 1)
-        threads = threads_ahead(numbers, on_cpu=all(param.is_cpu for param in params.values()))
-        if not threads or self.noise_source != "secure" or any(is_dtensor(param) for param in params.values()):
-            return nullcontext()
-        return drawn_ahead(self._release_key(state), noise_here(params, self.ranks), threads)
-
-    def _release_key(self, state: StepState) -> Key:
-        return fold_in(fold_in(state.key, "step", state.step), "release")
-
     def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
-        mechanism, key = self._mechanism(state.step), self._release_key(state)
+        mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
         return release(self.ranks, mechanism, clipped, params, state.noise_state, key)
 
     def _mechanism(self, step: int) -> Mechanism:

@@ -32,6 +32,11 @@ class Window(NamedTuple):
     rows: tuple[int, int]
     cols: tuple[int, int]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns of the part."""
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """True for a DTensor. Does not import the module of DTensor: if a DTensor exists, it was imported before."""

@@ -20,7 +20,6 @@ from dpfunc.engines.guards.lockstep import arrived, process_context
 from dpfunc.engines.numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
-from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key
 from dpfunc.types import ClippedSum, Params
 
@@ -89,21 +88,11 @@ def _gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
     return result
 
 
-def zeros(params: Params, device: str | None = None) -> dict[str, Tensor]:
+def zeros(params: Params) -> dict[str, Tensor]:
     """Clipped sums of no rows, of which this process has the parts that it has of the parameters."""
     return {
-        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype), device=device)
-        for name, param in params.items()
+        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype)) for name, param in params.items()
     }
-
-
-def noise_here(params: Params, ranks: Ranks | None) -> Mapping[str, Tensor | Part]:
-    """Leaves, or parts of them, whose noise this process draws in `release`; not for sharded parameters."""
-    like = zeros(params, "meta")
-    if ranks is None:
-        return like
-    dtype, windows = _message_dtype(like), _windows(like, ranks.rank, ranks.size)
-    return {name: Part(window, dtype, params[name].device) for name, window in windows.items()}
 
 
 def release(

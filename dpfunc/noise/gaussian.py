@@ -25,11 +25,7 @@ _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 def _check_clipped(clipped: ClippedSum) -> None:
-    """A clipped sum that noise can be added to: typed, wide enough, and with a sensitivity for each of its groups.
-
-    Raises:
-        InvalidArgument: otherwise.
-    """
+    """Check that noise can be added: a typed sum, wide enough, with a sensitivity for each of its groups."""
     if not isinstance(clipped, ClippedSum):
         raise InvalidArgument(
             f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a "
@@ -133,7 +129,6 @@ def add_gaussian(
 
 
 def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source: Source) -> dict[str, Tensor]:
-    """Each sum, and noise of its standard deviation on it."""
     noise = standard_normal(key, clipped.sums, source)
 
     def release(name: str, value: Tensor) -> Tensor:
@@ -148,12 +143,7 @@ _releases: dict[str, str] = {}
 
 
 def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], source: Source) -> None:
-    """Check that a secret key serves one release; the same one may be repeated bit for bit.
-
-    Raises:
-        StateReused: it has released other values, or other noise: the difference of both would not be protected. Or it
-            was made in another process, which may release with it as well.
-    """
+    """Check that a secret key serves one release, in one process; the same one may be repeated bit for bit."""
     if key.guessable:
         return
     check_process(key)
@@ -182,11 +172,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     Args:
         noise_multiplier, allocation, source: see `add_gaussian`.
 
-    >>> from dpfunc.rng import insecure_key
-    >>> clipped = ClippedSum({"w": torch.zeros(3)}, {"w": "all"}, {"all": 1.0})
-    >>> mechanism = gaussian(1.0)
-    >>> released, state = mechanism.add(clipped, mechanism.init(clipped.sums), insecure_key(0))
-    >>> state
+    >>> gaussian(1.0).init({"w": torch.zeros(3)})
     ()
     """
     multiplier = non_negative("noise_multiplier", noise_multiplier)

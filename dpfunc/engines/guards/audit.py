@@ -171,7 +171,7 @@ class _Rows(NamedTuple):
     def alone(self, row: int, params: Params | None = None) -> Alone:
         """A row at its position, with its own random numbers; gradients of all parameters."""
         params = self.params if params is None else params
-        with with_generator_state(self.credited.seed, torch.device("cpu")):
+        with with_generator_state(self.credited.seed):
             found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
         unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
         return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
