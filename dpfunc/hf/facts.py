@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.padding import positions_of_tokens
 from dpfunc.types import Params
 
 AnyForward = Callable[..., Any]
@@ -118,7 +119,7 @@ class Caller:
         self._refuse_inputs(kwargs)
         mask_BT = kwargs.get("attention_mask")
         if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
-            kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
+            kwargs["position_ids"] = positions_of_tokens(mask_BT)
         try:
             return self.forward(params, *args, **{**self.facts.options, **kwargs})
         except (IndexError, RuntimeError) as error:

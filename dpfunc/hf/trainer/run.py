@@ -16,7 +16,6 @@ from dpfunc import distributed
 from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
-from dpfunc.batches import batch_size
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.distributed.fully_sharded import functionalize_managed
 from dpfunc.distributed.launch import check_launch
@@ -32,7 +31,7 @@ from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
 from dpfunc.step import DPStep
-from dpfunc.types import Batch, Engine, Params, schedule_at
+from dpfunc.types import Engine, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
@@ -121,13 +120,6 @@ def ranks_of(args: Any) -> Ranks | None:
 def place(ranks: Ranks | None) -> tuple[int, int]:
     """Rank of this process in the data group, and the size of that group."""
     return (0, 1) if ranks is None else (ranks.rank, ranks.size)
-
-
-def placeholder_mask(plan: Plan, state: StepState, ranks: Ranks | None, batch: Batch) -> Tensor | None:
-    """Mask for a process without records: it runs a placeholder with weight zero, since all processes communicate."""
-    if ranks is None or len(plan.draw(state, state.step, ranks)):
-        return None
-    return torch.zeros(batch_size(batch), dtype=torch.bool)
 
 
 def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:

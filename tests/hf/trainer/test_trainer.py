@@ -32,7 +32,7 @@ from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.checks import changed, refuse_model
+from dpfunc.hf.trainer.settings import refuse_model
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
 
@@ -396,47 +396,6 @@ def test_T2_dry_run_trains_nothing(tmp_path, capsys):
 # What is refused, before anything is spent
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
-        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy"),
-    ],
-)
-def test_L17_length_grouping_is_refused(tmp_path, values, named):
-    with pytest.raises(InvalidArgument, match=named):
-        private(classifier(), tmp_path, changes=values)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dataloader_drop_last", True),
-        ("auto_find_batch_size", True),
-        ("label_smoothing_factor", 0.1),
-        ("neftune_noise_alpha", 5.0),
-        ("use_liger_kernel", True),
-        ("max_grad_norm", 0.5),
-        ("optim", "galore_adamw_layerwise"),
-        ("optim", "lomo"),
-        ("activation_checkpointing_kwargs", {"use_reentrant": True}),
-        ("gradient_checkpointing_kwargs", {"use_reentrant": True}),
-        ("include_num_input_tokens_seen", "all"),
-    ],
-)
-def test_arguments_that_break_privacy_are_refused(tmp_path, name, value):
-    arguments = changed(training_arguments(tmp_path), {name: value})
-    with pytest.raises(InvalidArgument, match=name.removeprefix("_")):
-        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
-
-
-def test_checkpoints_with_the_key_are_not_pushed(tmp_path):
-    arguments = changed(training_arguments(tmp_path), {"push_to_hub": True, "hub_strategy": "checkpoint"})
-    with pytest.raises(InvalidArgument, match="hub_strategy"):
-        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
-
-
 @pytest.mark.parametrize("privacy", [NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
 @pytest.mark.parametrize(
     ("environment", "message"),
@@ -495,13 +454,16 @@ def draw_elsewhere(records):
         ({"data_collator": draw_elsewhere}, "generator"),
         ({"privacy": {"dp_epsilon": 8.0}}, "privacy to be PrivacyArguments"),
         ({"key": 7}, "key to be a dpfunc Key"),
+        *[({"data_name": name}, "Give a text as data_name") for name in (3, "", b"hash")],
+        *[({"unit": unit}, "one row of a batch is") for unit in (3, " ", "one\nperson")],
+        ({"model": "gpt2"}, "model to be a module"),
     ],
 )
 def test_what_is_no_private_run_is_refused(tmp_path, options, message):
-    values = {"privacy": NOISY, "train_dataset": DATA, **options}
+    values = {"model": classifier(), "privacy": NOISY, "train_dataset": DATA, **options}
     arguments = training_arguments(tmp_path, max_steps=2)
     with pytest.raises(InvalidArgument, match=message):
-        DPTrainer(classifier(), arguments, **values).train()
+        DPTrainer(args=arguments, **values).train()
     assert not (tmp_path / "privacy_journal.jsonl").exists()
 
 
@@ -559,35 +521,3 @@ def test_batches_can_be_looked_at_without_a_run(tmp_path):
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     assert not (tmp_path / "privacy_journal.jsonl").exists()
     assert isinstance(trainer.args, TrainingArguments)
-
-
-@pytest.mark.parametrize("value", [3, "", b"hash"])
-def test_the_name_of_the_data_is_a_text(tmp_path, value):
-    """Found out at the first checkpoint, the steps before would be spent."""
-    with pytest.raises(InvalidArgument, match="data_name to be a text"):
-        DPTrainer(
-            classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=labelled(), data_name=value
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"per_device_train_batch_size": 0}, "integer per_device_train_batch_size >= 1"),
-        ({"per_device_train_batch_size": -4}, "integer per_device_train_batch_size >= 1"),
-        ({"gradient_accumulation_steps": 1.5}, "integer gradient_accumulation_steps >= 1"),
-        ({"num_train_epochs": float("nan")}, "0 < num_train_epochs < inf"),
-        ({"num_train_epochs": 0}, "0 < num_train_epochs < inf"),
-    ],
-)
-def test_sizes_and_epochs_are_named_as_the_user_names_them(tmp_path, changes, message):
-    with pytest.raises(InvalidArgument, match=message):
-        DPTrainer(
-            classifier(), changed(training_arguments(tmp_path), changes), privacy=PRIVACY, train_dataset=labelled()
-        )
-
-
-def test_a_dictionary_is_no_data_set(tmp_path):
-    columns = {"input_ids": torch.ones(6, 4), "labels": torch.ones(6)}
-    with pytest.raises(InvalidArgument, match=r"names \['input_ids', 'labels'\]"):
-        DPTrainer(classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=columns).train()
