@@ -144,9 +144,7 @@ def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = 
 
 
 def wants_mean(path: str) -> bool:
-    """True if the folder of a model says that it is a sentence encoder whose tokens are averaged.
-
-    Sentence Transformers writes it into `1_Pooling/config.json`.
+    """True if `1_Pooling/config.json` in the folder of a model says that it averages tokens (Sentence Transformers).
 
     >>> wants_mean("no-such-folder")
     False

@@ -54,21 +54,15 @@ _LAUNCHED = {"version": 1, "auto_wrap_policy": _WHOLE, "reshard_after_forward": 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Division of a model over the processes, and the parts that are put together at a time.
-
-    Args:
-        policy: layers by their class, every module of some size, or the model as a whole.
-        layers: names of classes; none takes the model's own `_no_split_modules`.
-        min_num_params: of modules that are a part, for SIZE_BASED_WRAP.
-        reshard: layers are divided again after their forward pass; False keeps them until the backward pass.
-        checkpointing: activations of layers are computed again in the backward pass.
-        without_effect: settings that were made and change nothing.
-    """
+    """Division of a model over the processes, and the parts that are put together at a time."""
 
     policy: str
+    """Layers by their class, every module of some size, or the model as a whole."""
     layers: tuple[str, ...] = ()
+    """Names of classes; none takes the model's own `_no_split_modules`."""
     min_num_params: int = 0
     reshard: bool = True
+    """Layers are divided again after their forward pass; False keeps them until the backward pass."""
     checkpointing: bool = False
     without_effect: tuple[str, ...] = ()
 

@@ -38,20 +38,16 @@ Loss = str | Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Start:
-    """Decisions made before the Trainer begins: a new run, or a resumed one.
-
-    Args:
-        key: of the run. limit: the step at which it ends. data: the name of the data set.
-        ledger: what earlier phases have cost. resumed: what was loaded.
-        skipping: the Trainer skips the batches of a resumed epoch that were already used.
-    """
+    """Decisions made before the Trainer begins: a new run, or a resumed one, and the step at which it ends."""
 
     key: Key = field(repr=False)
     limit: int
     data: str
     ledger: Ledger | None = None
+    """What earlier phases have cost."""
     resumed: Checkpoint | None = None
     skipping: bool = False
+    """The Trainer skips the batches of a resumed epoch that were already used."""
 
 
 @dataclass(frozen=True)

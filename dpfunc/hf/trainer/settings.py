@@ -77,43 +77,30 @@ def _anything(value: object) -> bool:
 SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
     TRAINER: {
         "model_init": (not_, "Each model is a run of its own. Pass model=, a module."),
-        "compute_loss_func": (
-            not_,
-            "It gives one loss for a batch. Pass loss=, a function (forward, params, batch) -> one loss a sample.",
-        ),
+        "compute_loss_func": (not_,
+            "It gives one loss for a batch. Pass loss=, a function (forward, params, batch) -> one loss a sample."),
         "unit": (_one_line, "Say what one row of a batch is, in one line, for example unit='one person'."),
-        "data_name": (
-            lambda name: name is None or (isinstance(name, str) and name != ""),
-            "Give a text as data_name, for example a version or a hash of the files; or leave it out.",
-        ),
+        "data_name": (lambda name: name is None or (isinstance(name, str) and name != ""),
+            "Give a text as data_name, for example a version or a hash of the files; or leave it out."),
     },
     SCRIPT: {
         # what is drawn
-        "group_by_length": (
-            not_, "Who is in a batch would depend on the lengths of all records, which no accounting covers.",
-        ),
-        "train_sampling_strategy": (
-            ("", "random"),
+        "group_by_length": (not_,
+            "Who is in a batch would depend on the lengths of all records, which no accounting covers."),
+        "train_sampling_strategy": (("", "random"),
             "The plan draws the batches: by length or in order, who is in a batch would depend on the other records. "
-            "Leave it at 'random'; dp_poisson_sampling=False shuffles.",
-        ),
-        "dataloader_drop_last": (
-            not_, "Poisson batches have no fixed size; a draw that was dropped would not be what epsilon counts.",
-        ),
-        "auto_find_batch_size": (
-            not_,
+            "Leave it at 'random'; dp_poisson_sampling=False shuffles."),
+        "dataloader_drop_last": (not_,
+            "Poisson batches have no fixed size; a draw that was dropped would not be what epsilon counts."),
+        "auto_find_batch_size": (not_,
             "The sampling probability, and with it epsilon, would change. Only memory matters here: set "
-            "dp_physical_batch_size.",
-        ),
+            "dp_physical_batch_size."),
         # what is computed
-        "label_smoothing_factor": (
-            not_,
+        "label_smoothing_factor": (not_,
             "The Trainer smooths the mean over a batch, which has no per-sample gradient. Give DPTrainer a loss= that "
-            "smooths each sample.",
-        ),
-        "neftune_noise_alpha": (
-            ("",), "It hooks noise into the embeddings. Leave it out: private gradients are noisy enough.",
-        ),
+            "smooths each sample."),
+        "neftune_noise_alpha": (("",),
+            "It hooks noise into the embeddings. Leave it out: private gradients are noisy enough."),
         "packing": (not_, _PACKED),
         "padding_free": (not_, _PACKED),
         "use_liger_kernel": (not_, "Its fused kernels have no per-sample gradients."),
@@ -122,10 +109,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "The Trainer would clip the mean gradient, which bounds no sample. Set "
             "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default.",
         ),
-        "optim": (
-            lambda name: not any(part in word(name) for part in ("lomo", "layerwise")),
-            "It updates inside the backward pass. Use an optimizer that reads .grad, e.g. adamw_torch.",
-        ),
+        "optim": (lambda name: not any(part in word(name) for part in ("lomo", "layerwise")),
+            "It updates inside the backward pass. Use an optimizer that reads .grad, e.g. adamw_torch."),
         **dict.fromkeys(
             ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
             (
@@ -139,18 +124,13 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         "fp16": (not_, _FP16),
         "mixed_precision": (_PRECISIONS, _FP16),
         "torch_compile": (not_, _COMPILED),
-        "n_gpu": (
-            lambda count: count <= 1,
+        "n_gpu": (lambda count: count <= 1,
             "nn.DataParallel mixes the gradients of samples. Start a process for each device, `torchrun "
-            "--nproc-per-node N`, or set CUDA_VISIBLE_DEVICES to one.",
-        ),
-        "distributed_state.distributed_type": (
-            _PLACES, f"Known are one process, and replicas on CPUs or CUDA devices. {_PARTS}",
-        ),
-        "accelerator_config.gradient_accumulation_kwargs": (
-            lambda options: options in (None, {}, {"num_steps": 1}),
-            "Give the accumulation as gradient_accumulation_steps: it decides the logical batch.",
-        ),
+            "--nproc-per-node N`, or set CUDA_VISIBLE_DEVICES to one."),
+        "distributed_state.distributed_type": (_PLACES,
+            f"Known are one process, and replicas on CPUs or CUDA devices. {_PARTS}"),
+        "accelerator_config.gradient_accumulation_kwargs": (lambda options: options in (None, {}, {"num_steps": 1}),
+            "Give the accumulation as gradient_accumulation_steps: it decides the logical batch."),
         "accelerator_config.split_batches": (not_, _DEALT),
         "accelerator_config.dispatch_batches": (not_, _DEALT),
         **dict.fromkeys(
@@ -158,9 +138,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             (("",), _NO_EFFECT),
         ),
         # what is told
-        "include_num_input_tokens_seen": (
-            ("no", "false"), "How many tokens were drawn is private: the number of drawn records is not released.",
-        ),
+        "include_num_input_tokens_seen": (("no", "false"),
+            "How many tokens were drawn is private: the number of drawn records is not released."),
     },
     LAUNCHER: {
         SWITCH: (
@@ -174,12 +153,10 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": (OFF, _PARTS),
         "ACCELERATE_MIXED_PRECISION": (_PRECISIONS, _FP16),
         "ACCELERATE_DYNAMO_BACKEND": (OFF, _COMPILED),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-            (*OFF, "1", "auto"), f"{_DEEPSPEED_ALONE} TrainingArguments(gradient_accumulation_steps=...) instead.",
-        ),
-        "ACCELERATE_GRADIENT_CLIPPING": (
-            (*OFF, "auto"), f"{_DEEPSPEED_ALONE} PrivacyArguments(dp_max_grad_norm=...) instead.",
-        ),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ((*OFF, "1", "auto"),
+            f"{_DEEPSPEED_ALONE} TrainingArguments(gradient_accumulation_steps=...) instead."),
+        "ACCELERATE_GRADIENT_CLIPPING": ((*OFF, "auto"),
+            f"{_DEEPSPEED_ALONE} PrivacyArguments(dp_max_grad_norm=...) instead."),
     },
     ACCELERATOR: {
         **dict.fromkeys(
@@ -196,34 +173,25 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "FSDP1 flattens parameters, which have no per-sample gradients then. Set "
             'fsdp_config={"version": 2}, or `accelerate launch --fsdp_version 2`.',
         ),
-        "auto_wrap_policy": (
-            ("transformer_based_wrap", "size_based_wrap", "no_wrap"),
-            "Set TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
-        ),
+        "auto_wrap_policy": (("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+            "Set TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP."),
         "transformer_layer_cls_to_wrap": (_anything, ""),
         "min_num_params": (_anything, ""),
         **dict.fromkeys(
             ("reshard_after_forward", "activation_checkpointing", "cpu_ram_efficient_loading"),
             ((*ON, *OFF), "Set it to true or false."),
         ),
-        "cpu_offload": (
-            OFF, "Parts that are kept on the CPU were not tried. Leave it out; more processes make smaller parts.",
-        ),
-        "ignored_modules": (
-            OFF, "What fully_shard does not manage cannot be trained with the rest. Freeze it, and leave this out.",
-        ),
-        "mixed_precision_policy": (
-            OFF,
-            "Sums of gradients stay in float32. Leave it out, and compute in bfloat16: TrainingArguments(bf16=True).",
-        ),
-        "activation_checkpointing_offload": (
-            OFF, "Leave it out: activation_checkpointing=True saves most memory.",
-        ),
-        "sharding_strategy": (
-            (*OFF, "full_shard", "1"),
-            "FSDP2 divides everything over all processes. Leave it out; to keep layers whole until their backward pass "
-            "set reshard_after_forward=False. For replicas of parts (HSDP) write a loop, see docs/guides/sharded.md.",
-        ),
+        "cpu_offload": (OFF,
+            "Parts that are kept on the CPU were not tried. Leave it out; more processes make smaller parts."),
+        "ignored_modules": (OFF,
+            "What fully_shard does not manage cannot be trained with the rest. Freeze it, and leave this out."),
+        "mixed_precision_policy": (OFF,
+            "Sums of gradients stay in float32. Leave it out, and compute in bfloat16: TrainingArguments(bf16=True)."),
+        "activation_checkpointing_offload": (OFF, "Leave it out: activation_checkpointing=True saves most memory."),
+        "sharding_strategy": ((*OFF, "full_shard", "1"),
+            "FSDP2 divides everything over all processes. Leave it out; to keep layers whole until their backward "
+            "pass set reshard_after_forward=False. For replicas of parts (HSDP) write a loop, see "
+            "docs/guides/sharded.md."),
         "xla": (OFF, _XLA),
         "xla_fsdp_v2": (OFF, _XLA),
         "xla_fsdp_grad_ckpt": (OFF, _XLA),
@@ -237,30 +205,20 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         "state_dict_type": (("", "full_state_dict"), _NO_EFFECT),
     },
     SHARDED: {
-        "world_size": (
-            lambda count: int(count) >= 2,
-            "FSDP divides a model over several processes. Start `torchrun --nproc-per-node N`, or leave fsdp out.",
-        ),
-        "dp_engine": (
-            ("auto", "ghost"),
-            "A sharded model has one engine, in which one layer is whole at a time. Leave it at 'auto'.",
-        ),
-        "optimizers": (
-            lambda given: all(each is None for each in given),
+        "world_size": (lambda count: int(count) >= 2,
+            "FSDP divides a model over several processes. Start `torchrun --nproc-per-node N`, or leave fsdp out."),
+        "dp_engine": (("auto", "ghost"),
+            "A sharded model has one engine, in which one layer is whole at a time. Leave it at 'auto'."),
+        "optimizers": (lambda given: all(each is None for each in given),
             "They hold parameters that are replaced by parts. Use optimizer_cls_and_kwargs=, or override "
-            "create_optimizer.",
-        ),
-        "load_best_model_at_end": (
-            not_,
-            "Leave it out, and open the best checkpoint afterwards: from_pretrained(trainer.state."
-            "best_model_checkpoint). Each checkpoint has the whole model.",
-        ),
+            "create_optimizer."),
+        "load_best_model_at_end": (not_,
+            "Leave it out, and open the best checkpoint afterwards: "
+            "from_pretrained(trainer.state.best_model_checkpoint). Each checkpoint has the whole model."),
         "bf16_full_eval": (not_, _CAST),
         "fp16_full_eval": (not_, _CAST),
-        "accelerator_config.even_batches": (
-            lambda value: value is not False,
-            "A process with fewer batches would leave the others waiting inside of the model. Leave it at True.",
-        ),
+        "accelerator_config.even_batches": (lambda value: value is not False,
+            "A process with fewer batches would leave the others waiting inside of the model. Leave it at True."),
     },
 }  # fmt: skip
 """What is expected -> name of a setting, with dots -> its domain, and what to do instead of a value outside of it."""

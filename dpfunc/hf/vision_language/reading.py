@@ -56,7 +56,7 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
 
 @contextmanager
 def opened_image(path: Path | str) -> Iterator[Any]:
-    """Open an image file, of which only the header is read so far, if it has no more than `_MOST_PIXELS`.
+    """Open an image file, of which only the header is read so far.
 
     Raises:
         InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not
