@@ -32,9 +32,6 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
 
     A token after padding is not predicted: with padding on the left, how much of it there is depends on the longest
     sample of the batch, and the loss of the others must not.
-
-    Args:
-        forward: of a model with `.logits`. params: its parameters. batch: model inputs and "labels".
     """
     inputs, labels_BT = _split(batch)
     _refuse_packing(inputs)
@@ -80,10 +77,7 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
 def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
     """The `problem_type` of a configuration, or what Transformers takes if it is None.
 
-    Args:
-        given: of the configuration. num_outputs: of the model, for each sample. labels: of a batch.
-
-    >>> problem_of(None, 3, torch.tensor([2, 0]))
+    >>> problem_of(None, num_outputs=3, labels=torch.tensor([2, 0]))
     'single_label_classification'
     """
     if given is not None:
@@ -152,10 +146,8 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
 def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """Text of speech, by connectionist temporal classification (Wav2Vec2, HuBERT); as the model's own, for each sample.
 
-    Args:
-        forward: of a model whose configuration has `ctc_loss_reduction`. params: its parameters.
-        batch: "input_values" or "input_features", "attention_mask" where they are padded, and "labels" (B, L) with
-            -100 where a sample has fewer.
+    The batch has "input_values" or "input_features", "attention_mask" where they are padded, and "labels" (B, L) with
+    -100 where a sample has fewer.
 
     Raises:
         UnsupportedModel: the model does not say which frames are padding.
@@ -180,10 +172,8 @@ def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
 def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """Squared error of the cosine of two sentences, as `CosineSimilarityLoss` has it by default.
 
-    Args:
-        forward: of a model that returns a "sentence_embedding" (B, D) for a mapping of inputs, as SentenceTransformer.
-        params: its parameters. batch: two sentences as "<column>_input_ids", "<column>_attention_mask", ..., in the
-            order of their columns, and "label", "labels" or "score" (B,).
+    The model returns a "sentence_embedding" (B, D) for a mapping of inputs, as SentenceTransformer. The batch has two
+    sentences as "<column>_input_ids", "<column>_attention_mask", ..., and "label", "labels" or "score" (B,).
     """
     sentences, scores_B = _sentences(batch)
     if len(sentences) != 2:
@@ -193,12 +183,10 @@ def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str,
 
 
 def sentence_classes(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of a class of a pair of sentences, as `SoftmaxLoss` has it by default.
+    """Cross entropy of a class of a pair of sentences, as `SoftmaxLoss` has it by default; see `sentence_similarity`.
 
-    Args:
-        forward: of the SoftmaxLoss module itself, which has the encoder and the classifier: called with a list of
-            mappings and no labels it returns embeddings and logits.
-        params, batch: see `sentence_similarity`; labels are class numbers.
+    The model is the SoftmaxLoss module itself, with the encoder and the classifier: called with a list of mappings and
+    no labels it returns embeddings and logits.
     """
     sentences, labels_B = _sentences(batch)
     _, logits_BC = forward(params, sentences, None)
@@ -253,7 +241,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         task: a name in `TASKS`, or a function `(forward, params, batch) -> losses_B`.
 
     Returns:
-        The loss function. A batch is a mapping from names to tensors with the samples on axis 0, labels among them.
+        The loss function of a batch: names -> tensors with the samples on axis 0, labels among them.
 
     Raises:
         InvalidArgument: no such task, or something that is not callable. UnsupportedModel: a module as a loss.
@@ -302,9 +290,6 @@ def _refusal(name: str) -> UnsupportedModel:
 
 def infer_task(model: nn.Module) -> str:
     """The task that a model of Transformers was built for, by the name of its class; adapters are looked through.
-
-    Args:
-        model: a model of Transformers, or a PEFT model around one.
 
     Raises:
         UnsupportedModel: the class does not say it.

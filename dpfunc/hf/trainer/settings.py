@@ -26,7 +26,7 @@ Domain = tuple[str, ...] | Callable[[Any], bool]
 """Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function."""
 
 # What is expected, as messages say it: the first level of the table.
-TRAINER = "arguments of DPTrainer that make one private run"
+_TRAINER = "arguments of DPTrainer that make one private run"
 SCRIPT = "a TrainingArguments that keeps differential privacy"
 LAUNCHER = "a launcher that keeps differential privacy"
 ACCELERATOR = "an Accelerator that leaves the model as it is"
@@ -75,7 +75,7 @@ def _anything(value: object) -> bool:
 
 
 SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
-    TRAINER: {
+    _TRAINER: {
         "model_init": (not_, "Each model is a run of its own. Pass model=, a module."),
         "compute_loss_func": (not_,
             "It gives one loss for a batch. Pass loss=, a function (forward, params, batch) -> one loss a sample."),
@@ -296,7 +296,7 @@ def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> Non
         raise wrong_type("privacy to be PrivacyArguments", "privacy", privacy)
     if key is not None and not isinstance(key, Key):
         raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
-    refuse(TRAINER, values.get)
+    refuse(_TRAINER, values.get)
     if not isinstance(model, nn.Module):
         raise wrong_type("model to be a module", "model", model)
     if not privacy.dp_enabled:

@@ -80,10 +80,8 @@ class ImageTextCollator:
             )
         images = len(_images_of(sample))
         if images > self.max_images:
-            raise fail(
-                f"at most max_images={self.max_images} images a sample", "images", images,
-                "max_images is public: choose it for all samples that there could be.",
-            )  # fmt: skip
+            hint = "max_images is public: choose it for all samples that there could be."
+            raise fail(f"at most max_images={self.max_images} images a sample", "images", images, hint)
         prompt = self._prompt_ids(sample["prompt"], images)
         tokenizer = self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

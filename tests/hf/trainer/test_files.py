@@ -14,8 +14,18 @@ import torch
 from full_disk import allow
 from journal_cases import written
 from record_cases import record
-from trainer_cases import again, language_model, pad, same, texts, trained, training_arguments
-from trainer_runs import CHANGES, DATA, KEY, run
+from trainer_cases import (
+    PRIVACY,
+    again,
+    classifier,
+    labelled,
+    language_model,
+    pad,
+    same,
+    texts,
+    trained,
+    training_arguments,
+)
 from transformers import TrainerCallback
 
 import dpfunc
@@ -28,6 +38,26 @@ from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import fingerprint
+
+DATA = labelled()
+CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+KEY = dpfunc.insecure_key(11)
+
+
+def run(folder, *, data=DATA, key=None, privacy=PRIVACY, changes=None, **options):
+    arguments = training_arguments(folder, **{**CHANGES, **(changes or {})})
+    return DPTrainer(classifier(), arguments, privacy=privacy, key=key, train_dataset=data, **options)
+
+
+class KillAt(TrainerCallback):
+    """SIGKILL when the private gradients of a step are there and the optimizer has not stepped."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class At(TrainerCallback):
@@ -103,7 +133,7 @@ def uninterrupted(tmp_path_factory):
 def killed(tmp_path_factory):
     """A folder that a process left when it was killed in its step 7 (from 0), after checkpoint 6."""
     folder = tmp_path_factory.mktemp("killed")
-    code = f"from trainer_runs import KEY, KillAt, run\nrun({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
+    code = f"from test_files import KEY, KillAt, run\nrun({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
     child = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=300,
