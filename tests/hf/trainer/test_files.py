@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     code = f"from test_files import KEY, KillAt, run\nrun({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
     child = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert child.returncode == -signal.SIGKILL, child.stderr
