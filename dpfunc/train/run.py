@@ -27,10 +27,9 @@ from dpfunc.distributed.object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
-from dpfunc.hf.trainer.checks import recomputed
 from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import Loss, trainable
-from dpfunc.hf.trainer.settings import refuse_environment
+from dpfunc.hf.trainer.settings import recomputed, refuse_environment
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key

@@ -1,19 +1,17 @@
-"""A model to which the filling of short rows matters is refused before anything is spent."""
+"""A model to which the padding of short rows matters is refused before anything is spent."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from trainer_cases import PRIVACY, classifier, language_model, training_arguments
 from transformers import FNetConfig, FNetForSequenceClassification, XGLMConfig, XGLMForCausalLM
 
 from dpfunc.errors import UnsupportedModel
-from dpfunc.hf.trainer.filling import refuse_filling
+from dpfunc.hf.padding import refuse_padding
 from dpfunc.hf.trainer.trainer import DPTrainer
-
-SMALL = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
 
 
 def texts(lengths):
@@ -26,45 +24,28 @@ def texts(lengths):
 
 def padded(records, side="right", words=False, length=0):
     """Rows of the longest record's length, or of a fixed one; the words themselves as labels, or one label each."""
-    length = length or max(len(record["input_ids"]) for record in records)
-
-    def filled(row, value):
-        short = length - len(row)
-        return pad(row, (short, 0) if side == "left" else (0, short), value=value)
-
     ids = [record["input_ids"] for record in records]
-    return {
-        "input_ids": torch.stack([filled(row, 1) for row in ids]),
-        "attention_mask": torch.stack([filled(torch.ones_like(row), 0) for row in ids]),
-        "labels": torch.stack([filled(row, -100) for row in ids])
-        if words
-        else torch.tensor([record["labels"] for record in records]),
-    }
+    rows = [*ids, torch.zeros(length, dtype=torch.long)]  # the last one only counts for the length
+
+    def together(values, value):
+        return pad_sequence([*values, *rows[len(ids) :]], True, value, side)[: len(ids)]
+
+    labels = together(ids, -100) if words else torch.tensor([record["labels"] for record in records])
+    mask = together([torch.ones_like(row) for row in ids], 0)
+    return {"input_ids": together(ids, 1), "attention_mask": mask, "labels": labels}
 
 
 def fnet():
     torch.manual_seed(0)
-    config = FNetConfig(**SMALL, max_position_embeddings=16, initializer_range=0.5, hidden_dropout_prob=0.1)
+    sizes = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
+    config = FNetConfig(**sizes, max_position_embeddings=16, initializer_range=0.5, hidden_dropout_prob=0.1)
     return FNetForSequenceClassification(config)
 
 
 def xglm():
     torch.manual_seed(0)
-    return XGLMForCausalLM(
-        XGLMConfig(
-            vocab_size=50, d_model=16, num_layers=1, attention_heads=2, ffn_dim=24, max_position_embeddings=16,
-            init_std=0.5,
-        )
-    )  # fmt: skip
-
-
-def train(tmp_path, model, collate, lengths=(3, 4, 9, 5), num_steps=1):
-    trainer = DPTrainer(
-        model, training_arguments(tmp_path, max_steps=num_steps, remove_unused_columns=False), privacy=PRIVACY,
-        train_dataset=texts(lengths * 15), data_collator=collate,
-    )  # fmt: skip
-    trainer.train()
-    return trainer
+    sizes = {"vocab_size": 50, "d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 24}
+    return XGLMForCausalLM(XGLMConfig(**sizes, max_position_embeddings=16, init_std=0.5))
 
 
 MODELS = {
@@ -79,16 +60,17 @@ MODELS = {
 def test_models(tmp_path, name):
     make, options, accepted = MODELS[name]
     model = make()
-
-    def collate(records):
-        return padded(records, **options)
-
+    trainer = DPTrainer(
+        model, training_arguments(tmp_path, max_steps=1, remove_unused_columns=False), privacy=PRIVACY,
+        train_dataset=texts((3, 4, 9, 5) * 15), data_collator=lambda records: padded(records, **options),
+    )  # fmt: skip
     if accepted:
-        assert train(tmp_path, model, collate).ledger.num_steps == 1
+        trainer.train()
+        assert trainer.ledger.num_steps == 1
         assert model.training
     else:
         with pytest.raises(UnsupportedModel, match="gradient of a short row to stay"):
-            train(tmp_path, model, collate)
+            trainer.train()
         assert not (tmp_path / "privacy_journal.jsonl").exists()  # nothing was spent
 
 
@@ -114,21 +96,21 @@ def test_gradients_are_compared(masked, dtype):
         inputs = (batch["input_ids"], batch["attention_mask"])
         return torch.func.functional_call(model, params, inputs).float() * 1e-4 * batch.get("weight", 1.0)
 
-    def weights(records):
-        return torch.tensor([float(record["labels"]) for record in records])  # 0, 1, 0, 1
+    def check(lengths=(3, 9), **column):
+        def collate(records):
+            return {**padded(records), **{name: make(records) for name, make in column.items()}}
 
-    def check(collate=padded, lengths=(3, 9)):
-        refuse_filling(loss_fn, params, model, texts(lengths), collate, dict)
+        refuse_padding(loss_fn, params, model, texts(lengths), collate, dict)
 
     if masked:
         check()
         return
     with pytest.raises(UnsupportedModel, match="of Mean"):
         check()
-    with pytest.raises(UnsupportedModel, match="of Mean"):
-        check(lambda records: {**padded(records), "weight": weights(records)}, (3, 4, 9, 9))  # of 3 has no gradient
-    check(lengths=(9, 9))  # nothing is filled
-    check(lambda records: {**padded(records), "noise": torch.rand(len(records))})  # nothing can be compared
+    with pytest.raises(UnsupportedModel, match="of Mean"):  # the record of 3 has no gradient
+        check((3, 4, 9, 9), weight=lambda records: torch.tensor([float(record["labels"]) for record in records]))
+    check((9, 9))  # nothing is padded
+    check(noise=lambda records: torch.rand(len(records)))  # nothing can be compared
     before = torch.get_rng_state()
-    check(lambda records: {**padded(records), "noise": torch.rand(len(records) - 1).sum().expand(len(records))})
+    check(noise=lambda records: torch.rand(len(records) - 1).sum().expand(len(records)))
     assert torch.equal(torch.get_rng_state(), before)  # also where it draws for several records only
