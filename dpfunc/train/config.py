@@ -37,7 +37,6 @@ PAIRS = ("text_classification", "text_regression")  # tasks that take a second t
 
 # A list of texts. A number among them is a text as well: labels are often 0 and 1.
 Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
-Sizes = tuple[int, ...]
 _Count = Annotated[int, Field(ge=1)]
 _Whole = Annotated[int, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0)]
@@ -103,7 +102,9 @@ class DataSection:
         "Column with the image's path, or a list of paths, from the table's folder (vqa).", "image"
     )
     max_images: _Count = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
-    image_size: Sizes | None = _key("Height and width that images are fitted into, [336, 336]; public (vqa).", None)
+    image_size: tuple[int, ...] | None = _key(
+        "Height and width that images are fitted into, [336, 336]; public (vqa).", None
+    )
     question_column: str = _key("Column with the question (vqa).", "question")
     answer_column: str = _key("Column with the answer (vqa).", "answer")
 
@@ -381,7 +382,7 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
     if kind == "literal_error":
         return _wrong(f"{name} to be one of {problem['ctx']['expected']}", name, problem["input"], "")
     if kind in _OUTSIDE:
-        return _wrong(_limits(_types(place)[str(place[-1])], name), name, problem["input"], "")
+        return _wrong(_limits(place, name), name, problem["input"], "")
     if kind in _KINDS:
         domain, hint = _KINDS[kind]
         return _wrong(domain.replace("{name}", name), name, problem["input"], hint)
@@ -394,25 +395,22 @@ def _wrong(domain: str, name: str, value: object, hint: str) -> InvalidArgument:
     return (wrong_type if hidden else fail)(domain, name, value, hint)
 
 
-def _limits(kind: Any, name: str) -> str:
+def _section(place: Sequence[int | str]) -> Any:
+    """The section of a key; the job for a key at the top."""
+    return get_type_hints(Job)[str(place[0])] if len(place) > 1 else Job
+
+
+def _keys(place: Sequence[int | str]) -> dict[str, str]:
+    """The keys of the section of a key, with their meanings."""
+    return {each.name: each.metadata.get("help", "") for each in dataclasses.fields(_section(place))}
+
+
+def _limits(place: Sequence[int | str], name: str) -> str:
     """The domain of a number, `0 <= NAME < 1`, from the constraints of its type."""
+    kind = get_type_hints(_section(place), include_extras=True)[str(place[-1])]
     number = next(each for each in (kind, *get_args(kind)) if hasattr(each, "__metadata__"))
     limits = {type(limit).__name__: limit for limit in number.__metadata__[0].metadata}
     if number.__origin__ is int:
         return f"an integer {name} >= {limits['Ge'].ge}"
     low = f"{limits['Gt'].gt} <" if "Gt" in limits else f"{limits['Ge'].ge} <="
     return f"{low} {name} < {limits['Lt'].lt if 'Lt' in limits else 'inf'}"
-
-
-def _section(place: Sequence[int | str]) -> Any:
-    """The section of a key; the job for a key at the top."""
-    return get_type_hints(Job)[str(place[0])] if len(place) > 1 else Job
-
-
-def _types(place: Sequence[int | str]) -> dict[str, Any]:
-    return get_type_hints(_section(place), include_extras=True)
-
-
-def _keys(place: Sequence[int | str]) -> dict[str, str]:
-    """The keys of the section of a key, with their meanings."""
-    return {each.name: each.metadata.get("help", "") for each in dataclasses.fields(_section(place))}

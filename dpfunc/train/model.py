@@ -186,7 +186,7 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
 
     Guarantees:
-        tests/cli/test_train.py::test_strategies_train_what_they_say.
+        tests/train/test_model.py::test_strategies_train_what_they_say.
     """
     if job.task == "vqa":
         return _with_strategy(model, job)

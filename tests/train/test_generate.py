@@ -8,10 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from text_job import TOPICS, write_job
+from text_job import TOPICS, run, train, write_job
 
-from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.generate import (
     Sampling,
@@ -44,10 +42,6 @@ LEARNS = [
 ]
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def generate(*arguments, folder="run"):
     options = ["--max-new-tokens", 8, *arguments]
     return run("generate", folder, *options)
@@ -69,7 +63,7 @@ def folder(tmp_path_factory):
             ["--no-dp", "--steps", "1"],
             ["--steps", "1", "--insecure-seed", "303", "--output_dir", "guessable"],
         ):
-            result = run("train", "job.yaml", *flags)
+            result = train(*flags)
             assert result.exit_code == 0, result.output
     return place
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from text_job import rows, write_job
+from text_job import rows, train, write_job
 
 from dpfunc._utils.validation import signed
-from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.config_file import read_job
 from dpfunc.train.dataset import collator, read_records
@@ -26,10 +24,6 @@ from dpfunc.train.tables import read_table, split
 
 UNIT = "one person: all records with the same value of the unit column"
 PEOPLE = ["--unit_column", "author", "--max_records_per_unit", "3"]
-
-
-def train(*arguments):
-    return CliRunner().invoke(main, ["train", "job.yaml", *map(str, arguments)])
 
 
 def write(path, table):
