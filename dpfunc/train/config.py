@@ -206,10 +206,10 @@ class TrainingSection:
         """Optimizer steps over that many records; a part of a step is a step."""
         if self.steps is not None:
             return self.steps
-        return math.ceil(round((self.epochs or 0.0) * dataset_size / required(self.batch_size), 6))
+        return math.ceil(round((self.epochs or 0.0) * dataset_size / _required(self.batch_size), 6))
 
 
-def required(value: int | None) -> int:
+def _required(value: int | None) -> int:
     """A value that the recipe has given where the job did not."""
     if value is None:
         raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
@@ -283,7 +283,7 @@ class Job:
     @property
     def batch_size(self) -> int:
         """Logical batch size of a job to which the recipe has given what was missing."""
-        return required(self.training.batch_size)
+        return _required(self.training.batch_size)
 
 
 _QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."

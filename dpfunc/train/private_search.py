@@ -26,9 +26,9 @@ from dpfunc.train.run import check_job
 from dpfunc.train.run_folder import MODEL, check_folder, write_job
 from dpfunc.train.search import MEANING, Search, evaluate, listed, noisy
 
-SECRET_FOLDER = "search"  # in output_dir, as long as the search is under way: as secret as the data
+_SECRET_FOLDER = "search"  # in output_dir, as long as the search is under way: as secret as the data
 _STATE = "state.json"
-NOT_COVERED_BY_A_SEARCH = (
+_NOT_COVERED_BY_A_SEARCH = (
     "the time that the search took, from which the number of its runs can be guessed",
     "whoever could read the folder while the search was under way: it held the other runs, and the key",
 )
@@ -94,7 +94,7 @@ def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> l
         lines.append(f"Best: {best}; score {record.chosen_score:.4g}, with {noise}.")
         lines.append(f"Saved: {folder}/{MODEL}. The other runs were deleted.")
     lines.append(f"Accounting: {folder}/{RECORD_FILE}.")
-    return [*lines, f"Not covered by epsilon: {'; '.join((*NOT_COVERED_BY_A_SEARCH, *NOT_COVERED[:2]))}."]
+    return [*lines, f"Not covered by epsilon: {'; '.join((*_NOT_COVERED_BY_A_SEARCH, *NOT_COVERED[:2]))}."]
 
 
 def _counted(search: Search) -> tuple[RunCount, Guarantee]:
@@ -108,7 +108,7 @@ def check_search_folder(job: Job, resume: bool) -> None:
     """Check, before a table is read, that a search can begin or go on in the folder of its job."""
     if not resume:
         check_job(job, False, None)
-    elif not (Path(job.output_dir) / SECRET_FOLDER / _STATE).is_file():
+    elif not (Path(job.output_dir) / _SECRET_FOLDER / _STATE).is_file():
         raise CheckpointError(
             f"Expected an interrupted search in {job.output_dir!r}, found none. Begin without --resume."
         )
@@ -135,7 +135,7 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
     """
     job = search.job
     folder = Path(job.output_dir)
-    secret = folder / SECRET_FOLDER
+    secret = folder / _SECRET_FOLDER
     check_search_folder(job, resume)
     with only_process(folder):
         about = {**_about(search), "insecure_seed": insecure_seed}
@@ -163,10 +163,10 @@ def interrupted_search(job: Job) -> str:
     goes_on = "--resume goes on, with the same key and number of runs; or delete the folder."
     if (folder / MODEL).exists() or (folder / RECORD_FILE).exists():
         return f"Interrupted while the best run was released: the whole budget counts as spent. {goes_on}"
-    if not (folder / SECRET_FOLDER / _STATE).is_file():
+    if not (folder / _SECRET_FOLDER / _STATE).is_file():
         return "Interrupted before the first run: nothing was spent."
     return (
-        f"Interrupted. Nothing was released, so nothing was spent, unless somebody reads {folder / SECRET_FOLDER}: "
+        f"Interrupted. Nothing was released, so nothing was spent, unless somebody reads {folder / _SECRET_FOLDER}: "
         f"keep it as secret as the data. {goes_on}"
     )
 
@@ -213,10 +213,10 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         dataset_size=search.size,
         dataset_size_is=SIZES[search.job.privacy.dp_dataset_size is not None],
         versions=versions(),
-        not_covered=(*([EXACT_SIZE] if publishes_size else []), *NOT_COVERED_BY_A_SEARCH, *NOT_COVERED),
+        not_covered=(*([EXACT_SIZE] if publishes_size else []), *_NOT_COVERED_BY_A_SEARCH, *NOT_COVERED),
     )
     if state.candidate is not None and state.slot is not None:
-        _copy_contents(folder / SECRET_FOLDER / state.slot / MODEL, folder / MODEL)
+        _copy_contents(folder / _SECRET_FOLDER / state.slot / MODEL, folder / MODEL)
         filled = dataclasses.replace(search.candidates[state.candidate].prepared.job, output_dir=search.job.output_dir)
         write_job(search.job, filled, {}, folder, insecure_seed)
     replace_file(folder / RECORD_FILE, record.to_json() + "\n")

@@ -55,6 +55,8 @@ LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 # Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
 LOSSES = {task: "sequence_classification" if task in PAIRS else task for task in STRATEGIES}
+# Settings that have the same name in TrainingArguments.
+_SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
 NOT_COVERED = (
@@ -282,23 +284,17 @@ def training_arguments(prepared: Prepared) -> Any:
         return TrainingArguments(
             output_dir=job.output_dir,
             max_steps=prepared.num_steps,
-            learning_rate=training.learning_rate,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulated,
             per_device_eval_batch_size=job.physical_batch_size,
             optim=training.optimizer,
-            weight_decay=training.weight_decay,
             lr_scheduler_type=training.scheduler,
-            warmup_steps=training.warmup_steps,
-            seed=training.seed,
             eval_strategy="steps" if evaluates else "no",
             eval_steps=training.eval_steps if evaluates else None,
             save_strategy="steps",
-            save_steps=training.save_steps,
             save_total_limit=training.keep_checkpoints,
-            logging_steps=training.logging_steps,
             report_to="none" if training.report_to is None else list(training.report_to),
-            bf16=training.bf16,
+            **{name: getattr(training, name) for name in _SAME_NAME},
             **checkpointing,
             remove_unused_columns=False,
             use_cpu=not torch.accelerator.is_available(),

@@ -138,7 +138,7 @@ def test_features_are_of_each_text_alone():
 
 
 BAD = {
-    "no file": (["--data", "nowhere.csv"], "which does not exist"),
+    "no file": (["--data", "nowhere.csv"], "No such file"),
     "delta": (["--delta", "0.5"], "Expected delta < 1 / dataset_size"),
 }
 
@@ -154,9 +154,12 @@ def test_bad_options_of_authors_are_explained(example, table, name):
 
 def test_a_row_without_an_author_is_named(example, tmp_path):
     path = tmp_path / "x.csv"
-    path.write_text("author,text,label\na,t,1\n,t,0\n")
-    result = invoke(example, "--data", path)
-    assert "Expected an author, a text and a label 0 or 1 in row 2 of x.csv" in result.output
+    for row, message in (
+        (",t,0", "Expected a person in the column 'author' in row 2"),
+        ("a,t,2", "a label 0 or 1 in row 2"),
+    ):
+        path.write_text(f"author,text,label\na,t,1\n{row}\n")
+        assert message in " ".join(invoke(example, "--data", path).output.split())
 
 
 def test_the_committed_results_of_authors_are_within_budget():
