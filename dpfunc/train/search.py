@@ -119,11 +119,14 @@ def prepare_search(
     if not job.privacy.dp_enabled or job.privacy.dp_epsilon is None:
         whose = "the whole search" if public is None else "the private run"
         raise fail(f"dp_epsilon, the budget of {whose}", "dp_epsilon", job.privacy.dp_epsilon)
+    processing = load_processing(job)
     if public is None:
         _check_private(job)
         positive("score_noise", score_noise)
-    processing = load_processing(job)
-    records, size = _private_records(job, processing) if public is None else _public_records(job, public, processing)
+        records = read_records(job, processing)
+        size = job.privacy.public_size(len(records.train))
+    else:
+        records, size = _public_records(job, public, processing)
     earlier = read_spent(job.data.spent)
     check_spent_units(job)
     found = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
@@ -161,12 +164,6 @@ def _check_private(job: Job) -> None:
         )
     if job.privacy.dp_log_unreleased:
         raise fail("no dp_log_unreleased for --private", "dp_log_unreleased", True)
-
-
-def _private_records(job: Job, processing: Any) -> tuple[Records, int]:
-    """The records of the job, and the number of them that the plan publishes."""
-    records = read_records(job, processing)
-    return records, job.privacy.public_size(len(records.train))
 
 
 def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, int]:

@@ -18,6 +18,7 @@ from dpfunc.checkpoint import make_record
 from dpfunc.checkpoint.journal import Journal
 
 Rows = dict[str, Tensor]
+TWIN = "accuracy of the non-private twin, which was trained on the same records"
 
 
 @dataclass(frozen=True)
@@ -160,5 +161,6 @@ def train_private(
         if state.step % max(1, plan.num_steps // 8) == 0 or state.step == state.limit:
             curve.append((state.step, accuracy(task, params, task.validation)))
             checkpoint()
+    not_covered = [*not_covered, *([TWIN] if twin is not None else [])]
     record = make_record(dp_step, state, unit=unit, not_covered=not_covered)
     return Run({n: p.detach() for n, p in params.items()}, state, curve, spent, norms, record, twin)

@@ -38,7 +38,6 @@ HEAD = r"^head\."
 # would drown in their noise otherwise.
 LORA_BOUND = 0.3
 LORA_RATE = 0.1
-TWIN = "accuracy of the non-private twin, which was trained on the same texts"
 VALIDATION = "validation and test texts, which are held out: the curve and the table show accuracy on them"
 
 
@@ -210,17 +209,17 @@ def phases(
 
     def private(name: str, task: Task, own: dpfunc.Plan, **options: Any) -> tuple[str, Task, Rows, Run]:
         secret = dpfunc.fold_in(key, "head" if task is head else "lora")
-        run = train_private(name, task, own, lr, secret, processes, unit="one text", **options)
+        run = train_private(
+            name, task, own, lr, secret, processes, unit="one text", not_covered=[VALIDATION], **options
+        )  # fmt: skip
         return name, task, run.params, run
 
     if not resume and processes.writes:  # the others wait
         yield plain
     if not resume:
-        yield lambda: private("DP head only", head, plan, not_covered=[VALIDATION])
-    yield lambda: private(
-        "DP-LoRA", lora, with_groups(plan, lora.params), folder=folder, resume=resume, twin=twin[0] if twin else None,
-        not_covered=[VALIDATION, *([TWIN] if twin else [])],
-    )  # fmt: skip
+        yield lambda: private("DP head only", head, plan)
+    groups = with_groups(plan, lora.params)
+    yield lambda: private("DP-LoRA", lora, groups, folder=folder, resume=resume, twin=twin[0] if twin else None)
 
 
 def notes(data: TextData, journalled: dpfunc.Ledger) -> list[str]:
