@@ -25,15 +25,14 @@ from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_facto
 from dpfunc.clipping.groups import Partition, partition
 from dpfunc.distributed.processes import FullNorms
 from dpfunc.engines.draws import first_row
+from dpfunc.engines.explain import automatic_size
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
+from dpfunc.engines.guards.kept_state import refuse_counting
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.loss import uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines.guards.parameters import check_params
-from dpfunc.engines.guards.python_state import refuse_counting
 from dpfunc.engines.loop import state_before
-from dpfunc.engines.marks import ReadTogether
-from dpfunc.engines.microbatch import automatic_size
-from dpfunc.engines.numerics import accumulation_dtype, exact
+from dpfunc.engines.numerics import ReadTogether, accumulation_dtype, exact
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap_grad import Grouped, vmap
 from dpfunc.errors import InvalidArgument, OutOfMemory

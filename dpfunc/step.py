@@ -24,9 +24,8 @@ from dpfunc.clipping.groups import partition
 from dpfunc.distributed.collective_step import processes_of
 from dpfunc.distributed.processes import Processes, Rows, StepCall
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines.by_name import engine_of
 from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
-from dpfunc.engines.vmap_grad import Decision
+from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch
 from dpfunc.noise import Mechanism, gaussian
 from dpfunc.noise.streams import drawn_by_free_cores

@@ -21,7 +21,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.distributed.reduce import scattered
 from dpfunc.engines.ghost import Ghost
 from dpfunc.engines.guards.lockstep import is_independent
-from dpfunc.engines.guards.scope import until_backward
+from dpfunc.engines.guards.loss import until_backward
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import fsdp_parts, managed, recovered, refuse_communication
