@@ -1,17 +1,22 @@
-"""Rates of a projector on validation data: `python -m benchmarks.recipes.projector`.
+"""A projector by its recipe: rates on validation data, and test images: `python -m benchmarks.recipes.projector`.
 
 As in LLaVA, a trained projector turns the output of a frozen vision network into tokens of a frozen language model:
 four visual tokens of EfficientNet-Lite0 (examples/vqa/vision.py), one linear layer or two with GELU, and the highest
 layer of all-MiniLM-L6-v2. The mean of its outputs is compared with the sentence vectors of the classes ("a photo of a
 shirt"), as that model compares sentences; nothing but the projector is trained. Images: those of easy-VQA of which
 questions tell both colour and form, which are the classes; and 3,500 each of Fashion-MNIST and MNIST. 70 % are for
-training, the rest for validation. `projector_apart.py` reads other images.
+training, the rest for validation.
+
+With `--apart`, accuracies on other images: of the most frequent class; of the best of `PLAIN` without clipping and
+noise; of the best private run of a grid (`RATES` x `SCHEDULES`), which epsilon does not count, both chosen on
+validation data; and of the recipe, with seeds, and nothing chosen. The test part is read at the end of each run, and
+nowhere else.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +28,27 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.pages import row
-from benchmarks.recipes.__main__ import accuracy, delta_of, train_private
+from benchmarks.recipes.__main__ import (
+    EPSILON,
+    SEEDS,
+    accuracy,
+    delta_of,
+    facts_of,
+    plan_of,
+    spread,
+    train_private,
+)  # fmt: skip
 from benchmarks.recipes.data import FOLDER, ROOT, Part, examples, mean_states, mnist_pixels, pixels
 from benchmarks.recipes.rules import MULTIPLES
+from benchmarks.results import FOLDER as RESULTS
+from benchmarks.results import keep, row, rows_of
 from dpfunc.recipes import Recipe, recipe
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_projector.json"
-EPSILONS = (3.0,)
-SEEDS = 1
+RESULT, APART = RESULTS / "recipes_projector.json", RESULTS / "recipes_projector_apart.json"
+PLAIN = (3e-4, 1e-3, 3e-3)
+RATES = (3e-3, 1e-2, 3e-2, 1e-1)
+SCHEDULES = ((0.16, 40), (0.5, 100))  # sampling probability, number of steps
+REFERENCES = ("majority", "non_private", "tuned", "tuned_settings", "tuned_validation")
 IMAGES, SHARE = 3500, 0.7  # of a data set, and of them for training
 SHARPNESS = 20.0  # of cosines of sentence vectors, as in the training of this language model
 CLOTHES = (
@@ -83,6 +100,9 @@ class Images:
     test_pixels: Tensor
     test_y: Tensor
     names: list[str]
+
+
+Start = Callable[[int], Reader]  # makes a model of a seed
 
 
 def shapes() -> Images:
@@ -165,37 +185,73 @@ def without_privacy(module: nn.Module, part: Part, rate: float, steps: int = 300
     return module
 
 
-def recipe_of(module: Reader, n: int, epsilon: float) -> Recipe:
+def recipe_of(module: Reader, n: int) -> Recipe:
     """The recipe of the projector of a model for n images."""
     size = sum(p.numel() for p in module.projector.parameters())
-    return recipe("projector", dataset_size=n, num_parameters=size, epsilon=epsilon, delta=delta_of(n))
+    return recipe("projector", dataset_size=n, num_parameters=size, epsilon=EPSILON, delta=delta_of(n))
 
 
-def measure(start: Callable[[int], Reader], train: Part, validation: Part, seeds: int) -> Iterator[dict[str, Any]]:
-    """Accuracies at multiples of the recipe's rate, for each epsilon; `start` makes a model from a seed."""
-    plain = [without_privacy(start(0), train, rate) for rate in (3e-4, 1e-3, 3e-3)]
+def rates(start: Start, train: Part, validation: Part, seeds: int) -> dict[str, Any]:
+    """Accuracies at multiples of the recipe's rate."""
+    plain = [without_privacy(start(0), train, rate) for rate in PLAIN]
     best = max(accuracy(module, validation, 1.0) for module in plain)
-    for epsilon in EPSILONS:
-        found = recipe_of(start(0), len(train.y), epsilon)
-        plan, accuracies = found.plan(), []
-        for multiple in MULTIPLES:
-            rate = multiple * found.learning_rate
-            runs = [train_private(start(seed), train, 1.0, plan, rate) for seed in range(seeds)]
-            accuracies.append(sum(accuracy(run, validation, 1.0) for run in runs) / seeds)
-        yield {
-            "epsilon": epsilon, "parameters": found.num_parameters, "noise_to_signal": found.noise_to_signal,
-            "rate": found.learning_rate, "multiples": MULTIPLES, "non_private": best, "validation": accuracies,
-        }  # fmt: skip
+    found = recipe_of(start(0), len(train.y))
+    plan, accuracies = found.plan(), []
+    for multiple in MULTIPLES:
+        rate = multiple * found.learning_rate
+        runs = [train_private(start(seed), train, 1.0, plan, rate) for seed in range(seeds)]
+        accuracies.append(sum(accuracy(run, validation, 1.0) for run in runs) / seeds)
+    return {
+        "epsilon": EPSILON, "parameters": found.num_parameters, "noise_to_signal": found.noise_to_signal,
+        "rate": found.learning_rate, "multiples": MULTIPLES, "non_private": best, "validation": accuracies,
+    }  # fmt: skip
+
+
+def references(start: Start, train: Part, validation: Part, test: Part) -> dict[str, Any]:
+    """What the recipe is compared with."""
+    plain = [without_privacy(start(0), train, rate) for rate in PLAIN]
+    settings = [{"lr": rate, "q": q, "steps": steps} for q, steps in SCHEDULES for rate in RATES]
+    grid = [
+        train_private(start(0), train, 1.0, plan_of(len(train.y), each["q"], each["steps"]), each["lr"])
+        for each in settings
+    ]
+    reference = max(plain, key=lambda module: accuracy(module, validation, 1.0))
+    scores = [accuracy(module, validation, 1.0) for module in grid]
+    best = scores.index(max(scores))
+    return {
+        "majority": float((test.y == train.y.mode().values).float().mean()),
+        "non_private": accuracy(reference, test, 1.0), "tuned": accuracy(grid[best], test, 1.0),
+        "tuned_settings": settings[best], "tuned_validation": scores,
+    }  # fmt: skip
+
+
+def apart(start: Start, parts: tuple[Part, Part, Part], seeds: int, known: dict[str, Any] | None) -> dict[str, Any]:
+    """All accuracies on the test part; with known references, the recipe's alone."""
+    started, (train, validation, test) = time.perf_counter(), parts
+    compared = references(start, train, validation, test) if known is None else {key: known[key] for key in REFERENCES}
+    found = recipe_of(start(0), len(train.y))
+    models = [
+        train_private(start(seed), train, 1.0, found.plan(), found.learning_rate) for seed in range(100, 100 + seeds)
+    ]
+    tests = [accuracy(model, test, 1.0) for model in models]
+    return {"n": len(train.y), "test": len(test.y), **compared, **facts_of(found, tests, started)}
 
 
 def line(result: dict[str, Any]) -> str:
-    """One row of the table in docs/recipes.md."""
+    """One row of the table of rates in docs/recipes.md."""
     cells = [
-        result["data"], str(result["layers"]), f"{result['epsilon']:g}", str(result["parameters"]),
+        result["data"], result["layers"], f"{result['epsilon']:g}", result["parameters"],
         f"{result['noise_to_signal']:.3f}", f"{result['rate']:.3g}", f"{result['non_private']:.3f}",
         *(f"{value:.3f}" for value in result["validation"]),
     ]  # fmt: skip
     return row(cells)
+
+
+def line_apart(result: dict[str, Any]) -> str:
+    """One row of the table of test images in docs/recipes.md."""
+    values = [f"{result[key]:.3f}" for key in ("noise_to_signal", "majority", "non_private", "tuned")]
+    facts = [result["data"], result["layers"], result["n"], result["parameters"]]
+    return row([*facts, *values, spread(result["recipe"])])
 
 
 def starts(classes: list[str], width: int) -> Callable[[bool, int], Reader]:
@@ -209,27 +265,42 @@ def starts(classes: list[str], width: int) -> Callable[[bool, int], Reader]:
     return partial(Reader, encoder, texts, width)
 
 
+def place(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of a result in its file."""
+    return result["data"], result["layers"], result["epsilon"]
+
+
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
+@click.option("--apart", "reads_test", is_flag=True, help="Test images, instead of rates.")
 @click.option("--layers", type=click.Choice(["1", "2"]), multiple=True, help="Both by default.")
-@click.option("--seeds", type=int, default=SEEDS, help="Runs of each.")
-@click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
-def main(names: tuple[str, ...], layers: tuple[str, ...], seeds: int, out: Path) -> None:
+@click.option("--seeds", type=int, help=f"Runs of each: 1 at each rate, {SEEDS} of the recipe on test images.")
+@click.option("--keep-references", is_flag=True, help="Of test images, measure the recipe alone.")
+@click.option("--out", type=click.Path(path_type=Path), help="File of the results.")
+def main(
+    names: tuple[str, ...], reads_test: bool, layers: tuple[str, ...], seeds: int | None, keep_references: bool,
+    out: Path | None,
+) -> None:  # fmt: skip
     """Measure, print, and keep the results; others in the file stay."""
     examples()
-    console = Console(width=200)
     torch.set_num_threads(1)
+    file = out or (APART if reads_test else RESULT)
     for name in names or tuple(SETS):
         images = SETS[name]()
         train, validation = parts(name, images)
-        start = starts(images.names, train.x.shape[-1])
+        make = starts(images.names, train.x.shape[-1])
         for form in layers or ("1", "2"):
-            for result in measure(partial(start, form == "2"), train, validation, seeds):
-                kept = json.loads(out.read_text("utf-8")) if out.exists() else []
-                known = {(old["data"], old["layers"], old["epsilon"]): old for old in kept}
-                known[name, int(form), result["epsilon"]] = {"data": name, "layers": int(form), **result}
-                console.print(line(known[name, int(form), result["epsilon"]]))
-                out.write_text(json.dumps([known[key] for key in sorted(known)], indent=1) + "\n", "utf-8")
+            about = {"data": name, "layers": int(form), "epsilon": EPSILON}
+            start = partial(make, form == "2")
+            if reads_test:
+                test = Part(features(f"{name}-test", images.test_pixels), images.test_y)
+                known = next((old for old in rows_of(file) if place(old) == place(about)), None)
+                every = (train, validation, test)
+                result = {**about, **apart(start, every, seeds or SEEDS, known if keep_references else None)}
+            else:
+                result = {**about, **rates(start, train, validation, seeds or 1)}
+            Console(width=200).print((line_apart if reads_test else line)(result))
+            keep(file, result, place)
 
 
 if __name__ == "__main__":

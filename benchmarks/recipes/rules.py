@@ -9,7 +9,7 @@ same file that are in no other part.
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ import click
 import torch
 from rich.console import Console
 
-from benchmarks.pages import row
 from benchmarks.recipes import closed
 from benchmarks.recipes.__main__ import accuracy, network, recipe_of
 from benchmarks.recipes.data import SETS, Data, Part, images, load
+from benchmarks.results import FOLDER, keep, row
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_rules.json"
-BATCHES = RESULT.with_name("recipes_batches.json")
+RESULT, BATCHES = FOLDER / "recipes_rules.json", FOLDER / "recipes_batches.json"
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 EPSILONS = (3.0, 1.0)
 PROBS = (0.1, 0.25, 0.5)
@@ -86,6 +85,11 @@ def loaded(name: str) -> Data:
     return dataclasses.replace(data, validation=Part(*images(5000, 11000))) if name == "fashion-5k" else data
 
 
+def place(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of a result in its file: strategies, then data sets in the order of their table, then large budgets."""
+    return result.get("strategy", ""), list(SETS).index(result["data"]), -result["epsilon"]
+
+
 @click.command(help=__doc__)
 @click.option("--strategy", type=click.Choice(["full", "head"]), multiple=True, help="All by default.")
 @click.option("--batches", is_flag=True, help="Measure the batches of networks instead of rates.")
@@ -94,23 +98,17 @@ def main(strategy: tuple[str, ...], batches: bool, out: Path | None) -> None:
     """Measure, print, and write the results."""
     console = Console(width=200)
     torch.set_num_threads(1)
-    if batches:
-        results = []
-        for name in FULL:
-            results.append(measure_batches(loaded(name)))
-            console.print(line_of_batches(results[-1]))
-            (out or BATCHES).write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-        return
-    file = out or RESULT
-    known = {(each["data"], each["strategy"], each["epsilon"]): each for each in json.loads(file.read_text("utf-8"))}
+    for name in FULL if batches else ():
+        result = measure_batches(loaded(name))
+        console.print(line_of_batches(result))
+        keep(out or BATCHES, result, place)
     names = {"full": FULL, "head": [name for name in SETS if SETS[name][1]]}
-    for each in strategy or ("full", "head"):
+    for each in () if batches else strategy or ("full", "head"):
         for name in names[each]:
             for epsilon in EPSILONS:
                 result = measure(loaded(name), each, epsilon)
-                known[name, each, epsilon] = result
                 console.print(line(result))
-                file.write_text(json.dumps([*known.values()], indent=1) + "\n", "utf-8")
+                keep(out or RESULT, result, place)
 
 
 if __name__ == "__main__":
