@@ -159,6 +159,11 @@ def rows(cases: Mapping[str, Any]) -> list[list[str]]:
     return lines
 
 
+def tables(cases: Mapping[str, Any]) -> dict[str, str]:
+    """Of the guide."""
+    return {"processes": markdown(HEADS, rows(cases))}
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--cases", default="w1,w2n", help="Names of benchmarks.engines.cases, with commas.")
 @click.option("--processes", default="1,2", help="Numbers of processes, with commas.")
@@ -176,7 +181,7 @@ def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out:
                 found[f"{case} x {size}"] = measure(case, size, rounds, device, quick)
             console.print(show(f"{case} x {size}", found[f"{case} x {size}"]))
     write(out, {"rounds": rounds, "device": device, "quick": quick, "cases": found}, device=device)
-    fill(document, {"processes": markdown(HEADS, rows(found))})
+    fill(document, tables(found))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Contestant(NamedTuple):
     Args:
         step: one step. sums: numpy arrays by name, of what a step returned, that are compared with the truth.
         clear: what is dropped after a step, outside of its time. memory: measures a step that torch does not see.
-        facts: for the result file.
+        facts: for the result file. answer: to a question, where there is no step to take.
     """
 
     step: Callable[[], Any]
@@ -64,6 +64,7 @@ class Contestant(NamedTuple):
     clear: Callable[[], object] = lambda: None
     memory: Callable[[], dict[str, float]] | None = None
     facts: Mapping[str, Any] = {}
+    answer: Callable[[str], dict[str, Any]] | None = None
 
 
 class Allocated(NamedTuple):
@@ -231,8 +232,8 @@ class Process:
             said = self.errors.read().strip().splitlines() or ["nothing was said; perhaps there was no memory left"]
             raise Failed(f"RuntimeError: the process ended with code {self.process.returncode}: {said[-1][:150]}")
         found = json.loads(line)
-        if "error" in found:
-            raise Failed(found["error"])
+        if "failed" in found:
+            raise Failed(found["failed"])
         return found
 
     def ask(self, command: str) -> dict[str, Any]:
@@ -372,7 +373,7 @@ def memory_of(spec: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Commands to a contestant: `step`, `sums FILE` and `memory`."""
+    """Commands to a contestant: `step`, `sums FILE`, `memory`, and `answer QUESTION`."""
 
     def __init__(self, spec: Spec) -> None:
         self.device = spec.get("device", "cpu")
@@ -394,6 +395,10 @@ class Server:
         found = timed(self.contestant.step, self.device)
         self.contestant.clear()
         return found
+
+    def answer(self, question: str) -> dict[str, Any]:
+        """What the contestant says."""
+        return self.contestant.answer(question)
 
     def sums(self, file: str) -> dict[str, float]:
         """Write the sums of a step; its seconds."""
@@ -438,9 +443,9 @@ def serve(spec: Spec) -> None:
         try:
             found = command()
         except Exception as error:  # noqa: BLE001  (a contestant may fail in any way; that is its result)
-            found = {"error": reason(error)}
+            found = {"failed": reason(error)}
         print(json.dumps(found), file=answers, flush=True)
-        return "error" not in found
+        return "failed" not in found
 
     servers: list[Server] = []
 

@@ -52,6 +52,12 @@ class Case:
         """Unique, for `--only` and `--append`."""
         return "/".join((self.field, self.family, self.trained, self.mode, self.padding))
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a row of the result says first."""
+        names = ("field", "family", "trained", "mode", "padding")
+        return {"case": self.name, "model": "", **{name: getattr(self, name) for name in names}}
+
 
 def cases_of(
     field: str, family: str, subject: Callable[[], Subject], variants: Iterable[str], padding: str = "none"
