@@ -186,3 +186,13 @@ def plain_net(make: Callable[[], nn.Module], loss: Callable[..., Tensor], **batc
 
 def class_loss(call: Callable[..., Tensor], batch: Batch) -> Tensor:
     return F.cross_entropy(call(batch["x"]), batch["y"], reduction="none")
+
+
+def lambda_net(parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """Make a module of named parts; `run(parts, *inputs)` is its forward pass."""
+
+    class Net(nn.ModuleDict):
+        def forward(self, *inputs: Tensor, **options: Any) -> Any:
+            return run(self, *inputs, **options)
+
+    return lambda: Net(dict(parts()))
