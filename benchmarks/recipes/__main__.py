@@ -34,10 +34,11 @@ from torch.utils.data import TensorDataset
 import dpfunc
 from benchmarks.recipes import closed
 from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
-from benchmarks.results import FOLDER, keep, row, rows_of
+from benchmarks.results import DOCS, FOLDER, fill, keep, row, rows_of
 from dpfunc.recipes import Recipe, recipe
 
-RESULT = FOLDER / "recipes.json"
+RESULT, PAGE = FOLDER / "recipes.json", DOCS / "recipes.md"
+HEADS = ("data", "strategy", "n", "parameters", "r", "majority", "non-private", "tuned", "plain", "recipe")
 EPSILON = 3.0
 SEEDS = 5
 STEPS = 100
@@ -203,6 +204,20 @@ def jobs(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, "head") for name in wanted] + [(name, "full") for name in wanted if name in FULL]
 
 
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Of docs/recipes.md: data sets on which the rules were chosen, and those that were kept apart."""
+    lines = {
+        "dev": [line(each) for each in results if each["chosen_on"]],
+        "apart": [line(each) for each in results if not each["chosen_on"]],
+    }
+    return {name: table(HEADS, found) for name, found in lines.items()}
+
+
+def table(heads: Sequence[str], lines: Sequence[str]) -> str:
+    """Lines under their heads."""
+    return "\n".join([row(heads), "|---" * len(heads) + "|", *lines])
+
+
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
 @click.option("--strategy", type=click.Choice(list(RATES)), multiple=True, help="All by default.")
@@ -221,6 +236,8 @@ def main(names: tuple[str, ...], strategy: tuple[str, ...], keep_references: boo
         result = measure(name, each, known[name, each] if keep_references else None)
         console.print(line(result))
         keep(out, result, place)
+        if out == RESULT:
+            fill(PAGE, tables(rows_of(out)))
 
 
 if __name__ == "__main__":

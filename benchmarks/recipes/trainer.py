@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from benchmarks.recipes.__main__ import EPSILON, SEEDS, delta_of, spread
+from benchmarks.recipes.__main__ import EPSILON, PAGE, SEEDS, delta_of, spread, table
 from benchmarks.recipes.data import ROOT, SHARES, Part, examples, load, reviews
-from benchmarks.results import FOLDER, keep, row
+from benchmarks.results import FOLDER, fill, keep, row, rows_of
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.dataset import PadRight
@@ -39,6 +39,7 @@ from dpfunc.train.metrics import classification
 from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
 
 RESULT = FOLDER / "recipes_trainer.json"
+HEADS = ("data", "strategy", "way", "tokens", "n", "parameters", "rate of head", "majority", "recipe", "runs")
 STRATEGIES = ("head", "lora")
 WAYS = ("dpfunc train", "DPTrainer")
 LENGTH = {"rotten": 64, "bbc": 96}  # tokens
@@ -209,6 +210,11 @@ def place(result: dict[str, Any]) -> tuple[str, ...]:
     return result["data"], result["strategy"], result["way"], str(result["settings"]["max_length"])
 
 
+def tables(results: list[dict[str, Any]]) -> dict[str, str]:
+    """Of docs/recipes.md."""
+    return {"way": table(HEADS, [line(each) for each in results])}
+
+
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1)
 @click.option("--strategy", type=click.Choice(STRATEGIES), multiple=True, help="All by default.")
@@ -228,6 +234,8 @@ def main(
             for result in results(name, each, way or WAYS, seeds, max_length):
                 console.print(line(result))
                 keep(out, result, place)
+                if out == RESULT:
+                    fill(PAGE, tables(rows_of(out)))
 
 
 def results(

@@ -1,8 +1,7 @@
-"""What a private step needs on many GPUs, from published shapes: memory, traffic, operations, and seconds.
+"""What a private step needs on many GPUs, from published shapes: bytes on a GPU, and bytes that it sends.
 
 A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/vmap_grad.py`,
-`dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own. Seconds
-come from figures that are named as assumptions.
+`dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own.
 """
 
 from __future__ import annotations
@@ -258,11 +257,6 @@ def activations(job: Job) -> int:
     return (blocks if job.checkpointing else job.shape.layers * block) + LOSS * job.tokens * job.shape.vocabulary
 
 
-def norm_operations(positions: int, p: int, d: int) -> int:
-    """Operations for the norm of one sample's gradient from its factors: the ghost norm, or a product."""
-    return 2 * positions * (positions * (p + d) if matrix_costs(positions, p, d).ghost_pays else p * d)
-
-
 def formed(job: Job) -> list[bool]:
     """Of each trained matrix: whether per-sample gradients are formed, or both sides of the products kept.
 
@@ -362,26 +356,6 @@ def peak(job: Job) -> int:
     return held + max(found["computing"], found["releasing"])
 
 
-@dataclass(frozen=True)
-class Assumed:
-    """Not measured here: data sheet and rule of thumb.
-
-    Args:
-        flops: dense bfloat16 peak of one H100 or H200 (data sheet). utilisation: share of it that training reaches.
-        float32_flops: peak without tensor cores, in which norms and weighted sums are computed.
-        inside, between: bytes a second that a GPU sends to others in its node (NVLink, 900 GB/s both ways) and in
-            other nodes (one 400 Gb/s adapter). node: GPUs in a node. threads: CPU threads for noise on each GPU's rank.
-    """
-
-    flops: float = 989e12
-    utilisation: float = 0.4
-    float32_flops: float = 67e12
-    inside: float = 450e9
-    between: float = 50e9
-    node: int = 8
-    threads: int = 8
-
-
 def all_reduce(num_bytes: float, ranks: int) -> float:
     """Bytes that each rank of a ring sends to add up a message."""
     return 2 * num_bytes * (ranks - 1) / ranks
@@ -429,56 +403,6 @@ def sent(job: Job) -> dict[str, float]:
     }
 
 
-def noise_numbers(job: Job) -> int:
-    """Numbers of noise that one rank draws in a step: all of them, or its tiles."""
-    return job.trained_held
-
-
-def sample_flops(job: Job) -> dict[str, float]:
-    """Operations for one record, over all ranks that work on it; attention itself, a few per cent, is left out.
-
-    - model: forward 2P a token, its repetition by checkpointing 2P, and backward 2P to the activations; ghost runs
-      repetition and backward twice, vmap repeats nothing and forms gradients in the precision of the model.
-    - norms and sums: in float32. Of gradients that were formed, two operations a number; else from the factors, the
-      norm as the engine's rule says and the sum with 2 a trained number and token.
-    """
-    per_token = 2.0 * job.shape.parameters
-    passes = {"vmap": 2, "auto": 3, "ghost": 5}[job.engine]
-    model, norms, sums = passes * per_token * job.length, 0.0, 0.0
-    for matrix, dense in zip(trained_matrices(job), formed(job), strict=True):
-        product = 2.0 * job.length * matrix.numbers * job.layout.tensor
-        if job.engine == "vmap":
-            model += product
-        elif dense:
-            norms += product
-        else:
-            norms += norm_operations(job.length, matrix.outputs, matrix.inputs) * job.layout.tensor
-        sums += 2.0 * matrix.numbers * job.layout.tensor if dense else product
-    return {"model": model, "norms": norms, "sums": sums}
-
-
-def seconds(job: Job, noise_rate: float, assumed: Assumed | None = None) -> dict[str, float]:
-    """Seconds of a step of the expected size, by what they are for; nothing overlaps.
-
-    Args:
-        noise_rate: numbers a second that one thread draws; measured. assumed: everything else.
-    """
-    given = Assumed() if assumed is None else assumed
-    records = job.expected_batch / job.gpus
-    flops = sample_flops(job)
-    line = given.inside if job.gpus <= given.node else given.between
-    bytes_sent = sent(job)
-    in_node = bytes_sent["activations"] + bytes_sent["norms"]
-    return {
-        "model": records * flops["model"] / (given.flops * given.utilisation),
-        "norms and sums": records * (flops["norms"] + flops["sums"]) / (given.float32_flops * given.utilisation),
-        "frozen parameters": bytes_sent["frozen parameters"] / line,
-        "activations (TP)": in_node / given.inside,
-        "trained parameters and sums": (bytes_sent["trained parameters"] + bytes_sent["sums"]) / line,
-        "noise": noise_numbers(job) / (noise_rate * given.threads),
-    }
-
-
 def jobs() -> Iterator[tuple[str, str, str, Job]]:
     """`(model, tuning, layout, job)` of each combination that exists."""
     for model, shape in MODELS.items():
@@ -496,30 +420,22 @@ def fits(num_bytes: float) -> int | None:
     return next((size for size in CAPACITIES if num_bytes <= (1 - RESERVE) * size * 1e9), None)
 
 
-def record(model: str, tuning: str, layout: str, job: Job, noise_rate: float) -> dict[str, Any]:
-    """One job: bytes on a GPU, bytes that it sends, numbers that it draws, and seconds."""
+def record(model: str, tuning: str, layout: str, job: Job) -> dict[str, Any]:
+    """One job: bytes on a GPU, and bytes that it sends."""
     return {
         "model": model, "tuning": tuning, "layout": layout, "gpus": job.gpus, "engine": job.engine,
         "microbatches": job.microbatches, "bytes": {**parts(job), "peak": peak(job)}, "fits": fits(peak(job)),
-        "sent": sent(job), "noise_numbers": noise_numbers(job), "seconds": seconds(job, noise_rate),
+        "sent": sent(job),
     }  # fmt: skip
 
 
-def modelled(noise_rate: float) -> dict[str, Any]:
-    """The part of the result file that is computed and not measured.
-
-    Args:
-        noise_rate: measured numbers a second of one thread, from which the seconds of noise follow.
-    """
+def modelled() -> dict[str, Any]:
+    """What the result file holds."""
     models = {
         name: {**asdict(shape), "parameters": shape.parameters, "lora": shape.lora_parameters(RANK)}
         for name, shape in MODELS.items()
     }
     example = next(jobs())[3]
     work = {"length": example.length, "microbatch": example.microbatch, "expected_batch": example.expected_batch}
-    return {
-        "work": {**work, "lora_rank": RANK, "reserve": RESERVE},
-        "assumed": asdict(Assumed()),
-        "models": models,
-        "jobs": [record(*each, noise_rate) for each in jobs()],
-    }
+    work |= {"lora_rank": RANK, "reserve": RESERVE}
+    return {"work": work, "models": models, "jobs": [record(*each) for each in jobs()]}

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from benchmarks import distributed, freed_memory, gpu, growth, loader, noise_cost, overhead, small_steps, targets
 from benchmarks.growth import AXES, Axis, exponent
 from benchmarks.measure import ROOT, timed_in_turn
-from benchmarks.recipes import page as recipes
-from benchmarks.results import filled, read
+from benchmarks.recipes import __main__ as recipes
+from benchmarks.recipes import trainer
+from benchmarks.results import filled, read, rows_of
 from benchmarks.scaling import __main__ as scaling
 from benchmarks.survey import __main__ as survey
 from benchmarks.targets import MS, RATIO, REASONS, TARGETS, Target, judged, reports, verdict
@@ -22,7 +23,8 @@ TABLES = {
     "performance": (targets.PAGE, lambda: targets.tables(reports())),
     "growth": (growth.PAGE, lambda: {"growth": growth.table(read(growth.RESULT)["cases"])}),
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
-    "recipes": (recipes.PAGE, recipes.tables),
+    "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
+    "trainer": (recipes.PAGE, lambda: trainer.tables(rows_of(trainer.RESULT))),
     "scaling": (scaling.DOCUMENT, lambda: scaling.filled_in(read(scaling.RESULT))),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dpfunc
-from benchmarks.recipes import closed, projector
+from benchmarks.recipes import closed
 from benchmarks.recipes.__main__ import RESULT, accuracy, network, train_readme
 from benchmarks.recipes.data import Part, chosen_on, split
 from benchmarks.results import rows_of
@@ -45,23 +45,13 @@ def test_sets_that_were_kept_apart_are_of_every_kind():
     assert {result["kind"] for result in results if not result["chosen_on"]} == {"text", "images", "tabular"}
 
 
-def settings(result, strategy, **facts):
+@pytest.mark.parametrize("result", rows_of(RESULT), ids=lambda result: f"{result['data']} {result['strategy']}")
+def test_results_have_the_recipe_of_now(result):
     """A rule that is changed must be measured again."""
-    found = recipe(strategy, num_parameters=result["parameters"], epsilon=result["epsilon"], **facts)
-    return {"lr": pytest.approx(found.learning_rate), "expected_batch_size": found.expected_batch_size}
-
-
-@pytest.mark.parametrize("file", [RESULT, projector.APART], ids=lambda file: file.stem)
-def test_results_have_the_recipe_of_now(file):
-    for result in rows_of(file):
-        strategy = result.get("strategy", "projector")
-        classes = {"num_classes": result["classes"]} if strategy == "head" else {}
-        expected = settings(result, strategy, dataset_size=result["n"], delta=result["delta"], **classes)
-        assert {name: result["recipe_settings"][name] for name in expected} == expected
-
-
-def test_rates_of_projectors_are_those_of_now():
-    """One layer was measured at multiples of 0.02, and showed that it needs more."""
-    for result in rows_of(projector.RESULT):
-        if result["layers"] == 2:
-            assert result["rate"] == settings(result, "projector", dataset_size=10**6, delta=1e-5)["lr"]
+    classes = {"num_classes": result["classes"]} if result["strategy"] == "head" else {}
+    found = recipe(
+        result["strategy"], dataset_size=result["n"], num_parameters=result["parameters"], epsilon=result["epsilon"],
+        delta=result["delta"], **classes,
+    )  # fmt: skip
+    assert result["recipe_settings"]["lr"] == pytest.approx(found.learning_rate)
+    assert result["recipe_settings"]["expected_batch_size"] == found.expected_batch_size
