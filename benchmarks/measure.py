@@ -21,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,12 +29,13 @@ from typing import Any, NamedTuple, TypeVar
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
 TOLERANCE = 1e-4
-PATIENCE = 600.0
+LIMIT_SECONDS = 600.0
 # glibc keeps what is freed, and gives no block pages of its own
 KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 AGAINST = "@against"
 Spec = Mapping[str, Any]
 Say = Callable[[str], object]
+Error = Callable[[str, Mapping[str, Any], bool], float]
 T = TypeVar("T")
 
 
@@ -48,6 +49,14 @@ class TakesNoPart(RuntimeError):
 
 class Failed(RuntimeError):
     """What a process answered in place of a result."""
+
+
+class Wrong(Failed):
+    """A contestant that is not timed, and what is known of it."""
+
+    def __init__(self, status: str, record: dict[str, Any]) -> None:
+        super().__init__(status)
+        self.record = record
 
 
 class Contestant(NamedTuple):
@@ -204,7 +213,7 @@ class Process:
     """
 
     def __init__(self, spec: Spec) -> None:
-        self.limit = spec.get("limit_seconds", PATIENCE)
+        self.limit = spec.get("limit_seconds", LIMIT_SECONDS)
         self.folder = tempfile.TemporaryDirectory(prefix="dpfunc-benchmark-")
         self.errors = (Path(self.folder.name) / "errors").open("w+")
         variables = dict(spec.get("variables", os.environ))
@@ -238,8 +247,9 @@ class Process:
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command; its answer."""
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which is its answer
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def sums(self) -> tuple[dict[str, Any], float]:
@@ -265,9 +275,6 @@ def reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     text = lines[0] if isinstance(error, (TakesNoPart, Failed)) else f"{type(error).__name__}: {lines[0].strip()}"
     return text if len(text) <= 180 else text[:177] + "..."
-
-
-Error = Callable[[str, Mapping[str, Any], bool], float]
 
 
 def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack) -> tuple[Process, dict[str, Any]]:
@@ -296,14 +303,6 @@ def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack
     if first > patience and (seconds := process.ask("step")["seconds"]) > patience:
         raise Wrong(f"x: one step takes {seconds:.0f} s", record)
     return process, record
-
-
-class Wrong(Failed):
-    """A contestant that is not timed, and what is known of it."""
-
-    def __init__(self, status: str, record: dict[str, Any]) -> None:
-        super().__init__(status)
-        self.record = record
 
 
 def compete(
@@ -343,33 +342,46 @@ def compete(
                 records[name] = {"status": f"x: {reason(caught)}"}
             say(f"parity {name}")
         if rounds and base in admitted:
-            steps = {name: lambda each=each: each.ask("step") for name, each in admitted.items()}
-            found = in_turn(steps, rounds, lambda name: say(f"time {name}"))
-            for name, numbers in statistics_of(found, base).items():
+            for name, numbers in race(admitted, rounds, base, say).items():
                 records[name].update(numbers)
-                if name + AGAINST in found:
-                    both = ([row["seconds"] for row in found[each]] for each in (name, name + AGAINST))
-                    records[name]["against"] = summary(*both)
-    for name in admitted if memory else ():
-        records[name]["memory"] = memory_of(specs[name])
-        say(f"memory {name}")
-    peak = records[base].get("memory", {}).get("peak_mib")
-    for record in records.values():
-        if peak and "peak_mib" in record.get("memory", {}):
-            record["memory"]["ratio"] = record["memory"]["peak_mib"] / peak
+    if memory:
+        for name, found in weigh({name: specs[name] for name in admitted}, base, say).items():
+            records[name]["memory"] = found
     return records
 
 
-def memory_of(spec: Any) -> dict[str, Any]:
-    """Memory of a step, in a new process; resident memory tells what it takes only where freed memory goes back."""
-    try:
-        process = Process({"freed": "given back", **spec, "memory": True})
+def race(admitted: Mapping[str, Process], rounds: int, base: str, say: Say) -> dict[str, dict[str, Any]]:
+    """Time of each contestant, in interleaved rounds."""
+    steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
+    found = in_turn(steps, rounds, lambda name: say(f"time {name}"))
+    records = statistics_of(found, base)
+    for name in records:
+        if name + AGAINST in found:
+            both = ([row["seconds"] for row in found[each]] for each in (name, name + AGAINST))
+            records[name]["against"] = summary(*both)
+    return records
+
+
+def weigh(specs: Mapping[str, Any], base: str, say: Say) -> dict[str, dict[str, Any]]:
+    """Memory of a step of each contestant, and the ratio of peaks to that of `base`.
+
+    In a new process each: resident memory tells what a step takes only where freed memory goes back.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, spec in specs.items():
         try:
-            return {"status": "ok", **process.ask("memory")}
-        finally:
-            process.close()
-    except Failed as caught:
-        return {"status": f"x: {reason(caught)}"}
+            with ExitStack() as stack:
+                process = Process({"freed": "given back", **spec, "memory": True})
+                stack.callback(process.close)
+                found[name] = {"status": "ok", **process.ask("memory")}
+        except Failed as caught:
+            found[name] = {"status": f"x: {reason(caught)}"}
+        say(f"memory {name}")
+    peak = found.get(base, {}).get("peak_mib")
+    for numbers in found.values():
+        if peak and "peak_mib" in numbers:
+            numbers["ratio"] = numbers["peak_mib"] / peak
+    return found
 
 
 class Server:

@@ -9,26 +9,29 @@ import re
 
 import pytest
 import torch
-from benchmarks.engines.report import rounded
-from benchmarks.engines.transformer_nets import decoder
-from benchmarks.scaling.memory import (
+from click.testing import CliRunner
+
+from benchmarks.engines.nets import decoder
+from benchmarks.results import rounded
+from benchmarks.scaling import model as traffic
+from benchmarks.scaling.__main__ import DOCUMENT, RESULT, TABLES, amount, in_bytes, main
+from benchmarks.scaling.model import (
     ENGINES,
+    GPUS,
     LAYOUTS,
+    MODELS,
     Job,
     Layout,
+    Shape,
+    fits,
     formed,
+    jobs,
     layer_activations,
+    modelled,
     parts,
     peak,
     trained_matrices,
 )
-from benchmarks.scaling.page import TABLES, amount, in_bytes
-from benchmarks.scaling.shapes import MODELS, Shape
-from benchmarks.scaling.table import GPUS, fits, jobs, modelled
-from click.testing import CliRunner
-
-from benchmarks.scaling import traffic
-from benchmarks.scaling.__main__ import DOCUMENT, RESULT, main
 from dpfunc import lora
 from dpfunc.engines import auto
 from dpfunc.engines.per_sample import Dense
