@@ -19,8 +19,8 @@ import click
 import torch
 from rich.console import Console
 
-from benchmarks.recipes.data import ROOT
-from benchmarks.recipes.trainer import pairs_of, write_parts
+from benchmarks.recipes.data import ROOT, news
+from benchmarks.recipes.trainer import write_parts
 from benchmarks.results import FOLDER, write
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
@@ -68,7 +68,7 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
     """All runs; what was measured is kept after each part."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        labels = write_parts(pairs_of("bbc"), folder, SHARES)
+        labels = write_parts(news(), folder, SHARES)
         grid = parse_grid([], None)
         whole = values_of(folder, labels, 0.0)
         whole["data"]["eval"] = str(folder / "test.jsonl")

@@ -89,11 +89,10 @@ def measure_cases(
     out: Path,
     *,
     cases: str = "benchmarks.engines.cases",
-    known: dict[str, Any] | None = None,
-    **facts: Any,
+    kept: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure cases, print a table of each, and write the result file after each; `known` are records to keep."""
-    console, found = Console(width=None if sys.stdout.isatty() else 130), dict(known or {})
+    """Measure cases, print a table of each, and write the result file after each; `kept` are records to keep."""
+    console, found = Console(width=None if sys.stdout.isatty() else 130), dict(kept or {})
     each = len({PLAIN, *contestants}) * (2 + settings.rounds + settings.memory)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -101,12 +100,11 @@ def measure_cases(
         for number, case in enumerate(names, 1):
             say = partial(lambda case, what: progress.update(bar, advance=1, description=f"{case} {what}"), case)
             record = run_case(case, contestants, settings, say, cases)
-            kept = found.get(case)
-            found[case] = record if settings.rounds or kept is None else with_memory_of(kept, record)
+            timed = None if settings.rounds else found.get(case)
+            found[case] = record if timed is None else with_memory_of(timed, record)
             progress.update(bar, completed=number * each)
             console.print(show(case, found[case]))
-            content = {"quick": settings.quick, **facts, "cases": found}
-            write(out, content, threads=settings.threads, device=settings.device)
+            write(out, {"quick": settings.quick, "cases": found}, threads=settings.threads, device=settings.device)
     console.print(f"Written to {out}")
     return read(out)
 
@@ -135,7 +133,7 @@ def main(cases: list[str], layers: bool, engines: list[str], append: bool, setti
         if old[fact] != now:
             raise click.UsageError(f"{out} was measured with {fact} {old[fact]}, now {now}: leave out --append.")
     chosen = [*cases, *(LAYER_CASES if layers else [])]
-    measure_cases(chosen, engines, settings, out, known=old.get("cases"))
+    measure_cases(chosen, engines, settings, out, kept=old.get("cases"))
 
 
 if __name__ == "__main__":

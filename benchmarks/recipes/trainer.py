@@ -29,7 +29,7 @@ from transformers import TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from benchmarks.recipes.__main__ import EPSILON, PAGE, SEEDS, delta_of, spread, table
-from benchmarks.recipes.data import ROOT, SHARES, Part, examples, load, reviews
+from benchmarks.recipes.data import ROOT, SHARES, Part, load, news, reviews
 from benchmarks.results import FOLDER, fill, keep, row, rows_of
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
@@ -61,16 +61,6 @@ class ImageHead(nn.Module):
         logits = self.classifier(pixel_values)
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits)
-
-
-def pairs_of(name: str) -> list[tuple[str, str]]:
-    """Texts with labels."""
-    if name == "rotten":
-        return reviews()
-    examples()
-    from data import read_news
-
-    return list(dict.fromkeys(read_news(ROOT / ".cache" / "news")))
 
 
 def write_parts(pairs: list[tuple[str, str]], folder: Path, ends: Mapping[str, float]) -> list[str]:
@@ -145,7 +135,7 @@ def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_len
     """The result of each way after each run: with one run, with two, ..."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        pairs = pairs_of(name)
+        pairs = reviews() if name == "rotten" else news()
         labels = write_parts(pairs, folder, {"train": SHARES[0], "validation": SHARES[0] + SHARES[1], "test": 1.0})
         delta = delta_of(round(len(pairs) * SHARES[0]))
         job = job_from_dict({

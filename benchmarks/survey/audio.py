@@ -92,8 +92,9 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "wavlm ctc": transcribed("WavLMForCTC", "wavlm", waves, **CONVS),
     "sew ctc": transcribed("SEWForCTC", "sew", waves, **SPEECH["sew"]),
     "unispeech ctc": transcribed("UniSpeechForCTC", "unispeech", waves, **CONVS),
-    "encodec": of("EncodecModel", "encodec", lambda: {"input_values": randn(BATCH, 1, 64)}, "audio", num_filters=4,
-                  hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8, codebook_dim=8, norm_type="weight_norm",
+    "encodec": of("EncodecModel", "encodec", lambda: {"input_values": randn(BATCH, 1, 64)}, "audio_values",
+                  num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8, codebook_dim=8,
+                  norm_type="weight_norm",
                   num_lstm_layers=1, kernel_size=3, last_kernel_size=3, compress=2, target_bandwidths=[1.5],
                   sampling_rate=400),
 }  # fmt: skip
@@ -118,7 +119,7 @@ def forecast(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:
     return of(auto, kind, series, "parameters", **{**TIME, **changes})
 
 
-def patched(auto: str, kind: str, loss: str = "square", **changes: Any) -> Callable[[], Subject]:
+def patched(auto: str, kind: str, loss: str = "prediction_outputs", **changes: Any) -> Callable[[], Subject]:
     return of(auto, kind, lambda: {"past_values": randn(BATCH, 16, 2), "future_values": randn(BATCH, 4, 2, seed=5)},
               loss, **PATCHED, **changes)  # fmt: skip
 
@@ -133,7 +134,7 @@ def steps() -> Batch:
 def times() -> Subject:
     """TimesFM, which wants a list of series."""
     make = of("TimesFmModelForPrediction", "timesfm", lambda: {
-        "past_values": randn(BATCH, 32), "freq": torch.zeros(BATCH, 1).long()}, "forecast", context_length=32,
+        "past_values": randn(BATCH, 32), "freq": torch.zeros(BATCH, 1).long()}, "mean_predictions", context_length=32,
         patch_length=8, horizon_length=8, quantiles=[0.5])  # fmt: skip
     subject = make()
 
@@ -152,12 +153,12 @@ SERIES: Mapping[str, Callable[[], Subject]] = {
     "informer": forecast("InformerForPrediction", "informer"),
     "informer full attention": forecast("InformerForPrediction", "informer", attention_type="full", distil=False),
     "autoformer": forecast("AutoformerForPrediction", "autoformer"),
-    "patchtst forecast": patched("PatchTSTForPrediction", "patchtst", loss="prediction"),
-    "patchtst batch norm": patched("PatchTSTForPrediction", "patchtst", loss="prediction", norm_type="batchnorm"),
-    "patchtst classes": patched("PatchTSTForClassification", "patchtst", loss="prediction logits", num_targets=3),
-    "patchtst layer norm": patched("PatchTSTForPrediction", "patchtst", loss="prediction", norm_type="layernorm"),
-    "patchtsmixer forecast": patched("PatchTSMixerForPrediction", "patchtsmixer", loss="prediction"),
-    "patchtsmixer layer norm": patched("PatchTSMixerForPrediction", "patchtsmixer", loss="prediction",
+    "patchtst forecast": patched("PatchTSTForPrediction", "patchtst"),
+    "patchtst batch norm": patched("PatchTSTForPrediction", "patchtst", norm_type="batchnorm"),
+    "patchtst classes": patched("PatchTSTForClassification", "patchtst", loss="prediction_logits", num_targets=3),
+    "patchtst layer norm": patched("PatchTSTForPrediction", "patchtst", norm_type="layernorm"),
+    "patchtsmixer forecast": patched("PatchTSMixerForPrediction", "patchtsmixer"),
+    "patchtsmixer layer norm": patched("PatchTSMixerForPrediction", "patchtsmixer",
                                        norm_mlp="LayerNorm"),
     "timesfm": times,
     "decision_transformer": of("DecisionTransformerModel", "decision_transformer", steps, "square", state_dim=3,

@@ -275,7 +275,7 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "pix2struct": written("Pix2StructForConditionalGeneration", "pix2struct", PATCHED, text_config={
         "d_kv": 8, "num_layers": 1, "num_heads": 2, "d_ff": 24, "hidden_size": 16}, vision_config={
         "d_kv": 8, "patch_embed_hidden_size": 192, "d_ff": 24, "seq_len": 4}),
-    "blip question": question("BlipForQuestionAnswering", "blip", "logits of answers", extra=lambda: {
+    "blip question": question("BlipForQuestionAnswering", "blip", "square", extra=lambda: {
         "pixel_values": images(), "decoder_input_ids": text("right", vocab=WORDS)["input_ids"]}),
     "mgp-str": of("MgpstrForSceneTextRecognition", "mgp-str", PLAIN, "all logits", image_size=[16, 16], patch_size=8,
                   max_token_length=4, num_character_labels=8, num_bpe_labels=8, num_wordpiece_labels=8),

@@ -130,7 +130,7 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
         fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False, patch_size=4,
     ),
     "glpn": without_head(
-        "GLPNForDepthEstimation", "glpn", 32, "depth", depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16],
+        "GLPNForDepthEstimation", "glpn", 32, "predicted_depth", depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16],
         num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], decoder_hidden_size=8,
     ),
     "yolos": without_head("YolosForObjectDetection", "yolos", 16, "logits", image_size=[16, 16],
