@@ -94,7 +94,7 @@ def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], floa
     }
     for name, command in commands(results, pages).items():
         parts[name] = runner(command, end - time.monotonic())
-        write(report, results / "gpu.json")
+        write(results / "gpu.json", report)
     pages.mkdir(parents=True, exist_ok=True)
     (pages / "gpu.md").write_text(page(json.loads((results / "gpu.json").read_text())))
     return 0 if all(part["status"] == "ok" for part in parts.values()) else 1

@@ -8,7 +8,7 @@ For each data set and strategy, accuracies on the test part:
   It is run in closed form (closed.py), which tests/benchmarks/test_recipes_benchmark.py compares with the library;
 - plain: batch 256, 100 steps, Adam at 1e-2 on rows of norm 1: what the README said before there were recipes;
 - recipe: `dpfunc.recipes.recipe`, with `SEEDS` seeds, and nothing chosen. With `full` it is the loop of the README,
-  word for word: its code is read from there and executed.
+  word for word: its code is read from there and executed, with this model and data set.
 
 The rules were chosen on the validation parts of some data sets (`chosen_on` in data.py). The test parts are read here,
 at the end of each run, and nowhere else.
@@ -93,13 +93,14 @@ def train_private(module: nn.Module, part: Part, scale: float, plan: dpfunc.Plan
 
 
 def train_readme(module: nn.Module, part: Part, scale: float) -> nn.Module:
-    """The loop of the README, word for word, with names for a model and a data set, as it wants them."""
+    """The loop of the README, word for word but for its first paragraph, which makes a model and a data set."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     if code is None:
         raise LookupError("Expected a loop in README.md, found none.")
+    loop = "\n\n".join(each for each in code[1].split("\n\n") if not each.startswith("x = "))
     names: dict[str, Any] = {"model": module, "dataset": TensorDataset(part.x * scale, part.y)}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(code[1], "README.md", "exec"), names)
+        exec(compile(loop, "README.md", "exec"), names)
     trained: nn.Module = names["model"]
     return trained
 
