@@ -54,8 +54,10 @@ def recurrent(batch_size: int, *, bidirectional: bool = False, packed: bool = Fa
 
 
 def chain(batch_size: int) -> Problem:
-    """Tiny linear layers."""
-    layers = (nn.Linear(4, 4, bias=False) for _ in range(CHAIN))
+    """Tiny linear layers, which keep the size of what goes through them."""
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(CHAIN)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
     module, targets = nn.Sequential(*layers, nn.Linear(4, 10, bias=False)), torch.randint(10, (batch_size,))
     return Problem(module, torch.randn(batch_size, 4), targets, classification, no_jax_model="a chain of layers")
 

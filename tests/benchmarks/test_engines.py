@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import dpfunc
+from benchmarks import small_steps
 from benchmarks.engines import contestants, plots
 from benchmarks.engines.__main__ import main
 from benchmarks.engines.cases import ALL_CASES, CASES, LAYER_CASES
@@ -54,9 +55,9 @@ def threads_stay_as_they_were():
     torch.set_num_threads(before)
 
 
-def judged(case, names):
+def judged(case, names, cases="benchmarks.engines.cases"):
     """The error of each contestant on a tiny case, without processes."""
-    spec = {"cases": "benchmarks.engines.cases", "case": case, "quick": True, "device": "cpu"}
+    spec = {"cases": cases, "case": case, "quick": True, "device": "cpu"}
     problem = problem_of(spec)
     spec["clip_norm"] = sorted(Truth.of(problem.module, problem, ()).norms)[1]
     truths, found = Truths(problem_of(spec)), {}
@@ -321,3 +322,8 @@ def test_without_jax_it_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.delenv(contestants.VARIABLE, raising=False)
     monkeypatch.setattr(contestants, "INSTALLED", tmp_path / "python")
     assert told("perceptron").startswith("not installed. Run `make jax`")
+
+
+@pytest.mark.parametrize("case", small_steps.ALL_CASES)
+def test_small_steps_are_right(case):
+    assert judged(case, ["auto"], "benchmarks.small_steps")["auto"] < TOLERANCE
