@@ -61,7 +61,7 @@ def picture(report: Record, cases: Sequence[str], kind: str, path: Path) -> None
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="without privacy")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks(range(len(cases)), [case.removeprefix("layer:") for case in cases], rotation=30, ha="right")
+    axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
     axes.set_ylabel(f"{KINDS[kind]}, times the plain step")
     axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.16))
     figure.savefig(path, dpi=120)
@@ -140,10 +140,10 @@ def main(file: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     written = [out / f"{file.stem}.md"]
     written[0].write_text(page(report))
-    for label, cases, kinds in groups(report):
-        for kind in kinds:
-            written.append(out / "_".join(filter(None, (file.stem, label, f"{kind}.png"))))
-            picture(report, cases, kind, written[-1])
+    _, cases, kinds = next(groups(report))  # of whole models
+    for kind in kinds:
+        written.append(out / f"{file.stem}_{kind}.png")
+        picture(report, cases, kind, written[-1])
     click.echo("\n".join(map(str, written)))
 
 
