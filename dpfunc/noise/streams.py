@@ -6,12 +6,11 @@ that are free while gradients are computed.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -176,17 +175,13 @@ def free_cores(on_cpu: bool) -> int:
     return max(0, _cores() - (torch.get_num_threads() if on_cpu else 1))
 
 
-def drawn_by_free_cores(key: Key, like: Callable[[], _Leaves], on_cpu: bool) -> AbstractContextManager[None]:
-    """`drawn_ahead` by the cores that are free, if there are any and the noise is worth a thread.
+def threads_ahead(numbers: int, on_cpu: bool) -> int:
+    """Threads that should draw so many numbers ahead: one a free core, none if it is not worth a thread.
 
     Args:
-        key: as for `secure_normal`. like: returns its leaves. on_cpu: as for `free_cores`.
+        numbers: of noise. on_cpu: as for `free_cores`.
     """
-    threads = free_cores(on_cpu)
-    leaves = like() if threads else {}
-    if sum(math.prod(leaf.shape) for leaf in leaves.values()) < _WORTH_A_THREAD:
-        return nullcontext()
-    return drawn_ahead(key, leaves, threads)
+    return free_cores(on_cpu) if numbers >= _WORTH_A_THREAD else 0
 
 
 def _drawing(key: Key, like: _Leaves) -> Drawing:

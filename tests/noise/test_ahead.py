@@ -9,6 +9,7 @@ import torch
 
 import dpfunc
 from dpfunc import noise
+from dpfunc import step as step_module
 from dpfunc.noise import streams
 from dpfunc.noise.streams import Drawing, drawn_ahead, free_cores, secure_normal
 from dpfunc.noise.tiles import TILE
@@ -188,7 +189,7 @@ def test_a_step_begins_to_draw_if_it_is_worth_a_thread(monkeypatch, size, begun)
         asked.append((key, {name: (leaf.shape, leaf.dtype) for name, leaf in like.items()}, threads))
         return drawn_ahead(key, like, threads)
 
-    monkeypatch.setattr(streams, "drawn_ahead", spied)
+    monkeypatch.setattr(step_module, "drawn_ahead", spied)
     monkeypatch.setattr(streams, "free_cores", lambda on_cpu: 3 if on_cpu else 0)
     plan = dpfunc.Plan(
         dpfunc.sampling.Poisson(4, 1.0), dpfunc.clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3
