@@ -9,7 +9,6 @@ noise. The commands are those of `dpfunc tune`; frozen layers are computed once 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,7 +19,9 @@ import click
 import torch
 from rich.console import Console
 
-from benchmarks.recipes.data import ROOT, examples
+from benchmarks.recipes.data import ROOT, news
+from benchmarks.recipes.trainer import write_parts
+from benchmarks.results import FOLDER, write
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
 from dpfunc.train.dataset import read_records
@@ -29,25 +30,9 @@ from dpfunc.train.model import load_processing
 from dpfunc.train.private_search import run_search
 from dpfunc.train.search import Candidate, load, noise_of, prepare_search, run_public, score, train_candidate
 
-RESULT = Path(__file__).resolve().parent / "results" / "tune.json"
+RESULT = FOLDER / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1
 SHARES = {"private": 0.4, "public": 0.8, "test": 1.0}  # where each part ends
-
-
-def write_tables(folder: Path) -> list[str]:
-    """The three tables; and the classes."""
-    examples()
-    from data import read_news
-
-    pairs = list(dict.fromkeys(read_news(ROOT / ".cache" / "news")))
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
-    start = 0
-    for part, share in SHARES.items():
-        end = round(len(pairs) * share)
-        lines = [json.dumps({"text": pairs[row][0], "label": pairs[row][1]}) for row in order[start:end]]
-        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-        start = end
-    return sorted({label for _, label in pairs})
 
 
 def values_of(folder: Path, labels: list[str], held_out: float) -> dict[str, Any]:
@@ -82,7 +67,7 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
     """All runs; what was measured is kept after each part."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        labels = write_tables(folder)
+        labels = write_parts(news(), folder, SHARES)
         grid = parse_grid([], None)
         whole = values_of(folder, labels, 0.0)
         whole["data"]["eval"] = str(folder / "test.jsonl")
@@ -135,7 +120,7 @@ def main(seeds: int, out: Path) -> None:
 
     def keep(part: dict[str, Any]) -> None:
         result.update(part)
-        out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        write(out, result)
 
     measure(seeds, Console(width=200), keep)
 

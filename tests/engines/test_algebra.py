@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.engines.memory import allocated
+from benchmarks.measure import allocated
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines.per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
 from dpfunc.engines.rules.convolution import ConvolutionArgs, Convolved

@@ -1,4 +1,4 @@
-"""Bytes on one GPU, from shapes: what is held all the time, while gradients are computed, and while they are released.
+"""What a private step needs on many GPUs, from published shapes: bytes on a GPU, and bytes that it sends.
 
 A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/vmap_grad.py`,
 `dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own.
@@ -8,18 +8,123 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
-from benchmarks.scaling.shapes import Matrix, Shape
+from dpfunc.distributed.agreement import RankSummary
 from dpfunc.engines.cost import BUDGET
 from dpfunc.engines.cost import matrix as matrix_costs
 
+Split = Literal["column", "row"]
 EngineName = Literal["vmap", "auto", "ghost"]
 ENGINES: tuple[EngineName, ...] = ("vmap", "auto", "ghost")
 HALF, SINGLE = 2, 4
 OPTIMIZER = 3 * SINGLE  # AdamW: a float32 copy of the parameter and two moments
 LOSS = HALF + SINGLE + HALF  # a logit, its float32 copy for the softmax, and its gradient
+SUMMARY = 8 * len(RankSummary._fields)  # bytes of what a rank says about itself before a step
+RANK = 16
+GPUS = (8, 64, 512)
+CAPACITIES = (80, 141)  # GB of an H100 and of an H200
+RESERVE = 0.1  # of a GPU's memory, for what the model leaves out: workspaces, fragmentation, message buffers
+TUNINGS = {"LoRA": RANK, "full": None}
+
+
+class Matrix(NamedTuple):
+    """A linear layer: its size, what tensor parallelism divides, and who shares its input.
+
+    Args:
+        name: of the layer. inputs, outputs: sizes. split: `column` divides the outputs, `row` the inputs.
+        source: name of the activation it reads; layers with the same one keep it once.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: Split
+    source: str
+
+    @property
+    def numbers(self) -> int:
+        """Of the weight."""
+        return self.inputs * self.outputs
+
+    def part(self, tensor: int) -> Matrix:
+        """What one of `tensor` ranks holds."""
+        cut = "outputs" if self.split == "column" else "inputs"
+        return self._replace(**{cut: getattr(self, cut) // tensor})
+
+    def lora(self, rank: int, tensor: int) -> tuple[Matrix, Matrix]:
+        """A and B of its adapter on one rank: the side that the layer divides is divided, the other is whole."""
+        mine = self.part(tensor)
+        return (
+            Matrix(f"{self.name}.A", mine.inputs, rank, "row", self.source),
+            Matrix(f"{self.name}.B", rank, mine.outputs, "column", f"{self.name}.A"),
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder.
+
+    Args:
+        title: for tables. layers, width, hidden: depth, model width, width inside of the MLP.
+        heads, kv_heads: of queries, and of keys and values. vocabulary: of the embedding and of the head, not tied.
+        gated: whether the MLP has a gate (SwiGLU), hence three matrices.
+    """
+
+    title: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    gated: bool = True
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys, and of values."""
+        return self.width // self.heads * self.kv_heads
+
+    @property
+    def layer(self) -> tuple[Matrix, ...]:
+        """The linear layers of one block, in the order of the forward pass."""
+        attention = (
+            Matrix("q", self.width, self.width, "column", "norm1"),
+            Matrix("k", self.width, self.kv_width, "column", "norm1"),
+            Matrix("v", self.width, self.kv_width, "column", "norm1"),
+            Matrix("o", self.width, self.width, "row", "mixed"),
+        )
+        gate = (Matrix("gate", self.width, self.hidden, "column", "norm2"),) if self.gated else ()
+        up = Matrix("up", self.width, self.hidden, "column", "norm2")
+        return (*attention, *gate, up, Matrix("down", self.hidden, self.width, "row", "activated"))
+
+    @property
+    def head(self) -> Matrix:
+        """From the last activation to the vocabulary; the embedding has as many numbers."""
+        return Matrix("head", self.width, self.vocabulary, "column", "last")
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one block, with the scales of its two norms."""
+        return sum(matrix.numbers for matrix in self.layer) + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All."""
+        return self.layers * self.layer_parameters + 2 * self.head.numbers + self.width
+
+    def lora_parameters(self, rank: int, tensor: int = 1) -> int:
+        """Of adapters on all linear layers of all blocks, on one of `tensor` ranks."""
+        return self.layers * sum(part.numbers for matrix in self.layer for part in matrix.lora(rank, tensor))
+
+
+MODELS = {
+    "7B": Shape("7B (Llama 2)", 32, 4096, 11008, 32, 32, 32000),
+    "70B": Shape("70B (Llama 3)", 80, 8192, 28672, 64, 8, 128256),
+    "405B": Shape("405B (Llama 3.1)", 126, 16384, 53248, 128, 8, 128256),
+    "100B": Shape("100B (GPT style)", 80, 10240, 40960, 80, 80, 50304, gated=False),
+}
 
 
 @dataclass(frozen=True)
@@ -152,11 +257,6 @@ def activations(job: Job) -> int:
     return (blocks if job.checkpointing else job.shape.layers * block) + LOSS * job.tokens * job.shape.vocabulary
 
 
-def norm_operations(positions: int, p: int, d: int) -> int:
-    """Operations for the norm of one sample's gradient from its factors: the ghost norm, or a product."""
-    return 2 * positions * (positions * (p + d) if matrix_costs(positions, p, d).ghost_pays else p * d)
-
-
 def formed(job: Job) -> list[bool]:
     """Of each trained matrix: whether per-sample gradients are formed, or both sides of the products kept.
 
@@ -254,3 +354,88 @@ def peak(job: Job) -> int:
     found = parts(job)
     held = found["frozen"] + found["trained"] + found["optimizer"]
     return held + max(found["computing"], found["releasing"])
+
+
+def all_reduce(num_bytes: float, ranks: int) -> float:
+    """Bytes that each rank of a ring sends to add up a message."""
+    return 2 * num_bytes * (ranks - 1) / ranks
+
+
+def all_gather(num_bytes: float, ranks: int) -> float:
+    """Bytes that each rank sends so that all have the whole; a reduce-scatter sends as many."""
+    return num_bytes * (ranks - 1) / ranks
+
+
+def model_passes(job: Job) -> int:
+    """How often a microbatch needs the parameters: forward, and backward (with its repetition) once or twice."""
+    return 3 if job.engine == "ghost" else 2
+
+
+def sent(job: Job) -> dict[str, float]:
+    """Bytes that one GPU sends in a step, by what they are for."""
+    ranks, tensor = job.data_ranks, job.layout.tensor
+    frozen = 0.0
+    if job.lora_rank is not None and job.layout.cut_frozen:
+        once = all_gather(HALF * job.shape.parameters / tensor, ranks)
+        frozen = once * model_passes(job) * job.microbatches
+    # Block by block, parameters and sums travel in each microbatch and not once a step.
+    times = job.microbatches if job.layout.streamed else 1
+    gathers = times * model_passes(job) if job.layout.streamed else 1
+    gather = gathers * all_gather(HALF * job.trained, ranks) if job.layout.cut_trained else 0.0
+    whole = SINGLE * job.trained
+    sums = times * all_gather(whole, ranks) if job.layout.cut_trained else all_reduce(whole, ranks)
+    norms = activations = 0.0
+    if tensor > 1:
+        # of a layer's adapter, one side is divided
+        matrices = job.shape.layers * len(job.shape.layer) + (job.lora_rank is None)
+        norms = job.microbatches * all_reduce(8 * matrices * job.microbatch, tensor)
+        # two all-reduces of activations in each forward and each backward pass of a block, and in its repetition
+        passes = 2 * model_passes(job) - 1
+        once = 2 * all_reduce(HALF * job.tokens * job.shape.width, tensor)
+        activations = job.microbatches * job.shape.layers * passes * once
+    return {
+        "frozen parameters": frozen,
+        "trained parameters": gather,
+        "sums": sums,
+        "activations": activations,
+        "norms": norms,
+        "handshake": float(SUMMARY * (ranks - 1) + (SUMMARY * (tensor - 1))),
+    }
+
+
+def jobs() -> Iterator[tuple[str, str, str, Job]]:
+    """`(model, tuning, layout, job)` of each combination that exists."""
+    for model, shape in MODELS.items():
+        for tuning, rank in TUNINGS.items():
+            for layout, where in LAYOUTS.items():
+                for gpus in GPUS:
+                    for engine in ENGINES:
+                        job = Job(shape, rank, where, gpus, engine)
+                        if job.possible:
+                            yield model, tuning, layout, job
+
+
+def fits(num_bytes: float) -> int | None:
+    """The smallest GPU that holds them with a reserve, in GB; None if none does."""
+    return next((size for size in CAPACITIES if num_bytes <= (1 - RESERVE) * size * 1e9), None)
+
+
+def record(model: str, tuning: str, layout: str, job: Job) -> dict[str, Any]:
+    """One job: bytes on a GPU, and bytes that it sends."""
+    return {
+        "model": model, "tuning": tuning, "layout": layout, "gpus": job.gpus, "engine": job.engine,
+        "microbatches": job.microbatches, "bytes": {**parts(job), "peak": peak(job)}, "fits": fits(peak(job)),
+        "sent": sent(job),
+    }  # fmt: skip
+
+
+def modelled() -> dict[str, Any]:
+    """What the result file holds."""
+    models = {
+        name: {**asdict(shape), "parameters": shape.parameters, "lora": shape.lora_parameters(RANK)}
+        for name, shape in MODELS.items()
+    }
+    example = next(jobs())[3]
+    work = {"length": example.length, "microbatch": example.microbatch, "expected_batch": example.expected_batch}
+    work |= {"lora_rank": RANK, "reserve": RESERVE}
+    return {"work": work, "models": models, "jobs": [record(*each) for each in jobs()]}

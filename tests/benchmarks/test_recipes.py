@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 import dpfunc
 from benchmarks.recipes import closed
-from benchmarks.recipes.__main__ import RESULT, accuracy, line, network, train_readme
+from benchmarks.recipes.__main__ import RESULT, accuracy, network, train_readme
 from benchmarks.recipes.data import Part, chosen_on, split
+from benchmarks.results import rows_of
 from dpfunc.recipes import recipe
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 @pytest.mark.parametrize("strategy", ["head", "full"])
@@ -43,21 +39,19 @@ def test_the_loop_of_the_readme_is_run_word_for_word():
     assert accuracy(start, part, 1.0) == before  # a copy is trained
 
 
-def test_the_table_is_the_committed_result():
-    text = DOCUMENT.read_text("utf-8")
-    results = json.loads(RESULT.read_text("utf-8"))
-    for result in results:
-        assert line(result) in text
-        assert result["chosen_on"] == chosen_on(result["data"], result["strategy"])
-    kinds = {result["kind"] for result in results if not result["chosen_on"]}
-    assert kinds == {"text", "images", "tabular"}  # kept apart
+def test_sets_that_were_kept_apart_are_of_every_kind():
+    results = rows_of(RESULT)
+    assert all(result["chosen_on"] == chosen_on(result["data"], result["strategy"]) for result in results)
+    assert {result["kind"] for result in results if not result["chosen_on"]} == {"text", "images", "tabular"}
 
 
-def test_the_table_has_the_rates_and_batches_of_the_rules():
+@pytest.mark.parametrize("result", rows_of(RESULT), ids=lambda result: f"{result['data']} {result['strategy']}")
+def test_results_have_the_recipe_of_now(result):
     """A rule that is changed must be measured again."""
-    for result in json.loads(RESULT.read_text("utf-8")):
-        facts = {"dataset_size": result["n"], "num_parameters": result["parameters"], "epsilon": result["epsilon"]}
-        classes = result["classes"] if result["strategy"] == "head" else None
-        found = recipe(result["strategy"], **facts, delta=result["delta"], num_classes=classes)
-        assert result["recipe_settings"]["lr"] == pytest.approx(found.learning_rate)
-        assert result["recipe_settings"]["expected_batch_size"] == found.expected_batch_size
+    classes = {"num_classes": result["classes"]} if result["strategy"] == "head" else {}
+    found = recipe(
+        result["strategy"], dataset_size=result["n"], num_parameters=result["parameters"], epsilon=result["epsilon"],
+        delta=result["delta"], **classes,
+    )  # fmt: skip
+    assert result["recipe_settings"]["lr"] == pytest.approx(found.learning_rate)
+    assert result["recipe_settings"]["expected_batch_size"] == found.expected_batch_size
