@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import transformers
 from models import Case
 from torch import nn
 from torch.nn import functional as F
@@ -156,97 +157,79 @@ SEEN = {
 
 
 def bert():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(**SIZES, num_labels=CLASSES))
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=CLASSES))
 
 
 def roberta():
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    return RobertaForMaskedLM(RobertaConfig(**SIZES))
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SIZES))
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     ids = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": PAD}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=16, **ids))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=16, **ids)
+    )
 
 
 def gpt_neox():
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES))
 
 
 def opt():
-    from transformers import OPTConfig, OPTForCausalLM
-
     sizes = {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 12}
     del sizes["intermediate_size"]
-    return OPTForCausalLM(OPTConfig(**sizes))
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes))
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_attention_heads": 4}, num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "num_attention_heads": 4}, num_key_value_heads=2)
+    )
 
 
 def qwen2():
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True))
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
+    )
 
 
 def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
     ids = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": PAD}
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=6,
         relative_attention_max_distance=8, feed_forward_proj="gated-gelu", **ids,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(**SEEN, num_labels=CLASSES))
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**SEEN, num_labels=CLASSES))
 
 
 def beit():
-    from transformers import BeitConfig, BeitForImageClassification
-
-    config = BeitConfig(
+    config = transformers.BeitConfig(
         **SEEN, num_labels=CLASSES, use_relative_position_bias=True, use_absolute_position_embeddings=True
     )
-    return BeitForImageClassification(config)
+    return transformers.BeitForImageClassification(config)
 
 
 def deit():
-    from transformers import DeiTConfig, DeiTForImageClassification
-
-    return DeiTForImageClassification(DeiTConfig(**SEEN, num_labels=CLASSES))
+    return transformers.DeiTForImageClassification(transformers.DeiTConfig(**SEEN, num_labels=CLASSES))
 
 
 def clip():
-    from transformers import CLIPConfig, CLIPModel
-
-    return CLIPModel(CLIPConfig(text_config={**SIZES}, vision_config={**SEEN}, projection_dim=8))
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config={**SIZES}, vision_config={**SEEN}, projection_dim=8)
+    )
 
 
 def llava():
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    text_config = LlamaConfig(**SIZES, num_key_value_heads=1)
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**SEEN), text_config=text_config, image_token_index=IMAGE,
+    text_config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**SEEN), text_config=text_config, image_token_index=IMAGE,
         vision_feature_layer=-1, vision_feature_select_strategy="default",
     )  # fmt: skip
-    return LlavaForConditionalGeneration(config)
+    return transformers.LlavaForConditionalGeneration(config)
 
 
 # fmt: off
