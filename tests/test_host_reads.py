@@ -151,22 +151,6 @@ def test_marks_that_are_set_change_nothing(spoilt):
     assert torch.equal(one.norms_BG.nan_to_num(), other.norms_BG.nan_to_num())
 
 
-def test_marks_that_stay_set_are_read_one_by_one_for_a_while():
-    marks, calls, read_together = torch.tensor([False, True]), [], ReadTogether()
-
-    def compute():
-        calls.append(any_set(marks))
-        return calls[-1]
-
-    for _ in range(8):
-        assert read_together(compute) is True
-    assert calls == [False, True, True, False, True, True, True, True, False, True, True]
-    assert any_set(marks)  # outside, as ever
-    marks[:] = False
-    for _ in range(9):
-        assert read_together(compute) is False
-
-
 def test_an_error_leaves_no_marks_unread():
     def fail():
         any_set(torch.tensor([True]))
