@@ -1,4 +1,4 @@
-"""Numbers about the source, read by people: `make house`.
+"""Numbers about the source, read by people: `make house`. It writes the picture of docs/architecture.md, too.
 
 Nothing here is a limit. A number that grows is a question: which file would a reader miss least?
 """
@@ -22,6 +22,8 @@ from dpfunc.errors import InsecureKeyWarning
 
 ROOT = Path(dpfunc.__file__).parent
 API = ROOT.parent / "tests" / "public_api.txt"
+PAGE = ROOT.parent / "docs" / "architecture.md"
+PICTURE = "<!-- picture: made by `make house` from the imports -->\n```mermaid\n"
 AROUND = tuple(ROOT.parent / name for name in ("tests", "examples", "benchmarks", "tools"))
 VAGUE = ("What", "Whether", "Which", "How")
 SHORT = 5
@@ -85,6 +87,67 @@ def modules_imported(tree: ast.AST) -> set[str]:
     return {module for module in found if module.split(".")[0] == "dpfunc"}
 
 
+def module_name(path: Path) -> str:
+    """The name by which a file is imported."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module of dpfunc -> modules that it imports, inside of functions too."""
+    known = {module_name(path) for path in ROOT.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in known:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & known
+                found |= inner or {node.module}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & known
+        graph[module_name(path)] = found - {module_name(path)}
+    return graph
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """All that can be reached from a node by at least one edge."""
+    found, todo = set[str](), list(graph[start])
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += graph[node]
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import themselves by way of others."""
+    return [name for name in graph if name in reached(graph, name)]
+
+
+def picture() -> str:
+    """Folders and top-level files of dpfunc as a Mermaid chart: an arrow for each import that no longer way shows."""
+    parts: dict[str, set[str]] = {}
+    for module, imported in import_graph().items():
+        if module != "dpfunc":  # it hands out names of all others
+            own = parts.setdefault(module.split(".")[1], set())
+            own |= {name.split(".")[1] for name in imported if name != "dpfunc"}
+    parts = {name: imported - {name} for name, imported in parts.items()}
+    lines = [
+        f"    {name.strip('_')} --> {other.strip('_')}"
+        for name, imported in sorted(parts.items())
+        for other in sorted(imported)
+        if not any(other in reached(parts, between) for between in imported - {other})
+    ]
+    return f"{PICTURE}flowchart TD\n" + "\n".join(lines) + "\n```\n"
+
+
+def with_picture(page: str) -> str:
+    """The page of the architecture with the picture of the imports as they are."""
+    before, _, rest = page.partition(PICTURE)
+    return before + picture() + rest.partition("```\n")[2]
+
+
 def inner_imports(tree: ast.AST) -> int:
     """Imports inside of functions."""
     inner = (node for each in functions(tree) for node in ast.walk(each))  # those of nested functions come twice
@@ -124,6 +187,12 @@ def way_of_a_batch() -> list[str]:
     return list(reached)
 
 
+def has_test(name: str) -> bool:
+    """True if tests/ has a file of this name in the same folder, for `clipping/flat.py` `clipping/test_flat.py`."""
+    path = Path(name)
+    return (API.parent / path.parent / f"test_{path.name.lstrip('_')}").exists()
+
+
 def numbers(way: Sequence[str]) -> dict[str, int | str]:
     """Each number by its name."""
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
@@ -140,9 +209,21 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
         for own in names
     )
     first_lines = list(docstrings(trees))
+    beside = {name: ROOT.parent / name for name in ("tests", "benchmarks", "examples", "docs")}
+    code = {name: sum(len(path.read_text().splitlines()) for path in at.rglob("*.py")) for name, at in beside.items()}
+    words = sum(len(path.read_text().split()) for path in beside["docs"].rglob("*.md"))
+    mirrored = [name for name in trees if has_test(name)]
+    sources = [name for name in trees if not name.endswith("__init__.py")]
     return {
         "files": len(trees),
         "lines": sum(lines.values()),
+        "modules in a circle of imports": len(circles(import_graph())),
+        "lines of tests": code["tests"],
+        "lines of benchmarks": code["benchmarks"],
+        "lines of examples": code["examples"],
+        "words of docs": words,
+        "lines of the README": len((ROOT.parent / "README.md").read_text().splitlines()),
+        "files with a test file of their name": f"{len(mirrored)} of {len(sources)}",
         "files on the way of a batch, after the first step": len(way),
         "lines of these files": sum(lines[name] for name in way),
         "modules that step.py imports": len(modules_imported(trees["step.py"])),
@@ -174,7 +255,8 @@ def longest(count: int = 5) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Print them."""
+    """Print the numbers, and bring the picture up to date."""
+    PAGE.write_text(with_picture(PAGE.read_text()))
     table = Table("what", "number")
     way = way_of_a_batch()
     for name, value in numbers(way).items():

@@ -277,24 +277,27 @@ class _Call:
         _credit(self.owner, use, grad_B, tensors)
 
     def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
-        options = {
-            name: value
+        plain = tuple(
+            tuple(value) if isinstance(value, list) else value
             for name, value in self.bound.items()
-            if name not in ("shape", self.form.input) and not isinstance(value, Tensor)
-        }
-        plain = tuple(tuple(value) if isinstance(value, list) else value for value in options.values())
+            if not isinstance(value, Tensor) and name not in ("shape", self.form.input)
+        )
         names = tuple((argument, name) for argument, (name, _) in self.wanted.items())
         key = (self.func, names, output, given, plain, self.images)
         use = self.owner.uses.get(key)
         if use is None:
-            tensors = {name: None for name, value in self.bound.items() if isinstance(value, Tensor)}
+            options = {
+                name: None if isinstance(value, Tensor) else value
+                for name, value in self.bound.items()
+                if name not in ("shape", self.form.input)
+            }
             use = Use(
                 self.rule,
                 self.func.__name__,
                 self.owner.levels.rows,
                 dict(names),
                 {argument: value.shape for argument, (_, value) in self.wanted.items()},
-                {**options, **tensors, self.form.input: None},
+                {**options, self.form.input: None},
                 output,
                 images=max(1, self.images),
             )

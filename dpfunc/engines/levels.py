@@ -152,19 +152,27 @@ def is_row(value: Any) -> TypeGuard[Tensor]:
 
 def of_rows(value: Tensor) -> Tensor | None:
     """The plain tensors of all rows on axis 0, (B, ...); None for a tensor that is the same for all rows."""
-    value = inside(value)
+    while functorch.is_gradtrackingtensor(value):
+        value = functorch.get_unwrapped(value)
     if not functorch.is_batchedtensor(value):
         return None
-    plain, axis = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
+    plain: Tensor = functorch.get_unwrapped(value)
     if functorch.is_functorch_wrapped_tensor(plain):
         return None  # of a vmap that the loss runs
+    axis = functorch.maybe_get_bdim(value)
+    if not axis:
+        return plain
     with Below():
-        return plain.movedim(axis, 0) if axis else plain
+        return plain.movedim(axis, 0)
+
+
+is_dead = functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # no stub
+"""True for a tensor of levels of an earlier call."""
 
 
 def is_gone(value: Tensor) -> bool:
     """True for a tensor of rows of an earlier call, which torch would take for one of this call."""
-    return bool(functorch.is_dead_tensor_wrapper(value)) and is_row(value)  # type: ignore[attr-defined]  # no stub
+    return bool(is_dead(value)) and is_row(value)
 
 
 def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:

@@ -319,7 +319,16 @@ def numbers(reader: Reader, given: Any) -> Any:
     def number(value: Tensor) -> Any:
         return read(reader, Tensor.item, (value,), {}) if _is_number(value) else value
 
-    return pytree.tree_map_only(Tensor, number, given)
+    return pytree.tree_map_only(Tensor, number, given) if _any_row(given) else given
+
+
+def _any_row(given: Any) -> bool:
+    """True if there is a tensor of a row; without the cost of torch's trees, because shapes come with each step."""
+    if isinstance(given, Tensor):
+        return is_row(given)
+    if isinstance(given, (list, tuple)):
+        return any(map(_any_row, given))
+    return isinstance(given, (dict, slice)) and any(map(is_row, pytree.tree_leaves(given)))
 
 
 def stacked(reader: Reader, given: Any) -> Any:
@@ -340,7 +349,7 @@ def stacked(reader: Reader, given: Any) -> Any:
 
 def sizes(reader: Reader, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operation whose sizes may be numbers of a row."""
-    if not any(map(is_row, pytree.tree_leaves((tuple(args[1:]), dict(kwargs))))):
+    if not _any_row(args[1:]) and not _any_row(kwargs):
         return NotImplemented
     rest, kwargs = numbers(reader, (tuple(args[1:]), dict(kwargs)))
     return func(args[0], *rest, **kwargs)

@@ -23,7 +23,13 @@ from dpfunc.engines import four_bits
 from dpfunc.engines.cross_entropy import cross_entropy
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.ghost import Source
-from dpfunc.engines.guards.earlier_rows import UNDECLARED, forget_gone, refuse_earlier, refuse_undeclared
+from dpfunc.engines.guards.earlier_rows import (
+    UNDECLARED,
+    forget_gone,
+    plain_memory,
+    refuse_earlier,
+    refuse_undeclared,
+)
 from dpfunc.engines.guards.lockstep import in_lockstep, told_of_transforms
 from dpfunc.engines.guards.loss import check_differentiable, refuse_reentrant
 from dpfunc.engines.guards.scope import backward_inside
@@ -399,6 +405,15 @@ def _recurrent(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[st
     return (output.squeeze(1), *lasts)
 
 
+def _data_set(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
+    target, value = (plain_memory(each) for each in args)
+    if target is None or value is None or not (torch._C._functorch.is_functorch_wrapped_tensor(args[0])):
+        return NotImplemented
+    same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
+    return None if same and target.stride() == value.stride() else NotImplemented
+
+
 def _undeclared(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return refuse_undeclared(func)
 
@@ -428,6 +443,7 @@ _OWN: Mapping[Any, Handler] = {
     torch._C._VariableFunctions._pad_packed_sequence: pad,
     torch._functorch.autograd_function.custom_function_call: RowPass.function,
     Tensor.requires_grad_: _requires_grad,
+    _DATA.__set__: _data_set,
     **dict.fromkeys(RECURRENT, _recurrent),
     **dict.fromkeys(COMPOSITES, RowPass.composite),
     **dict.fromkeys(UNDECLARED, _undeclared),

@@ -14,7 +14,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "loop.md").read_text()
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train, resume, stream = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    train, resume, stream, publish = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     names = {"__name__": "guide"}
     exec(compile(train, "loop.md", "exec"), names)
     assert "epsilon=2.9" in capsys.readouterr().out
@@ -27,6 +27,8 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     before, spent = dict(names["params"]), names["state"].ledger
     exec(compile(resume, "loop.md", "exec"), names)
     assert names["saved"].state.step == 15
+    exec(compile(f"from pathlib import Path\n{publish}", "loop.md", "exec"), names)
+    assert '"one patient"' in (tmp_path / "privacy_accounting.json").read_text()
     assert names["state"].ledger == spent == journal_ledger(tmp_path / "run" / "journal.jsonl")
     assert all(torch.equal(p, before[name]) for name, p in names["params"].items())
     exec(compile(stream, "loop.md", "exec"), names)

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines.levels import is_gone
+from dpfunc.engines.levels import is_dead, is_gone
 from dpfunc.errors import UnsupportedModel
 
 # Memory of rows of calls that have ended, which is still in use. Weak references; no result depends on them.
@@ -73,13 +73,22 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModel: there is one among the arguments.
     """
-    for value in (*args, *kwargs.values()):
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, Tensor) and (is_gone(part) or (_earlier and is_earlier(part))):
-                raise UnsupportedModel(
-                    "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
-                    "this one. Compute each loss from its own row and the parameters alone."
-                )
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if is_dead(value) or _earlier:
+                _refuse(value)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                if isinstance(part, Tensor) and (is_dead(part) or _earlier):
+                    _refuse(part)
+
+
+def _refuse(tensor: Tensor) -> None:
+    if is_gone(tensor) or is_earlier(tensor):
+        raise UnsupportedModel(
+            "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach this one. "
+            "Compute each loss from its own row and the parameters alone."
+        )
 
 
 def is_earlier(tensor: Tensor) -> bool:
