@@ -24,46 +24,17 @@ from isolation.cases import (
 )
 from isolation.forward import real, written
 
-
-def heads_merged_with_batch(h, b, p):
-    heads = h[..., None, :].expand(-1, -1, 2, -1).transpose(1, 2).reshape(-1, T, D)
-    return (torch.softmax(heads @ heads.mT, -1) @ heads).view(-1, 2, T, D).transpose(1, 2)
-
-
-def windows_merged_with_batch(h, b, p):
-    """As in Swin: windows of a grid become rows, and rows become a grid again."""
-    grid = F.pad(h, (0, 0, 0, 1)).view(-1, 2, 2, D).repeat(1, 2, 2, 1)
-    windows = grid.view(-1, 2, 2, 2, 2, D).transpose(2, 3).reshape(-1, 4, D)
-    mixed = torch.softmax(windows @ windows.mT, -1) @ windows
-    return mixed.view(-1, 2, 2, 2, 2, D).transpose(2, 3).reshape(-1, 4, 4, D).roll((1, 1), (1, 2))
-
-
-def batch_folded_into_channels_of_groups(h, b, p):
-    """Grouped convolution, in which each sample is a group."""
-    size = len(h)
-    weight = p["v"].view(2, D, D)[:, :, :2].expand(size, -1, -1, -1).reshape(2 * size, D, 2)
-    return F.conv1d(b.x.mT.reshape(1, size * D, T), weight, groups=size).view(size, -1)
-
-
 table("honest: where the samples are", {
     "time first": lambda h, b, p: torch.tanh(b.x.transpose(0, 1) @ p["w"]).transpose(0, 1),
     "batch merged with time": lambda h, b, p: torch.tanh(b.x.reshape(-1, D) @ p["w"]).view(-1, T, D),
     "time merged before batch": lambda h, b, p: torch.tanh(b.x.transpose(0, 1).reshape(-1, D) @ p["w"]).view(T, -1, D).transpose(0, 1),
     "samples last": lambda h, b, p: torch.tanh(p["w"].T @ b.y.T).T,
-    "heads merged with batch": heads_merged_with_batch,
-    "windows merged with batch": windows_merged_with_batch,
     "einsum that keeps rows": lambda h, b, p: torch.einsum("btd,bse,de->bts", b.x, b.x, p["w"]).tanh(),
-    "batch folded into channels of groups": batch_folded_into_channels_of_groups,
 }, of=tokens, honest=True)  # fmt: skip
 
 modules("honest: modules", {
     "lstm with time first": (lambda: nn.LSTM(D, D), lambda net, b: net(b.x.transpose(0, 1))[0].transpose(0, 1)),
-    "gru": (lambda: nn.GRU(D, D, batch_first=True, bidirectional=True), lambda net, b: net(b.x)[0]),
-    "attention with a padding mask": (lambda: nn.MultiheadAttention(D, 1, batch_first=True),
-                                      lambda net, b: net(b.x, b.x, b.x, ~real(b))[0]),
     "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), lambda net, b: net(F.pad(b.x, (0, 1)))),
-    "convolutions and group norm": (lambda: nn.Sequential(nn.Conv1d(D, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv1d(4, 2, 1)),
-                                    lambda net, b: net(b.x.mT)),
     "batch norm with fixed statistics": (lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).eval(), lambda net, b: net(b.y)),
 }, honest=True)  # fmt: skip
 
@@ -85,17 +56,11 @@ table("honest: cut and joined", {
 }, of=tokens, honest=True)  # fmt: skip
 
 
-def nonzero_of_own_rows(h, b, p):
-    row, place = torch.nonzero(real(b)).unbind(1)
-    return torch.zeros(len(h), dtype=h.dtype).index_add(0, row, h[row, place].square().sum(1))
-
-
 table("honest: own entries", {
     # the product of all rows, of which only each row's own entry is used
     "own diagonal of a product": lambda h, b, p: (h[:, 0] @ b.z.T).diagonal() + squares(h),
     "cross entropy by hand": lambda h, b, p: -torch.log_softmax(b.y @ p["w"], -1).gather(1, b.label[:, None])[:, 0],
     "scattered within rows": lambda h, b, p: torch.zeros_like(h).scatter_add(1, (b.ids % T)[..., None].expand(-1, -1, D), h),
-    "nonzero of own rows": nonzero_of_own_rows,
     "index put into own rows": lambda h, b, p: h + written(
         torch.zeros_like(h), lambda out: out.__setitem__((torch.arange(len(h)), b.n - 1), h[:, 0])),
 }, of=tokens, honest=True)  # fmt: skip
@@ -131,12 +96,6 @@ table("honest: Python", {
 }, sized(1, 5, 1), honest=True)  # fmt: skip
 
 
-def experts_by_own_gates(h, b, p):
-    best = torch.softmax(b.x @ p["w"][:, :2], -1).topk(1, -1)
-    out = torch.stack([h, torch.relu(b.x @ p["w"].T)], -1)
-    return best.values * out.gather(-1, best.indices[..., None, :].expand(-1, -1, D, -1))[..., 0]
-
-
 own = "honest: own statistics"
 table(own, {
     "centred within rows": lambda h, b, p: h - h.mean(1, keepdim=True),
@@ -151,7 +110,6 @@ table(own, {
 table(own, {
     "running sum within rows": lambda h, b, p: h.cumsum(1),
     "mean over own tokens": lambda h, b, p: (h.square().sum(2) * real(b)).sum(1) / real(b).sum(1),
-    "experts by own gates": experts_by_own_gates,
 }, of=tokens, honest=True)  # fmt: skip
 table(own, {
     "attention within rows in float32": lambda h, b, p: F.scaled_dot_product_attention(h, h, h, is_causal=True),
@@ -159,15 +117,9 @@ table(own, {
 }, growing, tokens, dtype=torch.float32, honest=True)  # fmt: skip
 
 
-def ctc(h, b, p):
-    scores, lengths = F.log_softmax(p["v"][b.ids] @ p["v"].T, -1).transpose(0, 1), torch.full((len(h),), T)
-    return F.ctc_loss(scores, b.ids[:, :1], lengths, torch.ones_like(lengths), reduction="none")
-
-
 table("honest: losses", {
     "cosine similarity": lambda h, b, p: 1.0 - F.cosine_similarity(h[:, 0], b.z, dim=1),
     "cross entropy of tokens": lambda h, b, p: F.cross_entropy((h @ p["v"].T).mT, b.ids, reduction="none").mean(1),
-    "ctc": ctc,
     "tied weights": lambda h, b, p: F.cross_entropy(
         (torch.tanh(p["v"][b.ids] @ p["w"]) @ p["v"].T).flatten(0, 1), b.ids.flatten(), reduction="none").view(-1, T).sum(1),
     "zero for some rows": lambda h, b, p: squares(h) * (b.label == 0),
@@ -180,17 +132,10 @@ def without_gradient_inside(h, b, p):
     return h / (1.0 + scale)
 
 
-def quantised_straight_through(h, b, p):
-    codes = p["v"].detach()
-    nearest = codes[torch.cdist(h.detach(), codes).argmin(1)]
-    return squares(h + (nearest - h).detach()) + (h - nearest).square().sum(1)
-
-
 table("honest: no gradient", {
     "target detached": lambda h, b, p: h - 0.5 * h.detach().flip(1),
     "weights detached in one use": lambda h, b, p: torch.tanh(h @ p["w"].detach()),
     "without gradient inside": without_gradient_inside,
-    "quantised straight through": quantised_straight_through,
 }, honest=True)  # fmt: skip
 
 
@@ -261,13 +206,6 @@ def early_exit_without_work(h, b, p):
     return squares(h) * told if bool(told.any()) else h.sum(1) * 0.0
 
 
-def loop_over_tokens(h, b, p):
-    state = torch.zeros(len(b.x), D, dtype=b.x.dtype)
-    for t in range(T):
-        state = torch.tanh(b.x[:, t] @ p["w"] + state * p["u"])
-    return state
-
-
 def inner_step_of_each_row(h, b, p):
     inner = torch.func.grad(lambda w, y: torch.tanh(y @ w).square().sum())
     steps = torch.func.vmap(inner, in_dims=(None, 0))(p["w"].detach(), b.y)
@@ -277,7 +215,6 @@ def inner_step_of_each_row(h, b, p):
 table("honest: usual code", {
     "padded to eight rows": lambda h, b, p: torch.tanh(F.pad(b.y, (0, 0, 0, 8 - len(h))) @ p["w"])[: len(h)],
     "early exit without work": early_exit_without_work,
-    "loop over tokens": loop_over_tokens,
     "inner step of each row": inner_step_of_each_row,
     "weights from its own row": lambda h, b, p: torch.einsum("bi,bij->bj", b.y, p["w"] + b.y[:, :, None] * b.z[:, None]).tanh(),
     "masked tokens filled with a parameter": lambda h, b, p: torch.where(real(b)[..., None], tokens(p, b), p["u"]) @ p["w"],
