@@ -12,7 +12,6 @@ import torch
 from models import Case
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
 from transformers.pytorch_utils import Conv1D
 from zoo.parity import roughen
 
@@ -80,11 +79,6 @@ def vectors(width=D):
 
 def tokens(width=D):
     return lambda draw, B, T: (draw.normal(B, T, width),)
-
-
-def several(draw, B, T):
-    """At least two positions, where attention over one would have no gradient."""
-    return (draw.normal(B, T + 1, D),)
 
 
 def pairs(draw, B, T, other=D):
@@ -172,37 +166,12 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embed(ids_BT)))
 
 
-class Queries(nn.Module):
-    """Learned queries that look at the sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(2, D))
-        self.attend = nn.MultiheadAttention(D, 2)
-
-    def forward(self, x_BTd):
-        x_TBd = x_BTd.transpose(0, 1)
-        queries = self.queries[:, None].expand(-1, len(x_BTd), -1)
-        return self.attend(queries, x_TBd, x_TBd)[0].transpose(0, 1)
-
-
 class Standardised(nn.Conv2d):
     """Weight standardisation."""
 
     def forward(self, x):
         spread, mean = torch.std_mean(self.weight, dim=(1, 2, 3), keepdim=True)
         return F.conv2d(x, (self.weight - mean) / (spread + 1e-5), self.bias, padding=1)
-
-
-class Symmetric(nn.Module):
-    def forward(self, w):
-        return w.triu() + w.triu(1).transpose(-1, -2)
-
-
-def symmetric_linear():
-    layer = nn.Linear(D, D)
-    parametrize.register_parametrization(layer, "weight", Symmetric())
-    return layer
 
 
 def activated(make, batch):
@@ -291,23 +260,6 @@ def crossed(first=True, kdim=D, vdim=D):
     return module(make, lambda draw, B, T: pairs(draw, B, T, kdim), forward)
 
 
-def distances(length):
-    """Which entry of a table of relative positions: (T, T)."""
-    at = torch.arange(length)
-    return at[:, None] - at[None] + LONGEST
-
-
-def biased_by_table(p, x_BTd):
-    """The table of T5: (rows, heads)."""
-    bias_hTT = F.embedding(distances(x_BTd.shape[1]), p["table"]).permute(2, 0, 1)
-    scores_BhTT = _heads(x_BTd) @ _heads(x_BTd).mT + bias_hTT[None]
-    return scores_BhTT.softmax(-1) @ _heads(x_BTd)
-
-
-def _heads(x_BTd):
-    return x_BTd.unflatten(2, (2, -1)).transpose(1, 2)
-
-
 LAYERS: dict[str, Layer] = {
     # matrices
     "linear, vectors": module(lambda: nn.Linear(D, OUT), vectors()),
@@ -343,8 +295,6 @@ LAYERS: dict[str, Layer] = {
     "x @ W, 3 axes, frames B * T": op(lambda p, x: (x.flatten(0, 1) @ p["w"]).unflatten(0, x.shape[:2]), videos, w=(2, 4, OUT)),
     "W @ x, 3 axes": op(lambda p, x: p["w"] @ x.mT[:, None], tokens(), w=(2, OUT, D)),
     # convolutions
-    "conv1d": conv(nn.Conv1d, 2, 3, 3),
-    "conv2d": conv(nn.Conv2d, 2, 3, 3),
     "conv3d": conv(nn.Conv3d, 2, 3, 3),
     "conv1d, stride, padding": conv(nn.Conv1d, 2, 3, 3, stride=2, padding=1),
     "conv2d, stride, padding": conv(nn.Conv2d, 2, 3, 3, stride=(2, 1), padding=(1, 2)),
@@ -352,12 +302,9 @@ LAYERS: dict[str, Layer] = {
     "conv2d, stride that leaves a rest": conv(nn.Conv2d, 2, 3, 2, stride=3),
     "conv1d, same": conv(nn.Conv1d, 2, 3, 3, padding="same"),
     "conv1d, same, even": conv(nn.Conv1d, 2, 3, 4, padding="same"),
-    "conv2d, same, even": conv(nn.Conv2d, 2, 3, 4, padding="same"),
     "conv2d, same, even and odd": conv(nn.Conv2d, 2, 3, (2, 3), padding="same"),
     "conv2d, same, dilation": conv(nn.Conv2d, 2, 3, 2, padding="same", dilation=3),
-    "conv1d, dilation": conv(nn.Conv1d, 2, 3, 2, dilation=3),
     "conv2d, dilation": conv(nn.Conv2d, 2, 3, 2, dilation=(2, 3), padding=2),
-    "conv2d, groups": conv(nn.Conv2d, 4, 6, 3, groups=2, padding=1),
     "conv1d, depthwise, multiplier": conv(nn.Conv1d, 3, 6, 3, groups=3, padding=2),
     "conv3d, groups": conv(nn.Conv3d, 2, 4, 2, groups=2),
     "conv2d, 1 x 1": conv(nn.Conv2d, 3, 5, 1),
@@ -368,14 +315,12 @@ LAYERS: dict[str, Layer] = {
     "conv2d, frames T * B": module(lambda: nn.Conv2d(2, 3, 3, padding=1), videos, flat_minor),
     "conv2d, 1 x 1, frames T * B": module(lambda: nn.Conv2d(2, 3, 1), videos, flat_minor),
     "transposed 1d, output_padding": conv(nn.ConvTranspose1d, 2, 3, 3, stride=2, output_padding=1),
-    "transposed 2d": conv(nn.ConvTranspose2d, 2, 3, 3),
     "transposed 2d, output_padding, groups": conv(nn.ConvTranspose2d, 4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
     "transposed 2d, dilation": conv(nn.ConvTranspose2d, 2, 3, 2, dilation=2),
     "transposed 2d, frames T * B": module(lambda: nn.ConvTranspose2d(2, 3, 2), videos, flat_minor),
     "conv1d, few positions": conv(nn.Conv1d, 32, 48, 3, stride=2),
     "conv2d, few positions": conv(nn.Conv2d, 32, 48, 3, stride=2, padding=1),
     "conv2d, few positions, dilation": conv(nn.Conv2d, 32, 48, (3, 2), stride=3, padding=2, dilation=(2, 1)),
-    "conv2d, few positions, groups": conv(nn.Conv2d, 64, 64, 3, stride=3, padding=1, groups=2),
     "conv2d, few positions, circular": conv(nn.Conv2d, 32, 48, 3, 3, padding=1, padding_mode="circular"),
     "conv2d, large patches": conv(nn.Conv2d, 8, 48, (5, 4), stride=4, padding=2),
     "conv2d, 1 x 1, stride, padding": conv(nn.Conv2d, 3, 5, 1, stride=2, padding=1),
@@ -394,18 +339,14 @@ LAYERS: dict[str, Layer] = {
         lambda: nn.Embedding(VOCAB + 50, D), ids(),
         lambda run, x: run(x.T.flatten()).unflatten(0, x.shape[::-1]).transpose(0, 1),
     ),
-    "embedding bag, sum": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="sum"), ids()),
     "embedding bag, mean": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="mean"), ids()),
     "embedding bag, weights": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="sum"), weighted_ids, lambda run, x, w: run(x, per_sample_weights=w)),
     "embedding bag, mean, padding_idx -1": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="mean", padding_idx=-1), ids()),
-    "embedding bag, max": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="max"), ids()),
     "embedding bag, max, padding_idx": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="max", padding_idx=1), ids()),
-    "embedding bag, sparse": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="sum", sparse=True), ids()),
     "embedding bag, offsets, two bags, mean": bagged(2, False, mode="mean"),
     "embedding bag, last offset, max, padding_idx": bagged(2, True, mode="max", padding_idx=2),
     "embedding bag, offsets, weights, sparse": bagged(2, False, mode="sum", weighted=True, sparse=True),
     "table[ids]": op(lambda p, x: p["w"][x], ids(), w=(VOCAB, D)),
-    "table[ids], numbers": op(lambda p, x: p["w"][x], ids(), w=(VOCAB,)),
     "table[ids], negative ids": op(lambda p, x: p["w"][x - VOCAB], ids(), w=(VOCAB, D)),
     "table[(ids,)]": op(lambda p, x: p["w"][(x,)], ids(), w=(VOCAB, D)),
     "index_select": op(lambda p, x: torch.index_select(p["w"], 0, x.flatten()).unflatten(0, x.shape), ids(), w=(VOCAB, D)),
@@ -426,7 +367,6 @@ LAYERS: dict[str, Layer] = {
     "group norm": module(lambda: nn.GroupNorm(2, 4), signals(4, 2)),
     "group norm, bias alone": op(lambda p, x: F.group_norm(x, 2, x.new_ones(4), p["b"]), signals(4, 2), b=(4,)),
     "group norm, weight alone": op(lambda p, x: F.group_norm(x, 2, p["w"]), signals(4, 2), w=(4,)),
-    "group norm, 1d": module(lambda: nn.GroupNorm(2, 4), signals(4, 1)),
     "group norm, frames T * B": module(lambda: nn.GroupNorm(1, 2), videos, flat_minor),
     "rms norm": module(lambda: nn.RMSNorm(D), tokens()),
     "rms norm, eps, 2 axes": module(lambda: nn.RMSNorm((2, D), eps=1e-3), lambda draw, B, T: (draw.normal(B, T, 2, D),)),
@@ -443,15 +383,11 @@ LAYERS: dict[str, Layer] = {
     "unused": op(lambda p, x: x * p["w"], tokens(), unused=("u",), w=(D,), u=(D, 2)),
     # tokens and positions
     "class token, expand": op(lambda p, x: torch.cat([p["cls"].expand(len(x), -1, -1), x], 1).tanh(), tokens(), cls=(1, 1, D)),
-    "class token, repeat": op(lambda p, x: torch.cat([p["cls"].repeat(len(x), 1, 1), x], 1).tanh(), tokens(), cls=(1, 1, D)),
     "class token, (T, B, d)": op(
         lambda p, x: flipped(lambda x: torch.cat([p["cls"].expand(1, x.shape[1], -1), x]).tanh(), x),
         tokens(), cls=(1, 1, D),
     ),
     "position embedding": op(lambda p, x: torch.tanh(x + F.embedding(torch.arange(x.shape[1]), p["w"])), tokens(), w=(LONGEST, D)),
-    "position embedding, expanded ids": op(
-        lambda p, x: torch.tanh(x + F.embedding(torch.arange(x.shape[1])[None].expand(len(x), -1), p["w"])), tokens(), w=(LONGEST, D)
-    ),
     "position embedding, (T, B, d)": op(
         lambda p, x: flipped(lambda x: torch.tanh(x + F.embedding(torch.arange(len(x)), p["w"])[:, None]), x),
         tokens(), w=(LONGEST, D),
@@ -461,18 +397,7 @@ LAYERS: dict[str, Layer] = {
     "attention": attended(),
     "attention, weights": attended(weights=True),
     "attention, (T, B, d), weights": attended(weights=True, first=False),
-    "attention, no bias": attended(bias=False),
-    "attention, cross": crossed(),
     "attention, kdim, vdim, (T, B, d)": crossed(first=False, kdim=5, vdim=6),
-    "attention, learned queries, (T, B, d)": module(Queries, tokens()),
-    "attention, bias by table": op(biased_by_table, several, table=(2 * LONGEST, 2)),
-    "encoder layer, norm first, gelu": module(
-        lambda: nn.TransformerEncoderLayer(D, 2, 6, batch_first=True, norm_first=True, activation="gelu"), tokens()
-    ),
-    "encoder layer, padding": module(
-        lambda: nn.TransformerEncoderLayer(D, 2, 6, batch_first=True), masked,
-        lambda run, x, hidden: run(x, src_key_padding_mask=hidden),
-    ),
     "decoder layer, (T, B, d)": module(lambda: nn.TransformerDecoderLayer(D, 2, 6, dropout=0.1), pairs, flipped),
     # cells
     "LSTM cell": celled(nn.LSTMCell),
@@ -482,15 +407,12 @@ LAYERS: dict[str, Layer] = {
     # parameters that are computed
     "normalised prototypes": op(lambda p, x: F.linear(x, F.normalize(p["w"], dim=1)), tokens(), w=(OUT, D)),
     "weight standardisation": module(lambda: Standardised(2, 3, 3), signals(2, 2)),
-    "weight norm, conv1d": module(lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 3)), signals(2, 1)),
-    "symmetric matrix": module(symmetric_linear, tokens()),
     "merged LoRA": op(lambda p, x: F.linear(x, p["w"] + 2.0 * p["B"] @ p["A"], p["b"]), tokens(), w=(OUT, D), A=(2, D), B=(OUT, 2), b=(OUT,)),
     "LoRA": op(lambda p, x: F.linear(x, p["w"]) + 2.0 * F.linear(F.linear(x, p["A"]), p["B"]), tokens(), w=(OUT, D), A=(2, D), B=(OUT, 2)),
     "reshaped matrix": op(lambda p, x: F.linear(x, p["w"].view(OUT, D)), tokens(), w=(OUT * D,)),
     # used more than once
     "shared three times": module(lambda: Times(nn.Linear(D, D), 3), vectors()),
     "shared convolution": module(lambda: Times(nn.Conv2d(2, 2, 3, padding=1), 2), signals(2, 2)),
-    "shared norm": module(lambda: Times(nn.LayerNorm(D), 2), tokens()),
     "matrix and its transpose": op(lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].T, tokens(), w=(D, OUT)),
     "matrix and scale": op(lambda p, x: torch.tanh(F.linear(x, p["w"])) * p["w"].sum(1) + x * p["w"][0], tokens(), w=(D, D)),
     "matrix on two lengths": op(
@@ -498,10 +420,7 @@ LAYERS: dict[str, Layer] = {
         tokens(), w=(D, OUT),
     ),
     # activations in place, dropout off
-    "linear, in-place ReLU": activated(lambda: nn.Linear(D, OUT), tokens()),
     "conv2d, in-place ReLU": activated(lambda: nn.Conv2d(2, 3, 3), signals(2, 2)),
-    "layer norm, in-place ReLU": activated(lambda: nn.LayerNorm(D), tokens()),
-    "embedding, in-place ReLU": activated(lambda: nn.Embedding(VOCAB, D), ids()),
     "x @ W, in-place ReLU": op(lambda p, x: torch.relu_(x @ p["w"]), tokens(), w=(D, OUT)),
     "dropout off": module(lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, OUT)), tokens()),
 }  # fmt: skip

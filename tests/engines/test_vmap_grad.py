@@ -99,20 +99,14 @@ OWN = {
     "written where a mask is set, after the last axis but one": lambda p, x: _with(
         torch.zeros(2, 3, 1, dtype=x.dtype), lambda h: h.__setitem__((..., x[0] > 0.2, slice(0, 1)),
         (p["w"] * x)[0][x[0] > 0.2][:, None])).sum()[None],
-    "written into zeros": lambda p, x: _with(torch.zeros(1, 4, dtype=x.dtype), lambda h: h[:, 1:].copy_(p["w"] * x)),
-    "written into an empty tensor": lambda p, x: _with(x.new_empty(1, 3), lambda h: h.copy_(p["w"] * x)),
     "scattered by a mask": lambda p, x: (p["w"] * x).masked_scatter(x > 0.2, (2 * p["w"] * x).flatten()).sum(1),
-    "selected by a mask": lambda p, x: torch.masked_select(p["w"] * x, x > -10).sum()[None],
     "changed by sparse numbers": lambda p, x: F.linear(x, torch.ones(3, 3, dtype=x.dtype) + torch.sparse_coo_tensor(
         torch.tensor([[0, 2, 2], [1, 0, 0]]), 2 * p["w"], (3, 3))).square().sum(1),
     "split and counted by its own numbers": lambda p, x: (
         (p["w"] * x)[0].split([n := (x[0, 0] > 0).long() + 1, 3 - n])[0].sum() * torch.arange(n + 1).sum())[None],
-    "made of its own numbers": lambda p, x: (p["w"] * x * torch.tensor([[v.exp() for v in x[0]]])).sum(1),
     "made of its own numbers and others": lambda p, x: (
         p["w"] * x * torch.tensor([1.0, x[0, 0] > 0, 2], dtype=x.dtype)).sum(1),
-    "repeated": lambda p, x: (p["w"] * x).flatten().repeat_interleave(torch.tensor([1, 2, 1])).sum()[None],
     "repeated by its own numbers": lambda p, x: (p["w"] * x).flatten().repeat_interleave((x > 0.7).long().flatten()).sum()[None],
-    "in place": lambda p, x: (p["w"] * x).mul_(2).add_(1).square().sum(1),
     "a function of torch that is written in Python": lambda p, x: F.multi_head_attention_forward(
         x[None], x[None], x[None], 3, 1, torch.outer(torch.ones(9, dtype=x.dtype), p["w"]), torch.zeros(9, dtype=x.dtype),
         None, None, False, 0.0, torch.eye(3, dtype=x.dtype), None)[0].sum((0, 2)),
