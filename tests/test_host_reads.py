@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfunc
 from dpfunc.checkpoint import Journal
 from dpfunc.engines.guards.audit import Audits
-from dpfunc.engines.marks import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8
@@ -149,16 +148,6 @@ def test_marks_that_are_set_change_nothing(spoilt):
     (first, one), (second, other) = results
     assert all(torch.equal(first.sums[name], second.sums[name]) for name in first.sums)
     assert torch.equal(one.norms_BG.nan_to_num(), other.norms_BG.nan_to_num())
-
-
-def test_an_error_leaves_no_marks_unread():
-    def fail():
-        any_set(torch.tensor([True]))
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        ReadTogether()(fail)
-    assert any_set(torch.tensor([True]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.engines.guards.python_state import python_state
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
@@ -630,6 +629,5 @@ def test_libraries_may_stand_in_any_folder_of_packages(tmp_path, monkeypatch):
         def loss_fn(p, x, count=library.count):
             return linear(p, count(x))
 
-        before = python_state(loss_fn)
-        library.count(None)
-        assert (python_state(loss_fn) != before) == keeps
+        found = released(lambda loss_fn=loss_fn: loss_fn, "loop", steps())
+        assert (None in found) == keeps

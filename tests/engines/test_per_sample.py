@@ -268,14 +268,6 @@ def test_a_bad_sample_stays_in_its_group(bad, drawn):
         assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
 
 
-@pytest.mark.parametrize("kind", ["conv2d", "conv2d, ghost norm"])
-def test_many_numbers_are_formed_in_pieces(kind, monkeypatch):
-    grad = KINDS[kind](Draw(0, 7))
-    whole = grad.dense(), grad.sq_norms()
-    monkeypatch.setattr("dpfunc.engines.rules.convolution._PIECE", 3 * whole[0][0].numel())
-    torch.testing.assert_close((grad.dense(), grad.sq_norms()), whole)
-
-
 def test_large_rows_are_summed_in_pieces():
     """Sums of squares of many numbers: one long float32 sum of equal numbers is off by far more."""
     row = Dense(torch.full((2, 2**22 + 3), 0.1))
@@ -312,13 +304,3 @@ def test_gradients_that_are_computed_together(kind, dropped):
         for name, grad in grads.items():
             torch.testing.assert_close(norms[name], grad.sq_norms(), equal_nan=True)
             torch.testing.assert_close(sums[name], grad.weighted_sum(each[name]))
-
-
-def test_gradients_with_the_same_side_share_its_products():
-    """Norms are those of the formed gradients, also where a part of the samples is left of one of them."""
-    products = []
-    a, other, *sides = (torch.randn(4, 3, size, dtype=torch.float64) for size in (64, 64, 50, 60))
-    first, second = (Outer(a, b, (64, b.shape[2]), products=products) for b in sides)
-    left = replace(second, a_BTp=a[:2], b_BTd=sides[1][:2])
-    for grad in (first, replace(second, a_BTp=other), first, second, first, left):
-        assert torch.allclose(grad.sq_norms(), Dense(grad.dense()).sq_norms(), rtol=1e-9)

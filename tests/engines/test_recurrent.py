@@ -100,16 +100,21 @@ def check(engine, forward, params, batch):
     assert not {what: value for what, value in found.items() if not value < tolerance}, len(batch[0])
 
 
+def in_steps(layer, x, hx):
+    """Results of a layer, step by step; the arguments are those of torch's function."""
+    weights = [getattr(layer, name) for name in layer._flat_weights_names]
+    arguments = (x, hx if len(hx) > 1 else hx[0], weights, layer.bias, layer.num_layers)
+    function = getattr(torch, layer.mode.lower())
+    return RECURRENT[function](*arguments, layer.bidirectional), function, arguments
+
+
 @every_layer
 def test_results_are_those_of_torch(name):
     model = made(*LAYERS[name], start=True)
     recurrent, hx = model.layer, tuple(each.repeat(1, 3, 1) for each in model.start)
     x = torch.randn(4, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    function = getattr(torch, recurrent.mode.lower())
-    weights = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
-    arguments = (x, hx if len(hx) > 1 else hx[0], weights, recurrent.bias, recurrent.num_layers)
+    found, function, arguments = in_steps(recurrent, x, hx)
     wanted = function(*arguments, 0.0, False, recurrent.bidirectional, False)
-    found = RECURRENT[function](*arguments, recurrent.bidirectional)
     assert len(found) == len(wanted)
     for own, others in zip(found, wanted, strict=True):
         assert own.shape == others.shape
@@ -234,14 +239,12 @@ class Counting(TorchFunctionMode):
 def test_longer_sequences_make_no_more_calls(name):
     """An engine looks at each call, so there is none for single steps."""
     layer, counts = made(*LAYERS[name]).layer, []
-    weights = [getattr(layer, name) for name in layer._flat_weights_names]
     for length in (2, 20):
-        x, hx = torch.ones(length, 3, D).double(), torch.zeros(len(weights) // 4, 3, H, dtype=torch.float64)
-        arguments = (x, (hx, hx) if layer.mode == "LSTM" else hx, weights, True, layer.num_layers, layer.bidirectional)
+        hx = [torch.zeros(layer.num_layers * (1 + layer.bidirectional), 3, H).double()] * (1 + (layer.mode == "LSTM"))
         with Counting() as mode:
-            RECURRENT[getattr(torch, layer.mode.lower())](*arguments)
+            in_steps(layer, torch.ones(length, 3, D).double(), tuple(hx))
         counts.append(mode.calls)
-    assert counts[0] == counts[1] <= 25 * len(weights)
+    assert counts[0] == counts[1] <= 25 * len(layer._flat_weights)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["", "dropout"])

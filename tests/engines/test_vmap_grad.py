@@ -10,12 +10,11 @@ import torch
 from models import Case, tiny_bert
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from zoo.parity import differences, truth_of
+from zoo.parity import ENGINES, differences, truth_of
 
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.engines import auto
-from dpfunc.engines.by_name import ENGINES
 from dpfunc.engines.vmap_grad import Decision
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.plan import Plan

@@ -46,20 +46,9 @@ def void(_):
     """None: the gradient is the same tensor, written into."""
 
 
-def by_position(g):
-    return g * torch.arange(1.0, len(g) + 1, dtype=g.dtype)[:, None]
-
-
-def largest_silenced(g):
-    size = g.square().sum(1)
-    return g * (size < size.max())[:, None] if len(g) > 1 else g
-
-
 table("backward: hooks of activations", {
     "gradient over its norm": hooked(lambda g: g / (1.0 + g.norm())),
     "gradient of the neighbour": hooked(lambda g: g.roll(1, 0)),
-    "largest row is silenced": hooked(largest_silenced),
-    "gradient by position": hooked(by_position),
     "hook of a node": lambda h, b, p: of_node(h, lambda n: n.register_prehook(lambda g: (g[0] - 0.5 * g[0].mean(0),))),
     "hook after a node": lambda h, b, p: of_node(h, lambda n: n.register_hook(lambda g, _: (g[0] * (1.0 + g[0].abs().max()),))),
     "hook of the losses": lambda h, b, p: hook(squares(h), lambda g: g / g.sum()),
@@ -160,13 +149,11 @@ class WrongSum(MeanOfGradients):
 
 
 Reversed = backward_of(lambda grad, ctx: -grad * (1.0 + ctx.saved_tensors[0].square().mean()))
-Sorted = backward_of(lambda grad, ctx: grad.sort(0, descending=True).values)
 AttributeKept = backward_of(lambda grad, ctx: grad * (1.0 + ctx.kept.abs().amax(0)))
 OwnNorm = backward_of(lambda grad, ctx: grad * ctx.saved_tensors[0].norm(dim=1, keepdim=True))
 table("backward: autograd.Function", {
     "mean of gradients": lambda h, b, p: MeanOfGradients.apply(h),
     "gradient reversed by the batch": lambda h, b, p: Reversed.apply(h),
-    "gradients sorted": lambda h, b, p: Sorted.apply(h),
     "attribute of a context": lambda h, b, p: AttributeKept.apply(h),
     "product with a mean gradient": lambda h, b, p: torch.tanh(WrongSum.apply(b.y, p["w"])),
 })  # fmt: skip
@@ -186,7 +173,6 @@ def scaled(factor):
 
 
 table("backward: detached factors", {
-    "scaled by rank": scaled(lambda loss, b: 1.0 + loss.argsort().argsort()),
     "scaled by the neighbour": scaled(lambda loss, b: (b.coin - b.coin.roll(1)).abs() + 0.5),
     "scaled by python": scaled(lambda loss, b: 1.0 / (1.0 + loss.max().item())),
     # the values cancel, the gradients do not
