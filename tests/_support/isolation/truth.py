@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -51,6 +52,14 @@ class Outcome:
         return f"WRONG by {self.off:.2g} at step {self.step}" if self.wrong(tolerance) else "equal"
 
 
+@contextmanager
+def seeded(seed):
+    """torch's generator with a seed, and as it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def copied(values):
     """Tensors of their own memory."""
     return pytree.tree_map(torch.clone, values)
@@ -70,8 +79,7 @@ def alone(loss: Loss, step: int):
         built = loss.build()
         row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1].clone(), built.batches[step])
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
+            with seeded(SEED):
                 found += loop_gradients(loss.plain or built.loss_fn, built.params, row)
         except ORDINARY:
             return None
@@ -127,8 +135,7 @@ def outcomes(loss: Loss, engine: str) -> list[Outcome]:
     found = []
     for step, rows in enumerate(built.batches):
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
+            with seeded(SEED):
                 clipped, _ = prepared(copied(built.params), copied(rows), key=fold_in(insecure_key(7), step))
         except (UnsupportedModel, InvalidArgument) as error:
             found.append(Outcome(step, refusal=str(error).splitlines()[0]))
@@ -161,7 +168,8 @@ def mixed(loss: Loss) -> float:
     if any(alone(loss, step) is None for step in steps):
         return math.inf
     rows = [pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1], built.batches[0]) for i in range(len(alone(loss, 0)))]
-    losses, tables = zip(*(_together(built.loss_fn, built.params, row, SEED) for row in rows), strict=True)
+    with seeded(SEED):
+        losses, tables = zip(*(_together(built.loss_fn, built.params, row) for row in rows), strict=True)
     in_turn = torch.cat([table[:1] for table in tables])
     largest = _difference(torch.cat(losses), torch.cat([in_turn, in_turn.sum(0)[None]]), alone(loss, 0))
     for step in steps:
@@ -170,21 +178,20 @@ def mixed(loss: Loss) -> float:
                 return largest
             if step == seed == 0 or (seed and not step):
                 built = loss.build()
-            found = _together(built.loss_fn, built.params, copied(built.batches[step]), SEED + seed)
+            with seeded(SEED + seed):
+                found = _together(built.loss_fn, built.params, copied(built.batches[step]))
             largest = max(largest, _difference(*found, alone(loss, step)))
     return largest
 
 
-def _together(loss_fn, params, rows, seed):
+def _together(loss_fn, params, rows):
     """Losses, and the gradients of each loss and of their sum: rows of a table."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        losses, table = loss_fn(leaves, rows), []
-        for loss in (*losses, losses.sum()):
-            grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
-            flat = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
-            table.append(torch.cat([grad.flatten() for grad in flat]))
+    losses, table = loss_fn(leaves, rows), []
+    for loss in (*losses, losses.sum()):
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
+        flat = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
+        table.append(torch.cat([grad.flatten() for grad in flat]))
     return losses.detach(), torch.stack(table)
 
 
