@@ -2,8 +2,7 @@
 
 Each round times every source once, in turn; the table shows medians, and the best round, which is what a machine with
 nothing else to do would take; in seconds, and in CPU seconds of all threads, which leave out what other processes took.
-One element is one number of noise. With `--ahead`, the gain of noise that a free core draws while gradients are
-computed, in steps of some models that release the same bits.
+One element is one number of noise.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import click
 import numpy
@@ -20,12 +18,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.engines.__main__ import check_cases
-from benchmarks.engines.contestants import dp_step_of, problem_of
-from benchmarks.measure import Contestant, Spec, compete, timed_in_turn
+from benchmarks.measure import timed_in_turn
 from benchmarks.results import FOLDER, show, write
 from dpfunc.noise import add_gaussian
-from dpfunc.noise.streams import free_cores, secure_normal
+from dpfunc.noise.streams import secure_normal
 from dpfunc.noise.tiles import TILE
 from dpfunc.noise.ziggurat import words_for
 from dpfunc.rng import Key, fold_in, insecure_key, stream
@@ -93,37 +89,13 @@ def measure(like: Mapping[str, Tensor], rounds: int) -> dict[str, Any]:
     return {"elements": elements, "contestants": found}
 
 
-def contestant(spec: Spec) -> Contestant:
-    """For `measure`: a private step whose noise is drawn after the sum, or by a thread while gradients are computed."""
-    torch.set_num_threads(max(1, free_cores(on_cpu=False)))
-    step, _ = dp_step_of(problem_of(spec))
-
-    def take() -> object:
-        with mock.patch("dpfunc.noise.streams.free_cores", return_value=int(spec["contestant"] == "ahead")):
-            return step()
-
-    return Contestant(take)
-
-
-def ahead(case: str, rounds: int, quick: bool) -> dict[str, Any]:
-    """Steps with noise drawn after the sum, and ahead of it."""
-    spec = {"module": "benchmarks.noise_cost", "cases": "benchmarks.engines.cases", "case": case, "quick": quick}
-    specs = {name: {**spec, "device": "cpu", "contestant": name} for name in ("after", "ahead")}
-    return {"contestants": compete(specs, rounds, base="after")}
-
-
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--rounds", default=ROUNDS, type=click.IntRange(1))
-@click.option("--ahead", "cases", default="", callback=check_cases, help="Cases of engines: noise ahead, in these.")
 @click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
 @click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
-def main(rounds: int, cases: list[str], quick: bool, out: Path) -> None:
-    """Measure, print the tables; write the result file, but for noise ahead, which no page shows."""
+def main(rounds: int, quick: bool, out: Path) -> None:
+    """Measure, print the tables, write the result file."""
     console = Console(width=130)
-    for name in cases:
-        console.print(show(name, ahead(name, rounds, quick)))
-    if cases:
-        return
     found = {}
     for layout, like in LAYOUTS.items():
         found[layout] = measure({n: leaf[:1000] for n, leaf in like.items()} if quick else like, rounds)

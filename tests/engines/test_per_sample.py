@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measure import allocated
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines.per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
 from dpfunc.engines.rules.convolution import ConvolutionArgs, Convolved
@@ -69,22 +66,14 @@ ADDABLE = {
 }
 KINDS = {
     **ADDABLE,
-    "dense number": lambda draw: Dense(draw.normal()),
     "outer, ghost norm": lambda draw: outer(draw, 40, 50),
-    "outer, one position": lambda draw: outer(Draw(draw.size, draw.size, draw.dtype, 1), 9, 11),
-    "outers added": lambda draw: add([outer(draw), outer(draw), outer(draw)]),
-    "gathers added": lambda draw: add([gather(draw), gather(draw)]),
     "outer and gathers added": lambda draw: add([outer(draw), gather(draw), gather(draw), outer(draw)]),
     "all added": lambda draw: add([make(draw) for make in ADDABLE.values()]),
     "conv1d": lambda draw: convolved(draw, axes=1),
     "conv2d": convolved,
     "conv2d, ghost norm, unfolded": lambda draw: convolved(draw, padding=0, edge=3, out=12, channels=14),
-    "conv2d, stride, dilation": lambda draw: convolved(draw, stride=2, dilation=2, edge=6),
-    "conv2d, groups": lambda draw: convolved(draw, groups=2),
     "conv3d": lambda draw: convolved(draw, axes=3, groups=2, stride=2),
     "transposed 2d": lambda draw: convolved(draw, transposed=True, stride=2),
-    "transposed 1d, groups": lambda draw: convolved(draw, axes=1, transposed=True, groups=2),
-    "conv1d, ghost norm, unfolded": lambda draw: convolved(draw, axes=1, out=32, channels=30, edge=3),
     "conv2d, ghost norm": lambda draw: convolved(draw, edge=3, out=32, channels=32),
     "conv2d, ghost norm, groups": lambda draw: convolved(draw, groups=2, edge=3, out=64, channels=64),
     "conv3d, ghost norm, unfolded": lambda draw: convolved(
@@ -112,33 +101,19 @@ def close(got, expected, tolerance, scale):
 
 
 @kinds
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16, torch.bfloat16], ids=str)
 @given(seed=seeds, size=sizes)
 def test_equals_its_dense_form(kind, dtype, seed, size):
-    grad = KINDS[kind](Draw(seed, size, dtype))
-    rows_BP, factors_B = dense_of(grad), factors_of(size, dtype)
+    """What float64 gives for the same inputs; narrow ones are summed in float32: a bfloat16 sum would be off by a percent."""
+    grad, wide = KINDS[kind](Draw(seed, size, dtype)), dtype if dtype in TOLERANCE else torch.float32
+    rows_BP, factors_B = dense_of(_as_double(grad)), factors_of(size, wide)
     sq_norms_B, total = grad.sq_norms(), grad.weighted_sum(factors_B)
-    assert sq_norms_B.dtype == total.dtype == dtype
+    assert sq_norms_B.dtype == total.dtype == wide
     assert sq_norms_B.shape == (size,)
     assert total.shape == grad.dense().shape[1:] == grad.shape
     scale = float(rows_BP.norm())
-    assert close(sq_norms_B, rows_BP.square().sum(1), TOLERANCE[dtype], scale**2)
-    assert close(total.flatten(), factors_B.double() @ rows_BP, TOLERANCE[dtype], scale)
-
-
-@kinds
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@given(seed=seeds, size=sizes)
-def test_narrow_inputs_are_summed_in_float32(kind, dtype, seed, size):
-    """Exactly what float64 gives for the same inputs, up to float32: a bfloat16 sum would be off by a percent."""
-    grad = KINDS[kind](Draw(seed, size, dtype))
-    truth = _as_double(grad)
-    factors_B = factors_of(size, torch.float32)
-    sq_norms_B, total, rows_BP = grad.sq_norms(), grad.weighted_sum(factors_B), dense_of(truth)
-    assert sq_norms_B.dtype == total.dtype == torch.float32
-    scale = float(rows_BP.norm())
-    assert close(sq_norms_B, rows_BP.square().sum(1), 2e-5, scale**2)
-    assert close(total.flatten(), factors_B.double() @ rows_BP, 2e-5, scale)
+    assert close(sq_norms_B, rows_BP.square().sum(1), TOLERANCE[wide], scale**2)
+    assert close(total.flatten(), factors_B.double() @ rows_BP, TOLERANCE[wide], scale)
 
 
 def _as_double(grad):
@@ -223,51 +198,33 @@ def cancelling_convolved(draw, p, d, scale):
 CANCELLING = {
     "outer, formed": lambda draw, scale: cancelling_outer(draw, 6, 5, scale),
     "outer, formed, large": lambda draw, scale: cancelling_outer(draw, 32, 48, scale),
-    "outer, ghost norm": lambda draw, scale: cancelling_outer(draw, 400, 500, scale),
+    "outer, ghost norm": lambda draw, scale: cancelling_outer(draw, 80, 90, scale),
     "gather": cancelling_gather,
     "tied": cancelling_tied,
     "conv1d, formed": lambda draw, scale: cancelling_convolved(draw, 6, 5, scale),
-    "conv1d, ghost norm": lambda draw, scale: cancelling_convolved(draw, 200, 150, scale),
+    "conv1d, ghost norm": lambda draw, scale: cancelling_convolved(draw, 60, 50, scale),
 }
-cancelling_kinds = pytest.mark.parametrize("kind", CANCELLING)
-lengths = st.sampled_from([1, 8, 50])
-scales = st.sampled_from([1e-3, 1.0, 1e3])
 
 
-@cancelling_kinds
-@given(seed=seeds, length=lengths, scale=scales)
-def test_norms_are_never_too_small(kind, seed, length, scale):
-    """Where products cancel, rounding may be larger than the gradient: the norm is that of what is released."""
-    size = 3
-    grad = CANCELLING[kind](Draw(seed, size, length=length), scale)
+@pytest.mark.parametrize("kind", CANCELLING)
+@given(seed=seeds, length=st.sampled_from([1, 8, 24]), scale=st.sampled_from([1e-3, 1.0, 1e3]))
+def test_norms_bound_what_is_released(kind, seed, length, scale):
+    """Where products cancel, rounding may be larger than the gradient: the norm is that of what is released, at least.
+
+    With factors `C / norm` one sample moves the sum by its bound, also where the gradients of all samples cancel, and
+    rounding depends on who is there. And what is added for rounding is small.
+    """
+    grad = CANCELLING[kind](Draw(seed, 5, length=length), scale)
     norms_B = grad.sq_norms().double().sqrt()
-    released_B = torch.stack([grad.weighted_sum(one).double().norm() for one in torch.eye(size)])
+    released_B = torch.stack([grad.weighted_sum(one).double().norm() for one in torch.eye(5)])
     exact_B = dense_of(_as_double(grad)).norm(dim=1)
-    assert bool((released_B <= norms_B * (1 + SLACK)).all())
-    assert bool((exact_B <= norms_B * (1 + SLACK)).all())
-
-
-@cancelling_kinds
-@given(seed=seeds, length=lengths, scale=scales)
-def test_one_sample_moves_the_sum_by_its_bound(kind, seed, length, scale):
-    """With factors `C / norm`: also where the gradients of all samples cancel, and rounding depends on who is there."""
-    size = 5
-    grad = CANCELLING[kind](Draw(seed, size, length=length), scale)
+    assert bool((torch.maximum(released_B, exact_B) <= norms_B * (1 + SLACK)).all())
     factors_B = (1 - SLACK) / grad.sq_norms().sqrt()
-    without_B = factors_B.clone()
-    without_B[size // 2] = 0
+    without_B = torch.where(torch.arange(5) == 2, 0.0, factors_B)
     moved = grad.weighted_sum(factors_B).double() - grad.weighted_sum(without_B).double()
     assert float(moved.norm()) <= 1.0
-
-
-@cancelling_kinds
-@given(seed=seeds, length=lengths)
-def test_norms_are_not_much_too_large(kind, seed, length):
-    """What is added for rounding is small: a norm of a gradient that does not cancel is right."""
-    grad = CANCELLING[kind](Draw(seed, 3, length=length), 1.0)
-    exact_B = dense_of(_as_double(grad)).norm(dim=1)
     reach_B = dense_of(_with(_as_double(grad), torch.abs)).norm(dim=1)
-    assert bool((grad.sq_norms().double().sqrt() <= exact_B * (1 + 1e-3) + 3e-3 * reach_B).all())
+    assert bool((norms_B <= exact_B * (1 + 1e-3) + 3e-3 * reach_B).all())
 
 
 @st.composite
@@ -297,21 +254,7 @@ def test_convolutions_of_any_kind_are_torchs(dtype, data):
     grad, rows_B = data.draw(convolutions(dtype))
     sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
     assert close(grad.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
-    for measure in (grad._measured, grad._ghost):
-        measured_B, _, _ = measure(grad.g_BmP, grad.x_BmC)
-        assert close(measured_B, sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
-    reach_B = [measure(grad.g_BmP, grad.x_BmC)[1] for measure in (grad._measured, grad._ghost)]
-    assert torch.allclose(*reach_B, rtol=1e3 * tolerance)
-
-
-@given(drawn=convolutions())
-def test_products_of_windows_are_sums_of_products_of_cells(drawn):
-    grad, _ = drawn
-    moved, still = (grad._by_group(side) for side in grad._sides(grad.g_BmP, grad.x_BmC))
-    windows = grad.args.unfolded(moved, still.shape[3:])
-    by_axis = [grad.args.taps_by_residue(axis) for axis in range(moved.ndim - 3)]
-    parts = [grad._over_taps(moved, still.shape[3:], by_axis, residues) for residues in product(*by_axis)]
-    assert torch.allclose(sum(parts), windows.mT @ windows, atol=1e-10)
+    assert close(grad.sq_norms(), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
@@ -323,56 +266,6 @@ def test_a_bad_sample_stays_in_its_group(bad, drawn):
         spoilt = _with_bad_row(grad, len(rows_B) - 1, bad)
         assert close(spoilt.dense()[:-1], rows_B[:-1].double(), 2e-5, float(rows_B.norm()))
         assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
-
-
-@pytest.mark.parametrize("kind", ["conv2d", "conv2d, groups", "conv3d", "conv2d, ghost norm", "transposed 2d"])
-def test_convolutions_do_not_loop_over_samples(kind):
-    """As many calls for 32 samples as for 8: all fit into one piece."""
-
-    class Count(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.calls += 1
-            return func(*args, **(kwargs or {}))
-
-    calls = []
-    for size in (8, 32):
-        grad = KINDS[kind](Draw(0, size, torch.float32))
-        with Count() as count:
-            grad.dense(), grad.sq_norms(), grad.weighted_sum(torch.ones(size))
-        calls.append(count.calls)
-    assert calls[0] == calls[1]
-
-
-def test_many_numbers_are_formed_in_pieces(monkeypatch):
-    grad = convolved(Draw(0, 7))
-    whole = grad.dense(), grad._measured(grad.g_BmP, grad.x_BmC)[0], grad._ghost(grad.g_BmP, grad.x_BmC)[0]
-    monkeypatch.setitem(Convolved._formed.__globals__, "_PIECE", 3 * whole[0][0].numel())
-    sizes = []
-    formed = Convolved._formed
-    monkeypatch.setattr(
-        Convolved, "_formed", lambda self, g, x, *memory: sizes.append(len(g)) or formed(self, g, x, *memory)
-    )
-    assert torch.equal(grad.dense(), whole[0])
-    assert sizes == [3, 3, 1]
-    assert torch.allclose(grad.sq_norms(), whole[1])
-    assert torch.allclose(whole[2], whole[1])
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "conv" in kind or "transposed" in kind])
-def test_both_norms_of_convolutions_are_taken(kind):
-    grad = KINDS[kind](Draw(0, 2))
-    assert grad.kernel().costs().ghost_pays is ("ghost norm" in kind)
-    if "ghost norm" in kind:
-        assert (grad.kernel().unfolded() <= grad.kernel().by_cells()) is ("unfolded" in kind)
-
-
-@pytest.mark.parametrize("kind", [*ADDABLE, *(kind for kind in KINDS if "conv" in kind or "transposed" in kind)])
-def test_no_samples(kind):
-    grad = KINDS[kind](Draw(3, 0))
-    assert grad.sq_norms().shape == (0,)
-    assert not grad.weighted_sum(torch.zeros(0)).any()
 
 
 def test_large_rows_are_summed_in_pieces():
@@ -411,36 +304,3 @@ def test_gradients_that_are_computed_together(kind, dropped):
         for name, grad in grads.items():
             torch.testing.assert_close(norms[name], grad.sq_norms(), equal_nan=True)
             torch.testing.assert_close(sums[name], grad.weighted_sum(each[name]))
-
-
-def test_memory_of_sums_does_not_depend_on_the_order_of_parameters():
-    """A sum takes three times its memory while it is made: the largest one is made first."""
-    large, small = (convolved(Draw(0, 2, torch.float32), out=out, channels=out) for out in (256, 64))
-    factors = dict.fromkeys("ab", torch.ones(2))
-    peaks = []
-    for grads in ({"a": large, "b": small}, {"a": small, "b": large}):
-        per_sample = PerSample(torch.zeros(2), grads)
-        per_sample.weighted_sum(factors)
-        sums, used = allocated(partial(per_sample.weighted_sum, factors))
-        assert list(sums) == list(grads)
-        peaks.append(used.peak)
-    assert peaks[0] == peaks[1] < 4 * sums["b"].nbytes
-
-
-def test_gradients_with_the_same_side_share_its_products():
-    """Norms are those of the formed gradients, also where a part of the samples is left of one of them."""
-    products = []
-    a, other, *sides = (torch.randn(4, 3, size, dtype=torch.float64) for size in (64, 64, 50, 60))
-    first, second = (Outer(a, b, (64, b.shape[2]), products=products) for b in sides)
-    for grad in (
-        first,
-        replace(second, a_BTp=other),
-        first,
-        second,
-        first,
-        replace(second, a_BTp=a[:2], b_BTd=sides[1][:2]),
-    ):
-        wanted = Dense(grad.dense()).sq_norms()
-        assert torch.allclose(grad.sq_norms(), wanted, rtol=1e-9)
-    first.sq_norms()
-    assert [len(products), second.sq_norms().shape, len(products)] == [1, (4,), 0]
