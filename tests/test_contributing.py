@@ -1,7 +1,7 @@
-"""CONTRIBUTING, "How to add things": one toy of each kind is made here, and goes through a small private step or its check.
+"""docs/extending.md: one toy of each kind is made here, and goes through a small private step or its check.
 
 A toy is made without a change of the package: what a plan, a step or `register_rule` takes from a user is given to it; what
-CONTRIBUTING says to write into a table of the package is put there for one test.
+the page says to write into a table of the package is put there for one test.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def test_each_kind_of_event_has_a_law_of_its_own():
 
 
 def test_every_row_of_the_page_has_its_toy():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     rows = set(re.findall(r"^\| (an? [^|(]+?) (?:\(.*\) )?\|", page, flags=re.MULTILINE))
     toys = {
         "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant", "a kind of event",
