@@ -1,0 +1,162 @@
+"""Models sharded by FSDP2, their frozen base or all of them: the step is that of one process without sharding."""
+
+from __future__ import annotations
+
+import pytest
+from sharded_cases import check, close, expected
+from workers import outcomes, run
+
+CASES = [
+    # processes, way, engine, microbatch size, options of the model, tolerance
+    (2, "by hand", "auto", None, {}, 1e-6),
+    (2, "helper", "vmap", 2, {}, 1e-6),
+    (2, "helper", "ghost", None, {"reshard": False}, 1e-6),
+    (2, "helper", "loop", 1, {}, 1e-6),
+    (2, "attach", "auto", None, {}, 1e-6),
+    (2, "helper", "auto", None, {"gradient_checkpointing": True}, 1e-6),
+    (2, "helper", "ghost", 2, {"gradient_checkpointing": True}, 1e-6),
+    (2, "helper", "auto", None, {"bf16": True}, 2e-2),
+    (4, "helper", "auto", None, {"hsdp": True}, 1e-6),
+]
+MANAGED = [
+    # processes, microbatch size, options
+    (2, 1, {}),
+    (2, 2, {"gradient_checkpointing": True}),
+    (4, None, {"hsdp": True}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*case[1:3], *case[4]]))
+def test_a_sharded_base_gives_the_same(case):
+    """Eight noisy steps, with 2.9 records expected in a step; with HSDP two replicas, each sharded in two."""
+    size, way, engine, microbatch_size, options, tolerance = case
+    settings = {"way": way, "engine": engine, "microbatch_size": microbatch_size, **options}
+    check(run(size, "fsdp_jobs:train_with", settings), expected(way, "loop"), tolerance)
+
+
+@pytest.mark.parametrize("case", MANAGED, ids=str)
+def test_a_managed_model_gives_the_same(case):
+    """Eight noisy steps with AdamW, of which each process holds parts."""
+    size, microbatch_size, options = case
+    settings = {"way": "managed", "engine": None, "microbatch_size": microbatch_size, "adam": True, **options}
+    found, wanted = run(size, "fsdp_jobs:train_with", settings), expected("full", "loop", adam=True)
+    check(found, wanted)
+    assert all(sharded >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (sharded, held) in found)
+
+
+def test_each_process_holds_its_part():
+    """And puts layers together once for each forward and each backward pass."""
+    for counts in run(2, "fsdp_jobs:what_is_held"):
+        share, gathers, sharded = counts[None]
+        assert 0.4 < share < 0.6
+        assert (gathers, sharded) == (5, True)  # two layers and the rest, and the layers once more
+        assert counts[False][1:] == (3, True)
+
+
+@pytest.mark.parametrize(("engine", "alone"), [("auto", False), ("loop", True)])
+def test_steps_without_lockstep_must_not_communicate(engine, alone):
+    """`data_parallel()`, or no ranks, with a sharded model: an error on all, before anything is computed or spent."""
+    for [(kind, text)], step, spent, calls in run(2, "fsdp_jobs:refuse_to_communicate", engine, alone):
+        assert kind == "UnsupportedModel"
+        assert "fully_shard" in text
+        assert "ranks=dpfunc.distributed.sharded(mesh)" in text
+        assert (step, spent, calls) == (0, 0, 0)
+
+
+REFUSED = {
+    "managed": ("UnsupportedModel", "layers.0.norm.weight.*managed by fully_shard.*distributed.shard"),
+    "sharded later": ("UnsupportedModel", "managed by fully_shard"),
+    "twice": ("UnsupportedModel", "not sharded, got one with parts that fully_shard was called on"),
+    "no layer": ("InvalidArgument", "at least one layer"),
+    "unknown layer": ("InvalidArgument", "unknown layers.9"),
+    "nothing trained": ("InvalidArgument", "at least one trainable parameter"),
+    "other mesh": ("InvalidArgument", "mesh with one dimension, or two"),
+    "adapter": ("InvalidArgument", "knows what is trained"),
+}
+
+
+def test_refusals_of_modules():
+    for found in run(2, "fsdp_jobs:refusals"):
+        assert found.keys() == REFUSED.keys()
+        for name, (kind, text) in found.items():
+            assert kind == REFUSED[name][0], (name, text)
+            assert all(part in text for part in REFUSED[name][1].split(".*")), (name, text)
+
+
+def test_older_versions_of_torch():
+    """Their hooks are unknown to torch.func: rows are computed one by one."""
+    assert [found[0] for found in run(2, "fsdp_jobs:without_new_hooks", "auto")] == [[("ok", "")]] * 2
+
+
+LIMIT = 60.0  # seconds, of the group; those that wait for another process must not wait for it
+
+
+@pytest.mark.parametrize(
+    ("place", "engine"),
+    [
+        ("loss", "auto"),
+        ("loss, as torch", "auto"),
+        ("layer", "managed"),
+        ("backward", "ghost"),
+    ],
+)
+def test_an_error_of_one_process_ends_the_step_on_all(place, engine):
+    """Its own error there; elsewhere StepAborted with the process and the reason, long before the time is over."""
+    first, second = (each.value for each in outcomes(2, "fsdp_jobs:one_fails", place, engine, seconds=LIMIT))
+    own = "stop" if place == "backward" else "the rows of one process"
+    kind = "RuntimeError" if place == "loss, as torch" else "ValueError"
+    assert first[0][0][0] == "StepAborted"
+    assert f"process 1: {kind}: {own}" in first[0][0][1]
+    assert second[0][0] == (kind, own)
+    for (_, (again, said)), step, spent, seconds in (first, second):
+        assert (step, spent) == (0, 0)
+        assert seconds < LIMIT / 3
+        assert again == "StepAborted"  # the messages of the broken step may still be on their way
+        assert f"process 1: {kind}: {own}" in said
+        assert "start all of them again" in said
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_run_begins_on_all_processes_or_on_none(whole):
+    first, second = (each.value for each in outcomes(2, "fsdp_jobs:one_begins_with_nan", whole, seconds=LIMIT))
+    assert first[0][0] == "StepAborted"
+    assert "process 1: InvalidArgument: Expected finite" in first[0][1]
+    assert second[0][0] == "InvalidArgument"
+    assert max(first[1], second[1]) < LIMIT / 3
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_step_after_an_error(backward):
+    """Nothing of the broken pass is left: the gradients are right, and layers are sharded again."""
+    for [(kind, _)], (found, step, spent, grads), wanted, sharded in run(2, "fsdp_jobs:after_an_error", backward):
+        assert (kind, found) == ("ValueError", [("ok", "")])
+        assert (step, spent, sharded) == (1, 1, True)
+        close(grads, wanted[3], 0)
+
+
+def test_the_original_of_an_adapter_is_left_alone():
+    """Its parameters stay whole and equal, so that merging still works; those of the adapter's copy are sharded."""
+    for kept, whole, sharded, difference, constants in run(2, "fsdp_jobs:an_adapter_is_sharded"):
+        assert (kept, whole, sharded, constants) == (True, True, True, 2)
+        assert difference < 1e-6
+
+
+def test_a_managed_model_needs_its_engine_and_its_ranks():
+    """Any other would give no gradient, or that of one process: an error on all, nothing is spent."""
+    for found, difference, sharded in run(2, "fsdp_jobs:managed_refusals"):
+        for case, (errors, step, spent) in found.items():
+            kind, text = errors[0]
+            assert kind in ("UnsupportedModel", "InvalidArgument"), (case, kind, text)
+            assert (step, spent) == (0, 0)
+        assert "does not use the trained parameters" in found["unused"][0][0][1]
+        assert "does not manage them" in found["ignored"][0][0][1]
+        assert difference < 1e-6
+        assert sharded
+
+
+def test_one_layer_is_gathered_at_a_time():
+    """Each layer is put together four times, forward and backward for norms and for sums; half of the sums is kept."""
+    for gathers, kept, most, every in run(2, "fsdp_jobs:managed_costs"):
+        assert gathers == 10  # two layers four times, and what is outside of them twice
+        assert kept < 0.6 * every
+        assert most < 0.75 * every
