@@ -81,7 +81,6 @@ bench: $(VENV)/dev
 	-$(MAKE) jax
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/noise_cost.py
-	$(BIN)/python -m benchmarks.noise_ahead
 	$(BIN)/python -m benchmarks.small_steps
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.loader

@@ -21,8 +21,6 @@ from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument, StateReused
 
 _KEY_BYTES = 32
-
-
 _marks = [os.urandom(8).hex()]
 
 
@@ -31,12 +29,8 @@ def process_mark() -> str:
     return f"{os.getpid()}.{_marks[-1]}"
 
 
-def _after_fork() -> None:
-    _marks[:] = [os.urandom(8).hex()]
-
-
 if hasattr(os, "register_at_fork"):  # there are no forks on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=lambda: _marks.append(os.urandom(8).hex()))
 
 
 class _Secret(bytes):
@@ -51,8 +45,7 @@ class _Secret(bytes):
     def __repr__(self) -> str:
         return "hidden"
 
-    def __str__(self) -> str:
-        return "hidden"
+    __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
         return format("hidden", spec)
@@ -88,24 +81,16 @@ class Key:
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes) or len(self.secret) != _KEY_BYTES:
-            raise InvalidArgument(
-                f"Expected a key of {_KEY_BYTES} bytes, got {self._described()}. Use dpfunc.secure_key()."
-            )
+            got = len(self.secret) if isinstance(self.secret, bytes) else type(self.secret).__name__
+            raise InvalidArgument(f"Expected a key of {_KEY_BYTES} bytes, got {got}. Use dpfunc.secure_key().")
         object.__setattr__(self, "secret", _Secret(self.secret))
-
-    def _described(self) -> str:
-        return f"{len(self.secret)}" if isinstance(self.secret, bytes) else type(self.secret).__name__
 
     def __repr__(self) -> str:
         return "Key(hidden, guessable)" if self.guessable else "Key(hidden)"
 
 
 def check_key(key: object) -> Key:
-    """The key, if it is one.
-
-    Raises:
-        InvalidArgument: otherwise.
-    """
+    """The key, if it is one; else it is refused."""
     if not isinstance(key, Key):
         raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
     return key
@@ -192,8 +177,7 @@ class Words:
     def opened(self, key: Key) -> Callable[[int], npt.NDArray[np.uint64]]:
         """Draw of a number of words, from the first one of a key."""
         self._generator.seed(key=_aes_key(key))
-        draw: Callable[[int], npt.NDArray[np.uint64]] = self._generator.random_raw
-        return draw
+        return self._generator.random_raw  # type: ignore[no-any-return]  # of a library without types
 
 
 def stream(key: Key) -> np.random.Generator:
@@ -249,17 +233,9 @@ def cpu_generators() -> tuple[object, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's global generator of a device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
-
-
 @contextmanager
-def with_generator_state(state: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Inside, torch's global generator of a device begins at a state; it goes on as before afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        )
-        generator.set_state(state)
+def with_generator_state(state: torch.Tensor) -> Iterator[None]:
+    """Inside, torch's global generator of the CPU begins at a state; it goes on as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(state)
         yield

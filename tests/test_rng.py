@@ -8,13 +8,13 @@ import json
 import os
 import pickle
 import pprint
-import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
 from cases import linear_loss, params
+from new_python import python
 from run_cases import DATA, PLAN
 
 import dpfunc
@@ -55,15 +55,9 @@ def test_a_known_key_is_marked(tmp_path):
 
 
 FORK = """
-import os, sys
+import sys
 sys.path[:0] = {paths!r}
-import torch
-from cases import linear_loss, params
-from run_cases import DATA, PLAN
-from dpfunc.errors import StateReused
-from dpfunc.rng import fold_in, secure_key
-from dpfunc.step import make_dp_step
-from dpfunc.batches import take
+from test_rng import *
 
 dp_step = make_dp_step(linear_loss, PLAN, engine="loop")
 key = secure_key()
@@ -94,9 +88,7 @@ print("parent", attempt(state), flush=True)
 
 def test_a_forked_process_draws_no_noise_of_its_parent():
     """It may draw the batches, as the workers of a data loader do; to train it makes a key of its own."""
-    code = FORK.format(paths=sys.path)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines() == [
+    assert python(FORK.format(paths=sys.path)).splitlines() == [
         "inherited state refused", "inherited key refused", "derived key refused", "own key released",
         "same draw True", "parent released",
     ]  # fmt: skip
@@ -110,19 +102,12 @@ def test_a_pickle_carries_no_noise_into_another_process(tmp_path):
     code = f"""
 import pickle, sys
 sys.path[:0] = {sys.path!r}
-from cases import linear_loss, params
-from run_cases import DATA, PLAN
-from dpfunc.errors import StateReused
-from dpfunc.step import make_dp_step
-from dpfunc.batches import take
+from test_rng import *
 state = pickle.load(open({str(tmp_path / "state")!r}, "rb"))
-try:
+with pytest.raises(StateReused, match="made in another process"):
     make_dp_step(linear_loss, PLAN)(params(), take(DATA, next(iter(PLAN.batches(state)))), state)
-except StateReused as error:
-    print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert "made in another process" in done.stdout
+    python(code)
     again = pickle.loads((tmp_path / "state").read_bytes())
     assert dp_step(params(), take(DATA, next(iter(PLAN.batches(again)))), again).state.step == 1
 

@@ -25,15 +25,10 @@ from dpfunc.types import Event
 ROOT = Path(dpfunc.__file__).parent
 HEAVY = ("torch", "opacus", "transformers", "peft", "accelerate")
 GAUSSIAN = ("-q", "1", "--steps", "10", "--sigma", "5", "--delta", "1e-5")
+HELP = ("", "epsilon", "sigma", "requirements", "ledger show", "ledger check", "train", "generate")
 COMMANDS = {
-    "help": ["--help"],
+    **{f"help of {command}": [*command.split(), "--help"] for command in HELP},
     "version": ["--version"],
-    "help of epsilon": ["epsilon", "--help"],
-    "help of sigma": ["sigma", "--help"],
-    "help of requirements": ["requirements", "--help"],
-    "help of ledger show": ["ledger", "show", "--help"],
-    "help of train": ["train", "--help"],
-    "help of generate": ["generate", "--help"],
     "epsilon": ["epsilon", *GAUSSIAN],
     "epsilon in JSON": ["epsilon", *GAUSSIAN, "--json"],
     "epsilon of a batch size": ["epsilon", "-n", "64", "-b", "64", "--epochs", "3", "--sigma", "5", "--delta", "1e-3"],
@@ -43,11 +38,8 @@ COMMANDS = {
     "record": ["ledger", "show", "{folder}"],
     "record in JSON": ["ledger", "show", "{folder}/privacy_accounting.json", "--json"],
     "check": ["ledger", "check", "{folder}"],
-    "help of ledger check": ["ledger", "check", "--help"],
     "error": ["epsilon", "-q", "2", "--steps", "10", "--sigma", "5", "--delta", "1e-5"],
 }
-
-
 RUN = """
 import contextlib, io, json, sys
 from dpfunc.cli.main import main
@@ -103,27 +95,21 @@ def test_sampled_runs_import_torch_only_for_methods_of_opacus():
             assert {"opacus", "torch"} <= heavy
 
 
-def test_modules_that_do_not_import_torch():
-    modules = "dpfunc, dpfunc.accounting, dpfunc.cli.main, dpfunc.checkpoint.journal, dpfunc.errors"
-    code = f"import sys, {modules}; print([name for name in {(*HEAVY, 'scipy')} if name in sys.modules])"
-    assert python(code).strip() == "[]"
-
-
 def test_names_come_when_they_are_used():
-    code = (
-        "import sys, dpfunc; before = 'torch' in sys.modules; dpfunc.epsilon; dpfunc.Ledger; "
-        "between = 'torch' in sys.modules; dpfunc.Plan; print(before, between, 'torch' in sys.modules)"
-    )
-    assert python(code).split() == ["False", "False", "True"]
-
-
-def typed_names():
-    """Name -> module of dpfunc, as the imports for type checkers say: `from dpfunc import x` has no module."""
-    tree = ast.parse((ROOT / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    return {
-        alias.name: node.module.removeprefix("dpfunc").removeprefix(".") for node in block.body for alias in node.names
-    }
+    """Nothing heavy is imported before; an unknown name is looked up in the texts of the files, and imports nothing."""
+    modules = "dpfunc, dpfunc.accounting, dpfunc.cli.main, dpfunc.checkpoint.journal, dpfunc.errors"
+    code = f"""
+import sys, {modules}
+def heavy(): return [name for name in {(*HEAVY, "scipy")} if name in sys.modules]
+print(heavy(), hasattr(dpfunc, "Flat"), hasattr(dpfunc, "DPTrainer"), heavy())
+dpfunc.epsilon, dpfunc.Ledger
+print("torch" in sys.modules)
+dpfunc.Plan
+print("torch" in sys.modules, dpfunc.state.replay.__name__, dpfunc.checkpoint.save.__name__)
+from dpfunc import *
+print(all(name in globals() for name in dpfunc.__all__))
+"""
+    assert python(code).splitlines() == ["[] False False []", "False", "True replay save", "True"]
 
 
 def homes():
@@ -132,9 +118,16 @@ def homes():
 
 
 def test_the_lists_of_public_names_agree():
-    typed = typed_names()
+    """Also the imports for type checkers: name -> module, and none for `from dpfunc import x`."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    typed = {
+        alias.name: node.module.removeprefix("dpfunc").removeprefix(".") for node in block.body for alias in node.names
+    }
     assert sorted(typed) == sorted(dpfunc.__all__)
     assert {name: home for name, home in typed.items() if home} == homes()
+    # importing a module of that name would replace the function
+    assert not {info.name for info in pkgutil.iter_modules([str(ROOT)])} & set(homes())
 
 
 def test_public_names_are_what_they_are_at_home():
@@ -145,15 +138,6 @@ def test_public_names_are_what_they_are_at_home():
         assert name in dir(dpfunc)
 
 
-def test_no_name_is_a_module_as_well():
-    """Importing the module would replace the function."""
-    assert not {info.name for info in pkgutil.iter_modules([str(ROOT)])} & set(homes())
-
-
-def test_modules_are_attributes():
-    assert python("import dpfunc; print(dpfunc.state.replay.__name__, dpfunc.checkpoint.save.__name__)")
-
-
 def test_modules_that_the_pages_name_are_attributes():
     """Without an import of their own: `dpfunc.sampling.users`. Not those of the commands (`python -m dpfunc.cli.main`)."""
     pages = [*(ROOT.parent / "docs").rglob("*.md"), *(ROOT.parent / "examples").rglob("*.md")]
@@ -162,14 +146,6 @@ def test_modules_that_the_pages_name_are_attributes():
     assert ".sampling.users" in modules
     needed = [f"dpfunc{name}" for name in modules if not name.startswith((".cli.", ".train."))]
     assert python(f"import dpfunc; print([eval(name) and name for name in {needed}])").strip() == str(needed)
-
-
-def test_an_unknown_name_imports_nothing():
-    """The error says where it is by the text of the files."""
-    code = (
-        "import sys, dpfunc; print(hasattr(dpfunc, 'Flat'), hasattr(dpfunc, 'DPTrainer'), {*sys.modules} & {'torch'})"
-    )
-    assert python(code).split() == ["False", "False", "set()"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "_nothing", "a.b", "", "__wrapped__"])
@@ -187,10 +163,3 @@ def test_the_readme_says_what_was_measured():
     assert f"`dpfunc --help` takes {ours} CPU seconds, where `import torch` alone takes {torch} on" in said
     assert rows["after torch: import dpfunc"]["best_seconds"] <= 0.15
     assert rows["dpfunc --help"]["best_seconds"] <= 0.4
-
-
-def test_all_names_come_with_a_star():
-    assert (
-        python("from dpfunc import *; import dpfunc; print(all(name in globals() for name in dpfunc.__all__))")
-        == "True\n"
-    )

@@ -35,7 +35,7 @@ class Automatic:
     | inf, NaN | 0: the sample contributes nothing |
 
     Guarantees:
-        a gradient of zero gives zero, never NaN (tests/clipping/test_rules.py::test_zero_gradient_stays_zero).
+        a gradient of zero gives zero, never NaN (tests/clipping/test_bounds.py::test_zero_gradient_stays_zero).
 
     >>> import torch
     >>> Automatic(gamma=1.0).factors(torch.tensor([[0.0], [3.0]]), torch.tensor([1.0]))

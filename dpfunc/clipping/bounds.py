@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.validation import positive, shorten
+from dpfunc._utils.validation import fail, positive, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, ClipRule
 
-SMALLEST, LARGEST = 1e-10, 1e10
+_SMALLEST, _LARGEST = 1e-10, 1e10
 # Relative room between what a factor allows and the bound. It pays for the rounding of norms, products and float32
 # sums, so that the bound holds for the numbers that are released and not only for the reals.
 SLACK = 2.0**-13
@@ -26,20 +26,18 @@ _TINY_FACTOR = 1e-30
 
 def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
     """A bound, or one bound for each group, each in [1e-10, 1e10] so that float32 can hold what follows from it."""
-    if isinstance(clip_norm, Mapping):
-        if not clip_norm:
-            raise InvalidArgument("Expected clip_norm to name at least one group, got clip_norm={}.")
-        return {str(group): _check_one(f"clip_norm[{group!r}]", bound) for group, bound in clip_norm.items()}
-    return _check_one("clip_norm", clip_norm)
+    if not isinstance(clip_norm, Mapping):
+        return _check_one("clip_norm", clip_norm)
+    if not clip_norm:
+        raise InvalidArgument("Expected clip_norm to name at least one group, got clip_norm={}.")
+    return {str(group): _check_one(f"clip_norm[{group!r}]", bound) for group, bound in clip_norm.items()}
 
 
 def _check_one(name: str, value: float) -> float:
     bound = positive(name, value)
-    if not SMALLEST <= bound <= LARGEST:
-        raise InvalidArgument(
-            f"Expected {SMALLEST:g} <= {name} <= {LARGEST:g}, got {name}={value!r}. "
-            "Rescale the loss: outside this range float32 gradients lose their precision."
-        )
+    if not _SMALLEST <= bound <= _LARGEST:
+        advice = "Rescale the loss: outside this range float32 gradients lose their precision."
+        raise fail(f"{_SMALLEST:g} <= {name} <= {_LARGEST:g}", name, value, advice)
     return bound
 
 
@@ -88,8 +86,8 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
         factors (B, G), finite and >= 0. Unreleased.
 
     Guarantees:
-        factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside); a rule that looks at
-        other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
+        factor * norm <= C (tests/clipping/test_bounds.py::test_factor_times_norm_stays_inside); a rule that looks at
+        other rows cannot (tests/clipping/test_bounds.py::test_a_rule_sees_one_row).
 
     Raises:
         InvalidArgument: a rule that reads numbers.

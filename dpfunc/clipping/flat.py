@@ -28,7 +28,7 @@ class Flat:
 
     Guarantees:
         a gradient with norm <= C (1 - 2**-13) is not changed
-        (tests/clipping/test_rules.py::test_flat_is_a_no_op_inside_the_ball).
+        (tests/clipping/test_bounds.py::test_flat_is_a_no_op_inside_the_ball).
 
     | norm | factor |
     |---|---|

@@ -20,9 +20,6 @@ _PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 def batchnorm_names(module: nn.Module) -> list[str]:
     """The names of the BatchNorm layers of a module, in any mode, each layer once; its type if it is one itself.
 
-    Args:
-        module: any module.
-
     >>> batchnorm_names(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     ['1']
     """
@@ -66,12 +63,7 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
     """
     limit = integer("max_groups", max_groups, minimum=1)
     parts = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
-    unknown = [
-        f"{name or 'the module'} ({type(part).__name__})"
-        for name, part in parts.items()
-        if isinstance(part, LazyModuleMixin)
-        or (type(part).forward not in _PLAIN_FORWARDS and list(part._modules) != ["drop", "act"])
-    ]
+    unknown = [f"{name or 'the module'} ({type(part).__name__})" for name, part in parts.items() if not _known(part)]
     if unknown:
         raise UnsupportedModel(
             f"These layers do more than BatchNorm does: {shorten(unknown)}. Replace them before this call (a lazy one "
@@ -79,6 +71,11 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
         )
     memo: dict[int, object] = {id(part): _replacement(part, limit) for part in parts.values()}
     return copy.deepcopy(module, memo)  # deepcopy takes what its memo holds in place of the original
+
+
+def _known(norm: _BatchNorm) -> bool:
+    plain = type(norm).forward in _PLAIN_FORWARDS or list(norm._modules) == ["drop", "act"]
+    return plain and not isinstance(norm, LazyModuleMixin)
 
 
 def _replacement(norm: _BatchNorm, max_groups: int) -> nn.Module:

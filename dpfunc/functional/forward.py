@@ -14,10 +14,8 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.collectives import initialized
-from dpfunc.engines.guards.lockstep import is_independent
-from dpfunc.engines.guards.loss import refuse_reentrant, unfollowed_code_is_an_error
-from dpfunc.engines.guards.scope import Scope, until_backward
+from dpfunc.engines.guards.lockstep import initialized, is_independent
+from dpfunc.engines.guards.loss import Scope, refuse_reentrant, unfollowed_code_is_an_error, until_backward
 from dpfunc.engines.levels import inside
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import (
@@ -52,9 +50,7 @@ class Forward:
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters in place of its own."""
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # dynamo does not trace version counters: what is written into is thrown away
+        if torch.compiler.is_dynamo_compiling():  # it traces no version counters: what is written is thrown away
             check_params(params, self.shapes)
             return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
         with torch._C.DisableTorchFunction():  # an engine does not look at each shape
@@ -93,25 +89,17 @@ class Forward:
         before = dict(state)
         with _reparametrize_module(self.module, state), recovered(self.module):
             yield
-        # a level gives `buffer.to(device)` as another object with the same tensor inside
-        self._refuse_replaced([place for place, tensor in before.items() if inside(state[place]) is not inside(tensor)])
-
-    def _refuse_replaced(self, names: Sequence[str]) -> None:
-        if names:
-            raise _written(names)
+        _refuse_replaced(before, state)
 
     def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {**buffers, **self.frozen, **params}
         return {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
 
     def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = {**buffers, **self.frozen, **params}
         state = self._state(params, buffers)
+        before = dict(state)
         output = functional_call(self.module, state, args, kwargs, tie_weights=False)
-        # functional_call leaves in `state` what it found in the module's places after the call.
-        self._refuse_replaced(
-            [name for name, tensor in tensors.items() if any(state[p] is not tensor for p in self.places[name])]
-        )
+        _refuse_replaced(before, state)
         return output
 
     @contextmanager
@@ -127,11 +115,10 @@ class Forward:
                 ) from error
             raise
         written = [name for name, buffer in self.buffers.items() if buffer._version != before[name]]
-        if written:
-            own = dict(self.module.named_buffers())
-            for name in written:
-                self.buffers[name].copy_(own[name])
-            raise _written(written)
+        own = dict(self.module.named_buffers()) if written else {}
+        for name in written:
+            self.buffers[name].copy_(own[name])
+        _refuse_written(written)
 
 
 @contextmanager
@@ -141,41 +128,35 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     A module may move its own tensors for the time of a call (PEFT merges adapters of attention so), and an error would
     leave them elsewhere.
     """
-    places = [
-        (
-            part._parameters,
-            dict(part._parameters),
-            part._buffers,
-            dict(part._buffers),
-            part.__dict__,
-            set(part.__dict__),
-        )
-        for part in module.modules()
+    before: list[tuple[nn.Module, set[str], dict[str, Any], dict[str, Any]]] = [
+        (part, set(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in module.modules()
     ]
     done = False
     try:
         yield
         done = True
     finally:
-        for parameters, own, buffers, held, attributes, names in () if done else places:
-            for name in set(attributes) - names:
-                if name in own or name in held:
-                    del attributes[name]
-            _restore(parameters, own)
-            _restore(buffers, held)
+        for part, names, parameters, buffers in () if done else before:
+            for name in (part.__dict__.keys() - names) & (parameters.keys() | buffers.keys()):
+                del part.__dict__[name]
+            for place, held in ((part._parameters, parameters), (part._buffers, buffers)):
+                place.clear()
+                place.update(held)
 
 
-def _restore(place: dict[str, Any], before: dict[str, Any]) -> None:
-    if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
-        place.clear()
-        place.update(before)
+def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse a call in which another tensor was put into a place: `after` has what was found there at its end."""
+    other = {place: tensor for place, tensor in before.items() if after[place] is not tensor}
+    # a level gives `buffer.to(device)` as another object with the same tensor inside
+    _refuse_written([place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)])
 
 
-def _written(names: Sequence[str]) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"The forward pass writes into the buffers {shorten(names)}: samples would influence each other. Use "
-        "model.eval(), or replace the layer."
-    )
+def _refuse_written(names: Sequence[str]) -> None:
+    if names:
+        raise UnsupportedModel(
+            f"The forward pass writes into the buffers {shorten(names)}: samples would influence each other. Use "
+            "model.eval(), or replace the layer."
+        )
 
 
 class Functional(NamedTuple):

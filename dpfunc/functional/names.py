@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,7 @@ PROJECTOR = r"(^|\.)(multi_modal_projector|mm_projector|projector|visual_project
 
 
 def pattern(name: str, expression: str) -> re.Pattern[str]:
-    """Compile a regular expression; `name` is that of the argument, for the message.
-
-    Raises:
-        InvalidArgument: it is not one.
-    """
+    """Compile a regular expression; `name` is that of the argument, for the message."""
     try:
         return re.compile(expression)
     except re.error as error:
@@ -87,14 +83,9 @@ def _chosen(
 
 def _unknown(module: nn.Module, named: Mapping[str, Tensor], unknown: Sequence[str]) -> InvalidArgument:
     first_name = {id(param): name for name, param in named.items()}
-    tied = {
-        alias: first_name[id(param)]
-        for alias, param in module.named_parameters(remove_duplicate=False)
-        if alias in unknown
-    }
-    if tied:
-        aliases = shorten([f"{alias!r} is {first!r}" for alias, first in tied.items()])
-        return InvalidArgument(f"Expected each parameter under its first name, got a tied one: {aliases}.")
+    every = module.named_parameters(remove_duplicate=False)
+    if tied := [f"{alias!r} is {first_name[id(param)]!r}" for alias, param in every if alias in unknown]:
+        return InvalidArgument(f"Expected each parameter under its first name, got a tied one: {shorten(tied)}.")
     close = [match for name in unknown for match in difflib.get_close_matches(name, named, n=2)]
     hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(list(named))}."
     return InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
@@ -108,21 +99,13 @@ def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """
     places: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():  # each module once
-        held: Iterable[tuple[str, Tensor]] = (
-            *owner.named_parameters(recurse=False, remove_duplicate=False),
-            *owner.named_buffers(recurse=False, remove_duplicate=False),
-        )
-        for attribute, tensor in held:
+        for attribute, tensor in {**owner._parameters, **owner._buffers}.items():
             places.setdefault(id(tensor), []).append(f"{prefix}.{attribute}" if prefix else attribute)
     return {key: tuple(names) for key, names in places.items()}
 
 
 def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
-    """Check that parameters have exactly the expected names and shapes.
-
-    Raises:
-        InvalidArgument: what is missing, unknown or of another shape.
-    """
+    """Check that parameters have exactly the expected names and shapes."""
     if not isinstance(params, Mapping):
         raise InvalidArgument(
             f"Expected params as a mapping from names to tensors, got {type(params).__name__}. "

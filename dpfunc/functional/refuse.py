@@ -40,26 +40,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
     if compiled is not None and isinstance(module, compiled):
         return unwrapped(module.get_submodule("_orig_mod"))
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    inside = [
-        f"{name or 'the module'} ({type(part).__name__})"
-        for name, part in module.named_modules()
-        if isinstance(part, wrappers)
-    ]
+    inside = [(name or "the module", part) for name, part in module.named_modules() if isinstance(part, wrappers)]
     if inside:
+        where = shorten([f"{name} ({type(part).__name__})" for name, part in inside])
         raise UnsupportedModel(
-            f"The module is wrapped for several devices in {shorten(inside)}: parameters are copied in each forward "
+            f"The module is wrapped for several devices in {where}: parameters are copied in each forward "
             "pass, or gradients averaged before they are clipped. Take its .module, and use one process a device."
         )
     return module
 
 
 def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> None:
-    """Refuse modules that cannot work; with `checkpointing`, gradient checkpointing is allowed.
-
-    Raises:
-        UnsupportedModel: BatchNorm in training mode, gradient checkpointing that is switched on, an embedding that
-            renormalises its weight, LLM.int8 layers, or parts that torch.jit compiled.
-    """
+    """Refuse modules that cannot work (`_REFUSED`); with `checkpointing`, gradient checkpointing is allowed."""
     parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
     for is_refused, message in _REFUSED:
         names = [name for name, part in parts if is_refused(part)]
@@ -104,9 +96,6 @@ def checkpoint_is_an_error() -> Iterator[None]:
     It saves tensors through hooks, which torch lets us forbid. Hooks that are there already belong to somebody around
     us, who may checkpoint all of `forward(params, ...)`: that is right, and is let pass. The reentrant kind uses no
     hooks: see `refuse_reentrant`.
-
-    Raises:
-        UnsupportedModel: a part of the module is checkpointed.
     """
     message = f"The forward pass uses gradient checkpointing or other saved tensor hooks: {_CHECKPOINTED}"
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dpfunc._utils.validation import fail, shorten
 from dpfunc.errors import UnsupportedModel
 from dpfunc.functional.forward import Forward, functionalize
-from dpfunc.functional.names import check_params, select
+from dpfunc.functional.names import check_params, pattern, select
 from dpfunc.functional.refuse import unwrapped
-from dpfunc.lora.config import LoRAConfig, initial_a
-from dpfunc.lora.layer import LoRALayer, factor_shapes, merged_weight
-from dpfunc.lora.targets import adapted_name, select_layers
+from dpfunc.lora.config import LoRAConfig
+from dpfunc.lora.layer import LoRALayer, adaptable, initial_factors, merged_weight
 from dpfunc.rng import Key, fold_in
 from dpfunc.types import Params
 
@@ -63,7 +64,7 @@ class LoRA:
         result = copy.deepcopy(self.module)
         with torch.no_grad():
             for name in self.config.also_train:
-                result.get_parameter(name).copy_(every[adapted_name(name, self.config.targets)])
+                result.get_parameter(name).copy_(every[_adapted_name(name, self.config.targets)])
             for name in self.config.targets:
                 layer = result.get_submodule(name)
                 weight = layer.get_parameter("weight")
@@ -123,14 +124,47 @@ def attach(
     {'0.lora_A': (2, 4), '0.lora_B': (8, 2), '2.weight': (2, 8), '2.bias': (2,)}
     """
     module = unwrapped(module)
-    layers = select_layers(module, targets)
+    layers = _select_layers(module, targets)
     trained = tuple(select(module, also_train)) if also_train else ()
     config = LoRAConfig(tuple(layers), rank, alpha, rslora, dropout, train, init, trained)
     adapted, counterparts = _adapted_copy(module, layers, config, key)
     names = [f"{name}.{suffix}" for name in layers for suffix in ("lora_A", "lora_B")]
-    forward, params = functionalize(adapted, names + [adapted_name(name, config.targets) for name in trained])
+    forward, params = functionalize(adapted, names + [_adapted_name(name, config.targets) for name in trained])
     fixed = [name for name in params if train == "B" and name.endswith(".lora_A")]
     return LoRA(params, {name: params.pop(name) for name in fixed}, config, module, forward, counterparts)
+
+
+def _select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+    """The layers that a regular expression or a list of names selects; each object once, in the module's order."""
+    candidates = {name: layer for name, layer in module.named_modules() if name and adaptable(layer)}
+    if isinstance(targets, str):
+        chosen = set(filter(pattern("targets", targets).search, candidates))
+    else:
+        chosen = set(targets)
+        for name in targets:
+            if name not in candidates:
+                kinds = "targets to be names of Linear, Embedding, Conv2d or Conv1D layers"
+                raise fail(kinds, "targets", name, _hint(name, dict(module.named_modules()), candidates))
+    if not chosen:
+        raise fail("targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
+    return {name: layer for name, layer in candidates.items() if name in chosen}
+
+
+def _hint(name: str, named: Mapping[str, nn.Module], candidates: Mapping[str, nn.Module]) -> str:
+    if name and name in named:
+        inside = [other for other in candidates if other.startswith(f"{name}.")]
+        rest = f"Inside of it: {shorten(inside)}." if inside else "It cannot be adapted."
+        return f"It is a {type(named[name]).__name__}. {rest}"
+    if any(other.endswith(f".{name}") for other in candidates):
+        return f"Names are whole paths; for all that end so, pass the regular expression r'(^|\\.){name}$'."
+    close = difflib.get_close_matches(name, candidates, n=3)
+    return f"Did you mean {shorten(close)}?" if close else f"Layers: {shorten(list(candidates))}."
+
+
+def _adapted_name(name: str, targets: Sequence[str]) -> str:
+    """The name of an ordinary parameter in the adapted module: one of a target layer is inside of its wrapper."""
+    layer, _, attribute = name.rpartition(".")
+    return f"{layer}.base.{attribute}" if layer in targets else name
 
 
 def _adapted_copy(
@@ -140,12 +174,8 @@ def _adapted_copy(
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     wrappers: dict[int, Any] = {}
     for name, layer in layers.items():
-        shape_a, shape_b = factor_shapes(layer, config.rank)
-        weight = layer.get_parameter("weight")
-        like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
-        a = initial_a(fold_in(key, "lora", name), shape_a, config.init, isinstance(layer, nn.Embedding))
-        own = copy.deepcopy(layer, memo)
-        wrappers[id(layer)] = LoRALayer(own, a.to(like), torch.zeros(shape_b).to(like), config.scale, config.dropout)
+        a, b = initial_factors(layer, fold_in(key, "lora", name), config.rank, config.init)
+        wrappers[id(layer)] = LoRALayer(copy.deepcopy(layer, memo), a, b, config.scale, config.dropout)
     memo.update(wrappers)  # deepcopy takes what its memo holds in place of the original, wherever it is referred to
     adapted: nn.Module = copy.deepcopy(module, memo)
     return adapted, tuple((part, memo[id(part)]) for part in module.modules())

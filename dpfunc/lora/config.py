@@ -1,4 +1,4 @@
-"""Configuration of an adapter, and the initial value of its A."""
+"""Configuration of an adapter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from dpfunc._utils.validation import fail, integer, one_of, positive, real
-from dpfunc.rng import Key, stream
 
 
 @dataclass(frozen=True)
@@ -58,22 +53,3 @@ class LoRAConfig:
     def scale(self) -> float:
         """Factor of the product B A: `alpha / rank`, or `alpha / sqrt(rank)` with `rslora`."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-
-def initial_a(key: Key, shape: tuple[int, ...], kind: str, one_hot: bool) -> Tensor:
-    """A by key: uniform, or orthonormal rows; either way `A x` has variance 1/3 for inputs of variance 1.
-
-    Args:
-        key: folded for this layer. shape: (rank, in) or (rank, in, height, width). kind: `kaiming` or `orthonormal`.
-        one_hot: the input is one of `in` symbols, as that of an embedding.
-
-    Returns:
-        float64.
-    """
-    fan_in = math.prod(shape[1:])
-    inputs = 1 if one_hot else fan_in
-    random = stream(key)
-    if kind == "kaiming":
-        return torch.from_numpy(random.uniform(-1, 1, shape) / math.sqrt(inputs))
-    q, _ = np.linalg.qr(random.standard_normal((fan_in, shape[0])))
-    return torch.from_numpy(np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3))

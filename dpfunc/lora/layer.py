@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
+from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, stream
 
 
 class LoRALayer(nn.Module):
@@ -76,31 +79,52 @@ def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tenso
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     a, b = a.to(wide), b.to(wide)
     if isinstance(layer, nn.Conv2d):
-        delta = torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
+        delta = einsum(rearrange(b, "outputs rank 1 1 -> outputs rank"), a, "outputs rank, rank ... -> outputs ...")
     else:
         product = b @ a
         delta = product.T if isinstance(layer, nn.Embedding) or _is_conv1d(layer) else product
     return (weight.to(wide) + scale * delta).to(weight.dtype)
 
 
-def factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of A and B for a layer that is adaptable.
+def initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[Tensor, Tensor]:
+    """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised.
+
+    Args:
+        layer: of which they are. key: folded for this layer. rank, init: see `LoRAConfig`.
 
     Raises:
         InvalidArgument: a rank above that of the weight, or a grouped convolution.
     """
+    shape_a, shape_b = _factor_shapes(layer, rank)
+    weight = layer.get_parameter("weight")
+    like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
+    a = _initial_a(key, shape_a, init, 1 if isinstance(layer, nn.Embedding) else math.prod(shape_a[1:]))
+    return a.to(like), torch.zeros(shape_b).to(like)
+
+
+def _initial_a(key: Key, shape: tuple[int, ...], init: str, inputs: int) -> Tensor:
+    """A in float64: uniform, or orthonormal rows; either way `A x` has variance 1/3 for inputs of variance 1.
+
+    `inputs` is the number of inputs that are not zero: one of a row of an embedding.
+    """
+    fan_in, random = math.prod(shape[1:]), stream(key)
+    if init == "kaiming":
+        return torch.from_numpy(random.uniform(-1, 1, shape) / math.sqrt(inputs))
+    q, _ = np.linalg.qr(random.standard_normal((fan_in, shape[0])))
+    return torch.from_numpy(np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3))
+
+
+def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     a: tuple[int, ...]
     b: tuple[int, ...]
     if isinstance(layer, nn.Conv2d):
         if layer.groups != 1:
             raise InvalidArgument(f"Expected Conv2d with groups=1, got groups={layer.groups}. Leave it out of targets.")
         a, b = (rank, layer.in_channels, *layer.kernel_size), (layer.out_channels, rank, 1, 1)
-    elif isinstance(layer, nn.Embedding):
-        a, b = (rank, layer.num_embeddings), (layer.embedding_dim, rank)
-    elif isinstance(layer, nn.Linear):
+    elif isinstance(layer, nn.Linear):  # of 4 bits too, whose weight has another shape
         a, b = (rank, layer.in_features), (layer.out_features, rank)
     else:
-        width, out = layer.get_parameter("weight").shape  # Conv1D
+        width, out = layer.get_parameter("weight").shape  # Embedding, Conv1D
         a, b = (rank, width), (out, rank)
     limit = min(b[0], math.prod(a[1:]))
     if rank > limit:

@@ -37,24 +37,18 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns of the matrix."""
-        (first, stop), (left, right) = self.window.rows, self.window.cols
-        return stop - first, right - left
+        """Numbers of rows and columns that are held."""
+        return self.window.shape
 
 
 class Room(NamedTuple):
-    """Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread.
-
-    >>> Room.of(100).scratch.numbers.shape
-    (166,)
-    """
+    """Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread."""
 
     scratch: Scratch
     words: Words
 
     @classmethod
     def of(cls, size: int) -> Room:
-        """Room for tiles of a size."""
         return cls(scratch(words_for(size)), Words())
 
 
@@ -73,40 +67,31 @@ def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None =
     >>> bool((tile(insecure_key(0), "w", 3, 10) == tile(insecure_key(0), "w", 3)[:10]).all())
     True
     """
-    room = Room.of(size) if room is None else room
-    words = room.words.opened(fold_in(key, "normal", name, number))
-    return normals(words, size, room.scratch)
+    room = room or Room.of(size)
+    return normals(room.words.opened(fold_in(key, "normal", name, number)), size, room.scratch)
 
 
 class Tile(NamedTuple):
-    """A tile and the part of it that is wanted, as rows and columns of the matrix.
+    """A tile and the part of it that is wanted.
 
-    Its numbers fill `height` rows of `width`.
+    Args:
+        number: its place among the tiles of the matrix, row by row. height, width: its own.
+        inside: the wanted rows and columns, counted from the corner of the tile. there: from that of the wanted part.
 
-    >>> [part.number for part in tiles(Window(512, 512, (0, 512), (0, 256)))]
+    >>> [each.number for each in tiles(Window(512, 512, (0, 512), (0, 256)))]
     [0, 2]
     """
 
     number: int
-    first_row: int
-    first_col: int
     height: int
     width: int
-    rows: tuple[int, int]
-    cols: tuple[int, int]
+    inside: tuple[slice, slice]
+    there: tuple[slice, slice]
 
     @property
-    def inside(self) -> tuple[slice, slice]:
-        """Slices of the wanted rows and columns, counted from the corner of the tile."""
-        first, col = self.first_row, self.first_col
-        return slice(self.rows[0] - first, self.rows[1] - first), slice(self.cols[0] - col, self.cols[1] - col)
-
-    def of(self, part: Window) -> tuple[slice, slice]:
-        """The same rows and columns, counted from the corner of a part of the matrix."""
-        return (
-            slice(self.rows[0] - part.rows[0], self.rows[1] - part.rows[0]),
-            slice(self.cols[0] - part.cols[0], self.cols[1] - part.cols[0]),
-        )
+    def needed(self) -> int:
+        """Count of numbers up to the last wanted row."""
+        return int(self.inside[0].stop) * self.width
 
 
 def rows_of_a_tile(num_cols: int) -> int:
@@ -119,20 +104,26 @@ def rows_of_a_tile(num_cols: int) -> int:
 
 
 def tiles(part: Window, size: int = TILE, columns: int = TILE_COLS) -> Iterator[Tile]:
-    """The tiles that a part of a matrix touches; they are numbered row by row.
+    """The tiles that a part of a matrix touches.
 
     Args:
-        part: of a matrix. size: largest number of numbers in a tile. columns: largest width of a tile.
+        part: of a matrix. size: largest count of numbers in a tile. columns: largest width of a tile.
     """
     wide = max(min(columns, part.num_cols), 1)
     high = size // wide
     in_a_row = math.ceil(part.num_cols / wide)
-    if part.rows[0] >= part.rows[1] or part.cols[0] >= part.cols[1]:
+    (top, bottom), (left, right) = part.rows, part.cols
+    if top >= bottom or left >= right:
         return
-    for i in range(part.rows[0] // high, math.ceil(part.rows[1] / high)):
-        for j in range(part.cols[0] // wide, math.ceil(part.cols[1] / wide)):
+    for i in range(top // high, math.ceil(bottom / high)):
+        for j in range(left // wide, math.ceil(right / wide)):
             row, col = i * high, j * wide
-            width = min(wide, part.num_cols - col)
-            rows = max(row, part.rows[0]), min(row + high, part.rows[1])
-            cols = max(col, part.cols[0]), min(col + width, part.cols[1])
-            yield Tile(i * in_a_row + j, row, col, min(high, part.num_rows - row), width, rows, cols)
+            height, width = min(high, part.num_rows - row), min(wide, part.num_cols - col)
+            rows = slice(max(row, top), min(row + height, bottom))
+            cols = slice(max(col, left), min(col + width, right))
+            inside, there = (_from(rows, row), _from(cols, col)), (_from(rows, top), _from(cols, left))
+            yield Tile(i * in_a_row + j, height, width, inside, there)
+
+
+def _from(span: slice, start: int) -> slice:
+    return slice(span.start - start, span.stop - start)

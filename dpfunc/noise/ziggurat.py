@@ -107,11 +107,7 @@ def words_for(size: int) -> int:
 
 
 class Scratch(NamedTuple):
-    """Memory for the steps in between, used again for each tile: fresh memory costs more than what is computed in it.
-
-    >>> scratch(10).numbers.shape
-    (10,)
-    """
+    """Memory for the steps in between, used again for each tile: fresh memory costs more than the computing in it."""
 
     words: Words
     bits: npt.NDArray[np.int64]
@@ -122,11 +118,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(count: int) -> Scratch:
-    """Scratch memory for up to `count` words; it serves one thread.
-
-    >>> scratch(words_for(100)).marks.dtype
-    dtype('bool')
-    """
+    """Scratch memory for up to `count` words; it serves one thread."""
     places, limits = np.empty((2, BLOCK))
     words, bits = np.empty(count, np.uint64), np.empty(BLOCK, np.int64)
     return Scratch(words, bits, places, limits, np.empty(count), np.empty(count, np.bool_))

@@ -18,7 +18,7 @@ from dpfunc.types import Adjacency, Event
 
 @dataclass(frozen=True)
 class _FixedBatches:
-    """Both numbers, kept as Python integers, and all that follows from them alone."""
+    """Both numbers, and what follows from them alone."""
 
     dataset_size: int
     batch_size: int
@@ -51,6 +51,12 @@ class _Epochs(_FixedBatches):
         """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
         return -(-self.dataset_size // self.batch_size)
 
+    def _places(self, step: int) -> tuple[int, slice]:
+        """The epoch of a step, and where its records are in the order of the epoch."""
+        epoch, number = divmod(integer("step", step), self.steps_per_epoch)
+        start = number * self.batch_size
+        return epoch, slice(start, min(start + self.batch_size, self.dataset_size))
+
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
         first, last = check_span(start, stop)
@@ -63,14 +69,10 @@ class FixedSize(_FixedBatches):
     """`batch_size` different records, each step anew. Claims no amplification: every step costs as much as on all data.
 
     Args:
-        dataset_size: number of records n, >= 1.
-        batch_size: 1 <= batch_size <= n.
-
-    Raises:
-        InvalidArgument: a value outside its domain.
+        dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
 
     Guarantees:
-        all subsets are equally likely (tests/sampling/test_samplers.py::test_fixed_size_subsets_are_uniform).
+        all subsets are equally likely (tests/sampling/test_fixed.py::test_fixed_size_subsets_are_uniform).
 
     >>> FixedSize(100, 10).events(0, 5, noise_multiplier=2.0)
     (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=5),)
@@ -97,16 +99,12 @@ class Shuffled(_Epochs):
     as Poisson under-reports epsilon by up to five times (Chua et al. 2024, How Private are DP-SGD Implementations?).
 
     Args:
-        dataset_size: number of records n, >= 1.
-        batch_size: 1 <= batch_size <= n.
-
-    Raises:
-        InvalidArgument: a value outside its domain.
+        dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
 
     Guarantees:
-        every record exactly once an epoch (tests/sampling/test_samplers.py::test_shuffled_epoch); all positions
-        equally likely (test_shuffled_positions_are_uniform); an epoch is charged once, however the steps are divided
-        into stretches (test_shuffled_charges_each_epoch_once).
+        tests/sampling/test_fixed.py: every record exactly once an epoch (test_an_epoch); all positions equally likely
+        (test_shuffled_positions_are_uniform); an epoch is charged once, however the steps are divided into stretches
+        (test_each_epoch_is_charged_once).
 
     >>> sampler = Shuffled(100, 40)
     >>> sampler.steps_per_epoch
@@ -117,9 +115,8 @@ class Shuffled(_Epochs):
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The indices of the batch of a step, in the order of the permutation."""
-        epoch, position = divmod(integer("step", step), self.steps_per_epoch)
-        order_N = _permutation(check_key(key), epoch, self.dataset_size)
-        return torch.from_numpy(order_N[position * self.batch_size : (position + 1) * self.batch_size].copy())
+        epoch, places = self._places(step)
+        return torch.from_numpy(_permutation(check_key(key), epoch, self.dataset_size)[places].copy())
 
 
 @dataclass(frozen=True)
@@ -131,15 +128,11 @@ class InOrder(_Epochs):
     place: the number of records, and the place of each, are public, and do not depend on what the records say.
 
     Args:
-        dataset_size: number of records n, >= 1.
-        batch_size: 1 <= batch_size <= n.
-
-    Raises:
-        InvalidArgument: a value outside its domain.
+        dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
 
     Guarantees:
-        every record exactly once an epoch, in order (tests/sampling/test_samplers.py::test_in_order_epoch); an epoch
-        is charged once (test_shuffled_charges_each_epoch_once).
+        every record exactly once an epoch, in order (tests/sampling/test_fixed.py::test_an_epoch); an epoch is charged
+        once (test_each_epoch_is_charged_once).
 
     >>> from dpfunc.rng import insecure_key
     >>> sampler = InOrder(100, 40)
@@ -152,8 +145,8 @@ class InOrder(_Epochs):
     def indices(self, key: Key, step: int) -> Tensor:
         """The indices of the batch of a step; no random numbers are drawn."""
         check_key(key)
-        start = integer("step", step) % self.steps_per_epoch * self.batch_size
-        return torch.arange(start, min(start + self.batch_size, self.dataset_size))
+        _, places = self._places(step)
+        return torch.arange(places.start, places.stop)
 
 
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make

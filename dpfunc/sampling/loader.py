@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpfunc._utils.validation import fail
@@ -42,7 +41,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws of successive steps, as lists of `Drawn`: what `torch.utils.data.DataLoader` calls a batch sampler.
+    """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader.
 
     An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
 
@@ -66,7 +65,7 @@ class Draws:
         return self.length
 
     def __iter__(self) -> Iterator[list[Drawn]]:
-        for step in self.steps():
+        for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
             yield self._drawn(step)
 
     def _drawn(self, step: int) -> list[Drawn]:
@@ -149,17 +148,13 @@ class Collate:
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
         if self.size > 1:
-            return take(batch, _dealt(batch_size(batch), self.rank, self.size))
+            own_rows = deal(torch.arange(batch_size(batch)), self.rank, self.size)
+            return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64))
         return without_rows(batch) if self.allow_empty and not first.real else batch
 
 
 def _checked_row(key: Key, count: int) -> int:
     return int.from_bytes(fold_in(key, "checked").secret[:8], "little") % count
-
-
-def _dealt(num_rows: int, rank: int, size: int) -> Tensor:
-    own = deal(torch.arange(num_rows), rank, size)
-    return own if len(own) else torch.zeros(1, dtype=torch.int64)
 
 
 def without_rows(batch: Batch) -> Batch:
@@ -209,14 +204,7 @@ def data_loader(
 
 
 def check_readable(dataset: Any, name: str = "dataset") -> int:
-    """Check that records of a data set can be read by index; their number.
-
-    Args:
-        dataset: of the caller. name: of the argument.
-
-    Raises:
-        InvalidArgument: none, a loader, a stream, a dictionary, or no length.
-    """
+    """Check that records of a data set can be read by index: no loader, stream or dictionary. Their number."""
     kind = type(dataset).__name__
     if dataset is None:
         raise InvalidArgument(f"Expected {name} to be given, got {name}=None.")
@@ -243,21 +231,7 @@ def check_readable(dataset: Any, name: str = "dataset") -> int:
 
 
 def check_dataset(dataset: object, dataset_size: int, num_records: int | None = None) -> None:
-    """Check that a data set can be read by index, and has the length of the plan.
-
-    Args:
-        dataset: of the caller. dataset_size: n of the plan's sampler. num_records: n of the run, where that is a bound.
-
-    Raises:
-        InvalidArgument: a stream, a dictionary, no length, or another one.
-
-    >>> check_dataset([7, 8, 9], 4)
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected len(dataset) to be the plan's dataset_size=4, got len(dataset)=3. The \
-sampling probability, and so epsilon, is that of 4 records: make the plan with dataset_size=len(dataset), or load the \
-data set that it was made for. If dataset_size is a public bound on their number, say so when the run begins: \
-dp_step.init(params, key, num_records=len(dataset)). Nothing was spent.
-    """
+    """Check that a data set can be read by index, and has as many records as the plan, or as the run said."""
     length = check_readable(dataset)
     if num_records is not None and length != num_records:
         raise InvalidArgument(
@@ -275,10 +249,6 @@ dp_step.init(params, key, num_records=len(dataset)). Nothing was spent.
 
 
 def check_collate(collate: object) -> None:
-    """Check that a collate function can be called.
-
-    Raises:
-        InvalidArgument: otherwise.
-    """
+    """Check that a collate function can be called."""
     if not callable(collate):
         raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")

@@ -1,14 +1,14 @@
 """Check of a batch: the row of a record is made of this record alone, whatever the others are.
 
-A trace follows a step from the batch on. What a collate function or a data set that reads several records at once has
-done before, it cannot see: mixed images, values standardised over the batch, labels whose type follows from the first
-record. One record that changes the rows of others has no bounded influence.
+A step sees the batch only, not what a collate function, or a data set that reads several records at once, has done
+before: mixed images, values standardised over the batch, labels whose type follows from the first record. One record
+that changes the rows of others has no bounded influence.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import PickleError
 from typing import Any
 
@@ -32,9 +32,9 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
     """Check that a row stays when the other records are replaced by its own, and when they change places.
 
     All are replaced at once, so that whoever had an influence is found; a row may then be shorter, as nothing is filled
-    up. Where only places change, it is the same with its filling. The records themselves are left as they are: copies
-    are collated. A collate function that takes other random numbers for other records tells nothing, and is let
-    through; so are records that cannot be copied.
+    up. Where only places change, it is the same with its filling. Copies of the records are collated. A collate
+    function that takes other random numbers for other records tells nothing, and is let through; so are records that
+    cannot be copied.
 
     Args:
         collate: list of records -> batch. records: of one batch, of which at most 64 are compared. row: which row.
@@ -112,30 +112,33 @@ class _Cloning(TorchFunctionMode):
         return args[0].clone() if func is Tensor.__deepcopy__ and _plain(args[0]) else func(*args, **(kwargs or {}))
 
 
-def _plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.requires_grad and not tensor.__dict__
+def _plain(value: Any) -> bool:
+    return type(value) is Tensor and not value.requires_grad and not value.__dict__
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """What `copy.deepcopy` gives, without the memory of views, and faster for what most records are made of."""
-    kind = type(value)
-    if kind in _CONSTANTS:
+    if type(value) in _CONSTANTS:
         return value
-    if id(value) in memo:
-        return memo[id(value)]
-    if (kind is Tensor and _plain(value)) or (kind is np.ndarray and not value.dtype.hasobject):
-        result = value.clone() if kind is Tensor else value.copy("K")
-    elif kind is list and _CONSTANTS.issuperset(map(type, value)):
-        result = value.copy()
-    elif kind in (list, tuple):
-        result = kind([_copied(each, memo) for each in value])
-    elif kind is dict:
-        result = {name: _copied(each, memo) for name, each in value.items()}
-    else:
-        with _Cloning():
-            result = copy.deepcopy(value, memo)
-    memo[id(value)] = result
-    return result
+    if id(value) not in memo:
+        memo[id(value)] = _copy(value, memo)
+    return memo[id(value)]
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if _plain(value):
+        return value.clone()
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return value.copy("K")
+    if kind is list and _CONSTANTS.issuperset(map(type, value)):
+        return value.copy()
+    if kind in (list, tuple):
+        return kind([_copied(each, memo) for each in value])
+    if kind is dict:
+        return {name: _copied(each, memo) for name, each in value.items()}
+    with _Cloning():
+        return copy.deepcopy(value, memo)
 
 
 def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
@@ -173,16 +176,11 @@ def _other_leaf(
 
 def _shorter_row(one: Tensor, shorter: Tensor) -> bool:
     """True for a row that is another one, filled up at its end or at its begin."""
-    if one.ndim != shorter.ndim or any(long < short for long, short in zip(one.shape, shorter.shape, strict=True)):
+    sizes = list(zip(one.shape, shorter.shape, strict=False))
+    if one.ndim != shorter.ndim or any(long < short for long, short in sizes):
         return False
-    return any(
-        same(one[tuple(side(size) for size in shorter.shape)] if shorter.ndim else one, shorter)
-        for side in (slice, _last)
-    )
-
-
-def _last(size: int) -> slice:
-    return slice(-size, None) if size else slice(0, 0)
+    first, last = [slice(short) for _, short in sizes], [slice(long - short, long) for long, short in sizes]
+    return same(one[tuple(first)], shorter) or same(one[tuple(last)], shorter)
 
 
 def same(one: Any, other: Any, *, filled: bool = False) -> bool:
@@ -192,31 +190,37 @@ def same(one: Any, other: Any, *, filled: bool = False) -> bool:
         one, other: records, or parts of them. filled: rows and lists of numbers of the first may be filled up.
     """
     one, other = _as_tensor(one, filled), _as_tensor(other, filled)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if filled:
-            return _shorter_row(one, other)
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        if not (one.is_floating_point() or one.is_complex()):
-            return torch.equal(one, other)
-        largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
-        return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(same(one[name], other[name], filled=filled) for name in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(same(*pair, filled=filled) for pair in zip(one, other, strict=True))
     if isinstance(one, float) and isinstance(other, float):
-        return same(torch.tensor(one), torch.tensor(other))
-    if isinstance(one, (str, bytes, int, type(None))) or isinstance(other, (str, bytes, int, type(None))):
-        return type(one) is type(other) and one == other
-    return type(one) is type(other)
+        one, other = torch.tensor(one), torch.tensor(other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _shorter_row(one, other) if filled else _same_numbers(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return list(one) == list(other) and _each_same(one.values(), other.values(), filled)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and _each_same(one, other, filled)
+    return type(one) is type(other) and (not isinstance(one, (str, bytes, int, type(None))) or one == other)
+
+
+def _each_same(some: Iterable[Any], others: Iterable[Any], filled: bool) -> bool:
+    return all(same(one, other, filled=filled) for one, other in zip(some, others, strict=True))
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
 
 
 def _as_tensor(value: Any, numbers: bool) -> Any:
     """An array of numbers, or if wanted a list of them, as a tensor; anything else as it is."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
-    if numbers and isinstance(value, (list, tuple)) and value and all(type(each) is type(value[0]) for each in value):
-        whole = isinstance(value[0], (int, float)) and not any(abs(each) >= 2**63 for each in value)
-        return torch.tensor(value) if whole else value
-    return value
+    return torch.tensor(value) if numbers and isinstance(value, (list, tuple)) and _are_numbers(value) else value
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    of_one_kind = len({*map(type, values)}) == 1 and isinstance(values[0], (int, float))
+    return of_one_kind and not any(abs(each) >= 2**63 for each in values)

@@ -42,10 +42,11 @@ class Poisson:
         InvalidArgument: a value outside its domain.
 
     Guarantees:
-        inclusion at rate q, independent between records and steps (tests/sampling/test_samplers.py::test_poisson_rate,
-        test_poisson_records_are_independent, test_poisson_steps_are_independent; with 1e7 records
-        tests/sampling/test_scale.py); adding records at the end does not change the trials of the others
-        (test_poisson_draws_do_not_depend_on_other_records); the same draws in every version (test_known_draws).
+        tests/sampling/test_poisson.py: inclusion at rate q (test_every_subset_at_its_probability,
+        test_every_record_at_the_same_rate), independent between records (test_pairs_are_independent) and steps
+        (tests/sampling/test_base.py::test_steps_are_independent); adding records at the end does not change the
+        trials of the others (test_draws_do_not_depend_on_other_records); the same draws in every version
+        (test_known_draws).
 
     >>> from dpfunc.rng import insecure_key
     >>> sampler = Poisson(dataset_size=1000, sampling_prob=0.01)

@@ -48,8 +48,8 @@ def data_name(dataset: Any) -> str:
     indices = range(len(dataset)) if len(dataset) <= known else spread(len(dataset), _RECOGNISED)
     state = hashlib.blake2b(digest_size=16)
     with torch_seed(insecure_key(0), accelerators=False):
-        for start in range(0, len(indices), _RECOGNISED):
-            for record in read(dataset, indices[start : start + _RECOGNISED]):
+        for at in range(0, len(indices), _RECOGNISED):
+            for record in read(dataset, indices[at : at + _RECOGNISED]):
                 _update(state, record)
     return f"{len(dataset)} records {state.hexdigest()}"
 
@@ -131,8 +131,7 @@ def _mapping(value: Mapping[Any, Any], state: hashlib.blake2b) -> None:
         _update(state, value[name])
 
 
-@_contents.register(list)
-@_contents.register(tuple)
+@_contents.register(list | tuple)
 def _sequence(value: Sequence[Any], state: hashlib.blake2b) -> None:
     state.update(f"{len(value)}:".encode())
     if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
@@ -156,21 +155,9 @@ def _array(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
         state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
 
 
-@_contents.register(type(None))
-@_contents.register(bool)
-@_contents.register(int)
-@_contents.register(float)
-@_contents.register(str)
-@_contents.register(bytes)
-@_contents.register(PurePath)
-def _scalar(value: object, state: hashlib.blake2b) -> None:
+@_contents.register
+def _scalar(value: bool | int | float | str | bytes | PurePath | None, state: hashlib.blake2b) -> None:
     state.update(repr(value).encode())
-    if isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES):
-        _update_file(state, Path(value))
-
-
-def _update_file(state: hashlib.blake2b, path: Path) -> None:
-    """The bytes of a file that a record names, when there is one."""
-    if path.is_file():
-        with open(path, "rb") as file:
+    if isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES) and Path(value).is_file():
+        with open(value, "rb") as file:  # a file that the record names
             state.update(hashlib.file_digest(file, "sha256").digest())

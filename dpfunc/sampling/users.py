@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, shorten, wrong_type
+from dpfunc._utils.validation import fail, integer, shorten
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import Key, fold_in, stream
+from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import Params
 
 _TEXT_MASK = "text_mask"
@@ -57,20 +58,21 @@ class Persons:
         Raises:
             InvalidArgument: a tensor that has fewer rows than the table, or one named `text_mask`.
         """
-        if _TEXT_MASK in texts:
-            raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
         needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
         short = [f"{name} has {len(value)}" for name, value in texts.items() if value.ndim == 0 or len(value) < needed]
         if short:
             raise InvalidArgument(f"Expected one row a text, at least {needed}, on axis 0: {shorten(short)}.")
         chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
         index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen]
-        batch = {
-            name: value.index_select(0, index_BK.flatten().to(value.device)).reshape(*index_BK.shape, *value.shape[1:])
-            for name, value in texts.items()
-        }
         device = next((value.device for value in texts.values()), mask_BK.device)
-        return {**batch, _TEXT_MASK: mask_BK.to(device)}
+        return _masked({name: value[index_BK.to(value.device)] for name, value in texts.items()}, mask_BK.to(device))
+
+
+def _masked(texts: Mapping[str, Tensor], mask_BK: Tensor) -> dict[str, Tensor]:
+    """A batch of persons: tensors (B, K, ...) of texts, and which of them there are."""
+    if _TEXT_MASK in texts:
+        raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
+    return {**texts, _TEXT_MASK: mask_BK}
 
 
 def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) -> Persons:
@@ -101,8 +103,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
             [ True, False]])
     """
     cap = integer("max_texts", max_texts, minimum=1)
-    if not isinstance(key, Key):
-        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+    check_key(key)
     rows = _rows_by_person(persons)
     kept = [_choose(own, cap, fold_in(key, "texts of a person", repr(person))) for person, own in rows.items()]
     index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
@@ -111,11 +112,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Numbers of the rows of each person, in the order in which persons first appear.
-
-    Raises:
-        InvalidArgument: a row without a person, or two persons whose values look the same.
-    """
+    """Numbers of the rows of each person, in the order in which persons first appear."""
     if isinstance(persons, (str, bytes)):
         raise fail("one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}
@@ -129,6 +126,12 @@ def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     if len({repr(person) for person in rows}) < len(rows):
         raise InvalidArgument("Expected persons that differ in their repr. Use strings or numbers.")
     return rows
+
+
+def _choose(own: list[int], cap: int, key: Key) -> list[int]:
+    if len(own) <= cap:
+        return own
+    return [own[place] for place in sorted(stream(key).choice(len(own), cap, replace=False).tolist())]
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,9 @@ class CollatePersons:
                 "those of a person who has more."
             )
         batch = self.collate([each for own in persons for each in (*own, *[own[0]] * (cap - len(own)))])
-        if _TEXT_MASK in batch:
-            raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
         sizes_B = torch.tensor([len(own) for own in persons], dtype=torch.int64)
-        rows = {name: value.reshape(len(persons), cap, *value.shape[1:]) for name, value in batch.items()}
-        return {**rows, _TEXT_MASK: torch.arange(cap) < sizes_B[:, None]}
-
-
-def _choose(own: list[int], cap: int, key: Key) -> list[int]:
-    if len(own) <= cap:
-        return own
-    return [own[place] for place in sorted(stream(key).choice(len(own), cap, replace=False).tolist())]
+        texts = {name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch.items()}
+        return _masked(texts, torch.arange(cap) < sizes_B[:, None])
 
 
 @dataclass(frozen=True)
@@ -190,10 +185,8 @@ class MeanOverTexts:
         mask_BK = batch.get(_TEXT_MASK)
         if mask_BK is None or mask_BK.ndim != 2:
             raise InvalidArgument(f"Expected a batch of Persons.batch, with a {_TEXT_MASK!r} of shape (B, K).")
-        # A person's texts stay adjacent on axis 0, so that the engines find out that K rows belong to one sample. Where
-        # a model merges positions and rows with the positions first (nn.MultiheadAttention), only vmap and loop can.
-        texts = {name: value.flatten(0, 1) for name, value in batch.items() if name != _TEXT_MASK}
-        losses_BK = self.sample_loss(forward, params, texts).reshape(mask_BK.shape)
+        texts = {name: rearrange(value, "B K ... -> (B K) ...") for name, value in batch.items() if name != _TEXT_MASK}
+        losses_BK = rearrange(self.sample_loss(forward, params, texts), "(B K) -> B K", K=mask_BK.shape[1])
         own_BK = torch.where(mask_BK, losses_BK, torch.zeros_like(losses_BK))
         return own_BK.sum(1) / mask_BK.sum(1).clamp(min=1).to(losses_BK.dtype)
 

@@ -118,29 +118,23 @@ def test_opacus_has_the_same_clipped_sum(mode, clip_norm):
     assert off <= 2e-4 * whole
 
 
-def test_a_sample_with_a_nan_gradient():
+def test_what_the_pages_say_of_opacus():
+    """A NaN in one sample is in all of the sum; q = 1 / len(loader); an argument that does not exist is accepted."""
+    from opacus import PrivacyEngine
+
     names = run("opacus.md", "both")
     batch = (torch.randn(4, 8), torch.randint(3, (4,)))
     batch[0][1, 0] = float("nan")
     assert not any(value.isfinite().all() for value in opacus_clipped_sum(names["model"], batch, 1.0).values())
     clipped, _ = our_clipped_sum(run("opacus.md", "both")["model"], batch, 1.0)
     assert all(value.isfinite().all() for value in clipped.sums.values())
-
-
-def test_the_batch_size_that_opacus_assumes():
-    """As the pages say: q = 1 / len(loader), and an argument that does not exist is accepted."""
-    from opacus import PrivacyEngine
-
     model = nn.Linear(4, 2)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, optimizer, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
         noize_multiplier=3.0,
-    )
+    )  # fmt: skip
     assert loader.batch_sampler.sample_rate == 0.5
     assert optimizer.expected_batch_size == 32
 

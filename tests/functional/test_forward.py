@@ -1,4 +1,4 @@
-"""functionalize: a pure function, a module that never changes, and refusals that say what to do."""
+"""functionalize: a pure function, under vmap, grad and torch.compile, and a module that never changes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from models import TinyCNN, TinyTransformer, tiny_bert, tiny_gpt2
-from module_cases import same, snapshot
+from module_cases import IDS, assert_close, logits, loop, per_sample, same, snapshot
 from torch import nn
 
-from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional import ATTENTION, BIASES, HEADS, PROJECTOR, functionalize, with_params
+from dpfunc.errors import InvalidArgument
+from dpfunc.functional import functionalize, with_params
 
 
 class Shared(nn.Module):
@@ -19,179 +19,126 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a = nn.Linear(4, 4)
+        self.a = nn.Linear(6, 6)
         self.b = self.a
-        self.c = nn.Linear(4, 4, bias=False)
+        self.c = nn.Linear(6, 6, bias=False)
         self.c.weight = self.a.weight
 
     def forward(self, x):
         return self.c(self.b(torch.tanh(self.a(x))))
 
 
+class Recurrent(nn.Module):
+    """nn.LSTM keeps a second list of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(50, 4), nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, ids):
+        return self.lstm(self.embed(ids))[0][:, -1]
+
+
+class T5(nn.Module):
+    """One embedding under three names: `shared` is also that of the encoder and of the decoder."""
+
+    def __init__(self):
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        super().__init__()
+        config = T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0,
+            tie_word_embeddings=True, attn_implementation="eager",
+        )  # fmt: skip
+        self.model = T5ForConditionalGeneration(config).eval()
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, decoder_input_ids=ids, use_cache=False)
+
+
+def peft_gpt2():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True,
+        init_lora_weights=False,
+    )  # fmt: skip
+    return get_peft_model(tiny_gpt2(), config).eval()
+
+
 MODELS = {
-    "shared": (Shared, lambda: (torch.randn(1, 4),)),
-    "cnn": (TinyCNN, lambda: (torch.randn(1, 3, 8, 8),)),
-    "tied": (lambda: TinyTransformer(tied=True).eval(), lambda: (torch.zeros(1, 6, dtype=torch.long),)),
-    "bert": (tiny_bert, lambda: (torch.zeros(1, 6, dtype=torch.long),)),
-    "gpt2": (tiny_gpt2, lambda: (torch.zeros(1, 6, dtype=torch.long),)),
+    "shared": (Shared, IDS.float()),
+    "cnn": (TinyCNN, torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))),
+    "tied": (lambda: TinyTransformer(tied=True).eval(), IDS),
+    "recurrent": (Recurrent, IDS),
+    "bert": (tiny_bert, IDS),
+    "gpt2": (tiny_gpt2, IDS),
+    "peft": (peft_gpt2, IDS),
+    "t5": (T5, IDS),
 }
-
-
-def first(output):
-    return getattr(output, "logits", output)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_module_and_its_changed_copy(name):
-    make, inputs = MODELS[name]
-    module, x = make(), inputs()
+    """Also in its gradients: those of a shared parameter are of all its uses."""
+    make, x = MODELS[name]
+    module = make()
     forward, params = functionalize(module)
-    assert torch.allclose(first(forward(params, *x)), first(module(*x)), atol=1e-5)
+    expected = logits(module(x))
+    assert torch.allclose(logits(forward(params, x)), expected, atol=1e-5)
+    got = torch.func.grad(lambda p: logits(forward(p, x)).square().sum())(params)
+    expected.square().sum().backward()
+    trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    assert_close(got, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()})
     changed = {k: p + 0.1 for k, p in params.items()}
-    assert torch.allclose(first(forward(changed, *x)), first(with_params(module, changed)(*x)), rtol=1e-4, atol=1e-4)
+    copied = with_params(module, changed)
+    assert type(copied) is type(module)
+    assert torch.allclose(logits(forward(changed, x)), logits(copied(x)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_module_is_never_changed(name):
-    make, inputs = MODELS[name]
-    module, x = make(), inputs()
+    make, x = MODELS[name]
+    module = make()
     before = snapshot(module)
     forward, params = functionalize(module)
+    assert all(p.is_contiguous() and not p.requires_grad for p in params.values())
     changed = {k: p + 1.0 for k, p in params.items()}
-    torch.func.grad(lambda p: first(forward(p, *x)).sum())(changed)
+    torch.func.grad(lambda p: logits(forward(p, x)).sum())(changed)
     leaf = {k: p.clone().requires_grad_() for k, p in changed.items()}
-    first(forward(leaf, *x)).sum().backward()
+    logits(forward(leaf, x)).sum().backward()
     for p in params.values():
         p.add_(1.0)  # the parameters are copies
+    with pytest.raises((IndexError, RuntimeError)):
+        forward(changed, x[..., :0] if x.is_floating_point() else x + 999)
     assert same(before, snapshot(module))
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_gradient_flows_through_all_uses_of_a_shared_parameter():
-    module, x = Shared(), torch.randn(1, 4)
-    forward, params = functionalize(module)
-    assert list(params) == ["a.weight", "a.bias"]
-    got = torch.func.grad(lambda p: forward(p, x).sum())(params)
-    module(x).sum().backward()
-    assert torch.allclose(got["a.weight"], module.a.weight.grad, atol=1e-6)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "peft", "recurrent"])
+def test_per_sample_gradients_equal_single_samples(name):
+    make, x = MODELS[name]
+    forward, params = functionalize(make())
+    rows = per_sample(forward, params, x)
+    assert_close(rows, loop(forward, params, x))
+    assert any((rows[name][0] - rows[name][1]).abs().max() > 0 for name in rows)
 
 
-@pytest.mark.parametrize(
-    ("trainable", "expected"),
-    [
-        (BIASES, {"embed": 0, "bias": 1}),
-        (HEADS, {"head.weight": 1, "encoder": 0}),
-        (ATTENTION, {"self_attn": 1, "linear1": 0}),
-        (["head.bias"], {"head.bias": 1, "head.weight": 0}),
-        (r"linear[12]\.weight$", {"linear1.weight": 1, "bias": 0}),
-    ],
-)
-def test_subsets(trainable, expected):
-    _, params = functionalize(TinyTransformer(), trainable)
-    for part, present in expected.items():
-        assert any(part in name for name in params) == bool(present)
+def test_no_gradient_reaches_parameters_that_are_not_trained():
+    model = TinyTransformer()
+    forward, params = functionalize(model, ["head.bias"])
+    leaf = params["head.bias"].requires_grad_()
+    forward({"head.bias": leaf}, torch.zeros(1, 6, dtype=torch.long)).sum().backward()
+    assert leaf.grad is not None
+    assert all(p.grad is None for p in model.parameters())
 
 
-def test_projector_subset():
-    model = nn.ModuleDict({"vision_tower": nn.Linear(2, 2), "multi_modal_projector": nn.Linear(2, 2)})
-    assert list(functionalize(model, PROJECTOR).params) == [
-        "multi_modal_projector.weight",
-        "multi_modal_projector.bias",
-    ]
-
-
-def test_frozen_parameters_are_constants():
-    module = TinyTransformer()
-    module.embed.weight.requires_grad_(False)
-    _, params = functionalize(module)
-    assert "embed.weight" not in params
-
-
-@pytest.mark.parametrize(
-    ("trainable", "message"),
-    [
-        ("nothing_like_this", r"No name matches the regular expression 'nothing_like_this'"),
-        (["head.weigth"], r"unknown head.weigth. Did you mean head.weight"),
-        ([], r"The list of names is empty"),
-    ],
-)
-def test_bad_selection(trainable, message):
-    with pytest.raises(InvalidArgument, match=message):
-        functionalize(TinyTransformer(), trainable)
-
-
-def test_all_frozen():
-    with pytest.raises(InvalidArgument, match="All parameters are frozen"):
-        functionalize(TinyTransformer().requires_grad_(False))
-
-
-def test_integer_parameter():
-    module = nn.Module()
-    module.register_parameter("w", nn.Parameter(torch.zeros(2, dtype=torch.long), requires_grad=False))
-    with pytest.raises(InvalidArgument, match=r"Expected floating parameters, got torch.int64 for 'w'"):
-        functionalize(module, ["w"])
-
-
-def test_not_a_module():
-    with pytest.raises(InvalidArgument, match="Expected a torch module, got function"):
-        functionalize(lambda x: x)
-
-
-def test_wrong_params_are_named():
-    forward, params = functionalize(nn.Linear(3, 2))
-    with pytest.raises(InvalidArgument, match=r"got params without bias, and with the unknown bais\."):
-        forward({"weight": params["weight"], "bais": params["bias"]}, torch.ones(1, 3))
-    with pytest.raises(InvalidArgument, match=r"Expected params\['bias'\] of shape \(2,\), got \(3,\)"):
-        forward({**params, "bias": torch.zeros(3)}, torch.ones(1, 3))
-
-
-def batchnorm_model():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
-
-
-def test_batchnorm_is_refused_with_the_count():
-    with pytest.raises(UnsupportedModel, match=r"2 BatchNorm layers in training mode.*1, 4.*dpfunc.replace_batchnorm"):
-        functionalize(batchnorm_model().train())
-
-
-def test_batchnorm_switched_on_later_is_refused():
-    module = batchnorm_model().eval()
-    forward, params = functionalize(module)
-    forward(params, torch.randn(1, 3, 8, 8))
-    module.train()
-    with pytest.raises(UnsupportedModel, match="2 BatchNorm layers"):
-        forward(params, torch.randn(1, 3, 8, 8))
-
-
-def test_batchnorm_without_statistics_is_refused_in_eval_too():
-    with pytest.raises(UnsupportedModel, match="1 BatchNorm layers"):
-        functionalize(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).eval())
-
-
-def test_gradient_checkpointing_is_refused():
-    model = tiny_bert().train()
-    model.activation_checkpointing_enable()
-    with pytest.raises(UnsupportedModel, match=r"Gradient checkpointing is on.*gradient_checkpointing_disable\(\)"):
-        functionalize(model)
-
-
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return x * self.weight
-
-
-def test_written_buffers_are_refused_and_the_module_keeps_its_own():
-    module = Counter()
-    forward, params = functionalize(module)
-    with pytest.raises(UnsupportedModel, match="writes into the buffers calls"):
-        forward(params, torch.ones(1, 3))
-    assert module.calls == 0
+def test_params_are_contiguous_copies():
+    layer = nn.Linear(4, 3)
+    layer.weight = nn.Parameter(torch.randn(4, 3).T)
+    params = functionalize(layer).params
+    assert params["weight"].is_contiguous()
+    assert params["weight"].data_ptr() != layer.weight.data_ptr()
 
 
 def test_with_params_copies():
@@ -207,7 +154,32 @@ def test_with_params_copies():
         with_params(module, {"weight": torch.ones(2)})
 
 
-def test_deepcopy_of_the_function_still_works():
-    forward, params = functionalize(nn.Linear(2, 1))
-    x = torch.ones(1, 2)
+def test_forward_follows_the_mode_of_the_module():
+    """So does a deep copy of it; under vmap each sample has dropout of its own."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).train()
+    forward, params = functionalize(module)
+    x = torch.ones(1, 64)
+    assert not torch.equal(forward(params, x), forward(params, x))
+    rows = per_sample(forward, params, torch.ones(4, 64))["0.bias"]
+    assert len({tuple((row == 0).tolist()) for row in rows}) == 4
+    module.eval()
+    assert torch.equal(forward(params, x), forward(params, x))
     assert torch.equal(copy.deepcopy(forward)(params, x), forward(params, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared", "tied"])
+def test_compiled_whole(name):
+    """One graph: vmap(grad(forward)) and the squared norms."""
+    make, x = MODELS[name]
+    forward, params = functionalize(make())
+
+    def step(p, batch):
+        rows = per_sample(forward, p, batch)
+        return rows, sum(row.flatten(1).square().sum(1) for row in rows.values())
+
+    rows, norms = torch.compile(step, fullgraph=True)(params, x)
+    expected, expected_norms = step(params, x)
+    assert_close(rows, expected)
+    assert_close(rows, loop(forward, params, x))
+    assert torch.allclose(norms, expected_norms, rtol=1e-4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -155,30 +157,55 @@ def test_stateless(threads):
         assert torch.equal(standard_normal(KEY, {name: leaf})[name], expected[name])
 
 
-def test_an_owner_of_tiles_draws_its_own():
-    """Tile i is the slice of the whole, so noise does not depend on who holds which part."""
-    whole = secure_normal(KEY, {"a": LEAVES["a"].double()})["a"]
-    for number in range(4):
-        part = whole[number * TILE : (number + 1) * TILE]
-        assert np.array_equal(tile(KEY, "a", number, len(part)), part.numpy())
+@pytest.mark.parametrize(("cores", "processes", "expected"), [(8, "", 8), (8, "1", 8), (8, "3", 2), (2, "4", 1)])
+def test_processes_share_the_cores(monkeypatch, cores, processes, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert streams._cores() == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # not started by torchrun: all processes of the run could be here
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert streams._cores() == max(1, cores // 4)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_an_error_of_a_thread_is_the_callers(monkeypatch, here):
+    """Memory without noise is never given out, and no thread goes on."""
+    drawn, failed = [], threading.Event()
+
+    def failing(key, name, number, *rest):
+        drawn.append(number)
+        if (threading.current_thread() is threading.main_thread()) == here:
+            failed.set()
+            raise MemoryError("no memory")
+        failed.wait(60)
+        return tile(key, name, number, *rest)
+
+    monkeypatch.setattr(streams, "tile", failing)
+    with pytest.raises(MemoryError, match="no memory"):
+        secure_normal(KEY, {"a": torch.zeros(40 * TILE)}, threads=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("noise")]
+    assert here is False or len(drawn) < 40
 
 
 @given(size=st.integers(0, 3 * TILE), more=st.integers(0, 10))
 def test_a_longer_leaf_begins_with_the_shorter_one(size, more):
-    """The noise of a leaf is cut from one sequence; its shape and layout only arrange it."""
+    """The noise of a leaf is cut from one sequence, that of its tiles; its shape and layout only arrange it."""
     long = secure_normal(KEY, {"w": torch.zeros(size + more)})["w"]
     assert torch.equal(long[:size], secure_normal(KEY, {"w": torch.zeros(size)})["w"])
-
-
-def test_layout_does_not_matter():
+    number = size // TILE
+    part = long[number * TILE : (number + 1) * TILE]
+    assert np.array_equal(tile(KEY, "w", number, len(part)).astype(np.float32), part.numpy())
     straight, crossed = torch.zeros(30, 20), torch.zeros(20, 30).T
     assert torch.equal(secure_normal(KEY, {"w": straight})["w"], secure_normal(KEY, {"w": crossed})["w"])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_noise_is_refused(dtype):
-    with pytest.raises(InvalidArgument, match=f"noise in float32 or float64, got {dtype} for w"):
-        standard_normal(KEY, {"w": torch.zeros(3, dtype=dtype)})
+def test_noise_that_cannot_be_good_is_refused():
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(InvalidArgument, match=f"noise in float32 or float64, got {dtype} for w"):
+            standard_normal(KEY, {"w": torch.zeros(3, dtype=dtype)})
+    with pytest.raises(InvalidArgument, match=r"32 bits of its seed.*5\.77 sigma"):
+        standard_normal(KEY, {"w": torch.zeros(3)}, "device")
 
 
 @devices
@@ -199,8 +226,3 @@ def test_generator_of_a_device(device, dtype):
     assert not torch.equal(wide, wide.float().double())
     if device == "cuda":
         assert torch.equal(standard_normal(KEY, {"w": leaf}, "device")["w"], values)
-
-
-def test_the_weak_generator_of_the_cpu_is_refused():
-    with pytest.raises(InvalidArgument, match=r"32 bits of its seed.*5\.77 sigma"):
-        standard_normal(KEY, {"w": torch.zeros(3)}, "device")

@@ -37,8 +37,15 @@ def plan_of(kind="poisson", **changes):
     return dpfunc.Plan(**{**values, **changes})
 
 
-def at(step, limit=15):
-    return StepState(step, limit, 0, KEY, (), Ledger())
+def at(step):
+    return StepState(step, 15, 0, KEY, (), Ledger())
+
+
+def begun(plan, **options):
+    """A step on `Dicts`, its parameters, and the first state."""
+    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
+    params = {"w": torch.zeros(3)}
+    return dp_step, params, replay(dp_step.init(params, insecure_key(8), **options))
 
 
 class Dicts:
@@ -112,15 +119,21 @@ def test_batches_are_the_draws(kind, dataset, num_workers):
 
 
 def test_a_resumed_run_reads_the_same():
-    """Also random augmentation and masking, with any number of workers, whatever the state of torch's generator."""
+    """Also random augmentation and masking, with any number of workers, whatever the state of torch's generator, which
+    is left alone."""
     plan = plan_of()
 
     def batches(step, workers):
         torch.manual_seed(step + workers)
-        loader = plan.loader(
-            Augmented(), at(step), collate_fn=augmented_collate, num_workers=workers, prefetch_factor=workers or None
-        )
-        return list(loader)
+        before = torch.random.get_rng_state()
+        found = list(
+            plan.loader(
+                Augmented(), at(step), collate_fn=augmented_collate, num_workers=workers,
+                prefetch_factor=workers or None,
+            )
+        )  # fmt: skip
+        assert torch.equal(torch.random.get_rng_state(), before)
+        return found
 
     whole = batches(0, 0)
     assert len(whole) == 15
@@ -129,12 +142,6 @@ def test_a_resumed_run_reads_the_same():
     for step, workers in ((0, 2), (6, 0), (6, 1)):
         for ours, theirs in zip(batches(step, workers), whole[step:], strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_the_randomness_of_the_caller_is_left_alone():
-    before = torch.random.get_rng_state()
-    list(plan_of().loader(Augmented(), at(0)))
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -148,13 +155,8 @@ def test_a_second_iteration_is_refused(num_workers):
         next(iter(loader))
     assert torch.equal(next(iter(plan.loader(Dicts(), at(3))))["label"], first["label"])
     assert len(list(iterator)) == 11
-
-
-def test_nothing_is_left_at_the_end():
     with pytest.warns(RunWarning, match="No step is left after step 15"):
-        loader = plan_of().loader(Dicts(), at(15))
-    assert len(loader) == 0
-    assert list(loader) == []
+        assert list(plan.loader(Dicts(), at(15))) == []
 
 
 def pad_collate(records):
@@ -191,57 +193,18 @@ def test_workers_do_not_get_the_key():
     assert "hidden" in repr(Drawn(KEY, 0))
 
 
-def loss_fn(params, batch):
-    return ((batch["noisy"] @ params["w"]) - batch["label"]).square()
-
-
-def run(folder, stop, saved=None, workers=0, num_steps=15):
-    """A run with a journal until step `stop`; from a checkpoint, if there is one."""
-    plan = plan_of(sampler=sampling.Poisson(N, 0.1), num_steps=num_steps)
-    journal = dpfunc.Journal(folder / "journal.jsonl", plan)
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=journal)
-    params = {"w": torch.zeros(3)} if saved is None else dict(saved.params)
-    state = dp_step.init(params, insecure_key(20)) if saved is None else saved.state
-    for batch in plan.loader(Augmented(), state, collate_fn=augmented_collate, num_workers=workers):
-        grads, state, _ = dp_step(params, batch, state)
-        params = {"w": params["w"] - 0.1 * grads["w"]}
-        if state.step == 6:
-            dpfunc.save(folder / "saved", params=params, state=state, plan=plan, data="40", journal=journal.path)
-        if state.step == stop:
-            break
-    return plan, params, state
-
-
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
-    """Two steps after the checkpoint are repeated with the same augmentation, and cost nothing."""
-    _, whole, state = run(tmp_path / "whole", 15, workers=1)
-    replay(StepState(0, 15, 0, insecure_key(20), (), Ledger()))
-    plan, _, _ = run(tmp_path / "cut", 8)
-    saved = dpfunc.load(
-        tmp_path / "cut" / "saved", plan=plan, params={"w": torch.zeros(3)}, data="40",
-        journal=tmp_path / "cut" / "journal.jsonl",
-    )  # fmt: skip
-    assert saved.state.step == 6
-    _, params, after = run(tmp_path / "cut", 15, saved)
-    assert torch.equal(params["w"], whole["w"])
-    assert after.ledger == state.ledger
-
-
 def test_a_skipped_batch_is_found():
     """`if not len(batch): continue` takes the next batch for the step of an empty one."""
     plan = plan_of()
-    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
-    params = {"w": torch.zeros(3)}
-    state = dp_step.init(params, insecure_key(0))
+    dp_step, params, state = begun(plan)
 
-    def skipping():
-        nonlocal state
+    def skipping(state):
         for batch in plan.loader(Dicts(), state):
             if len(batch["label"]):
                 _, state, _ = dp_step(params, batch, state)
 
     with pytest.raises(SamplingMismatch, match=r"plan.loader\(dataset, state\)"):
-        skipping()
+        skipping(state)
 
 
 class Stream(IterableDataset):
@@ -330,10 +293,7 @@ class Fewer(Dicts):
 def test_a_public_bound_hides_the_number_of_records(kind):
     """The plan is that of the bound; draws are those of the bound, without the records that are not there."""
     plan = plan_of(kind)
-    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
-    params = {"w": torch.zeros(3)}
-    state = dp_step.init(params, insecure_key(8), num_records=31)
-    replay(state)
+    dp_step, params, state = begun(plan, num_records=31)
     every = [plan.sampler.indices(state.key, step) for step in range(15)]
     drawn = [indices[indices < 31].tolist() for indices in every]
     assert sum(map(len, drawn)) < sum(map(len, every))
@@ -348,26 +308,20 @@ def test_a_public_bound_hides_the_number_of_records(kind):
         plan.loader(Dicts(), state)
 
 
+def test_a_batch_with_records_that_are_not_there_is_refused():
+    """Or one that lacks some that are."""
+    dp_step, params, state = begun(plan_of("fixed size"), num_records=20)
+    size = len(SAMPLERS["fixed size"].indices(state.key, 0))
+    with pytest.raises(SamplingMismatch):
+        dp_step(params, {"inputs": (torch.ones(size, 3),)}, state)
+
+
 def test_a_bound_that_is_none_is_refused():
-    dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan_of())
     with pytest.raises(
         InvalidArgument, match="Expected num_records <= 40, the plan's dataset_size, got num_records=41"
     ):
-        dp_step.init({"w": torch.zeros(3)}, insecure_key(8), num_records=41)
+        begun(plan_of(), num_records=41)
     with pytest.raises(
         InvalidArgument, match="Expected len.dataset. to be the plan's dataset_size=40, .* public bound"
     ):
         plan_of().loader(Fewer(), at(0))
-
-
-def test_a_batch_with_records_that_are_not_there_is_refused():
-    """Or one that lacks some that are."""
-    plan = plan_of("fixed size")
-    dp_step = dpfunc.make_dp_step(lambda params, batch: batch @ params["w"], plan)
-    params = {"w": torch.zeros(3)}
-    state = dp_step.init(params, insecure_key(8), num_records=20)
-    replay(state)
-    full = plan.sampler.indices(state.key, 0)
-    assert len(full) > len(plan.draw(state, 0))
-    with pytest.raises(SamplingMismatch):
-        dp_step(params, torch.ones(len(full), 3), state)

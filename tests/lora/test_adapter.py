@@ -1,0 +1,125 @@
+"""`lora.attach`: keys, modes, what is trained, and messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import TinyTransformer, tiny_bert
+from module_cases import IDS, KEY, per_sample, random_b
+from torch import nn
+
+from dpfunc import lora
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import insecure_key
+
+
+def attach(module, targets, **options):
+    return lora.attach(module, KEY, **{"targets": targets, "rank": 2, "alpha": 6, **options})
+
+
+def test_initialisation_is_by_key():
+    module = TinyTransformer()
+    first, again, other = (
+        lora.attach(module, insecure_key(seed), targets="linear", rank=2, alpha=2).params for seed in (5, 5, 6)
+    )
+    a, b = "encoder.linear1.lora_A", "encoder.linear1.lora_B"
+    assert torch.equal(first[a], again[a])
+    assert not torch.equal(first[a], other[a])
+    assert (first[b] == 0).all()
+    twin = attach(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0|1").params  # layers start differently
+    assert not torch.equal(twin["0.lora_A"], twin["1.lora_A"])
+
+
+def test_ffa_trains_b_alone_and_other_parameters():
+    """Constants get no gradient, nor do the parameters of the module; one inside of a target may be trained."""
+    module = TinyTransformer().eval()
+    adapter = attach(module, ["head"], train="B", also_train=["position", "head.bias"])
+    assert set(adapter.params) == {"head.lora_B", "position", "head.base.bias"}
+    assert set(adapter.constants) == {"head.lora_A"}
+    params = {**random_b(adapter.params), "head.base.bias": torch.ones(3)}
+    assert torch.allclose(adapter.forward(params, IDS), adapter.merge(params)(IDS), atol=1e-5)
+    leaves = {name: p.requires_grad_() for name, p in adapter.params.items()}
+    adapter.forward(leaves, IDS).sum().backward()
+    assert leaves["head.lora_B"].grad is not None
+    assert all(p.grad is None for p in (*module.parameters(), *adapter.adapted.parameters()))
+
+
+def test_mode_follows_the_module():
+    """Both ways, nested, and for the dropout of the module as well as that of the adapter."""
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    module = nn.Sequential(inner, nn.Linear(64, 4)).eval()
+    adapter = attach(module, ["1"], dropout=0.5)
+    params, x = random_b(adapter.params), torch.ones(1, 64)
+
+    def random():
+        return not torch.equal(adapter.forward(params, x), adapter.forward(params, x))
+
+    assert not random()
+    module.train()
+    assert random()
+    rows = per_sample(adapter.forward, params, torch.ones(4, 64))["1.lora_A"]
+    assert len({tuple((row[0] == 0).tolist()) for row in rows}) == 4  # each sample has dropout of its own
+    module.eval()
+    assert not random()
+    inner.train()
+    assert random()
+    assert [part.training for part in module.modules()] == [False, True, True, True, False]
+
+
+@pytest.mark.slow
+def test_mode_follows_the_module_under_compile():
+    module = nn.Sequential(nn.Linear(64, 8)).eval()
+    adapter = attach(module, ["0"], dropout=0.5)
+    params, x = random_b(adapter.params), torch.ones(3, 64)
+    step = torch.compile(lambda p, batch: per_sample(adapter.forward, p, batch), fullgraph=True, backend="aot_eager")
+    for mode in (False, True, False):
+        module.train(mode)
+        assert torch.equal(step(params, x)["0.lora_A"], step(params, x)["0.lora_A"]) is not mode
+
+
+BAD = {
+    "rank 0": ({"rank": 0}, "Expected an integer rank >= 1, got rank=0"),
+    "rank too large": ({"rank": 17}, r"Expected rank <= 16"),
+    "float rank": ({"rank": 2.0}, r"got rank=2.0"),
+    "alpha": ({"alpha": 0.0}, "Expected 0 < alpha < inf"),
+    "dropout": ({"dropout": 1.0}, "Expected 0 <= dropout < 1"),
+    "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B'"),
+    "init": ({"init": "zeros"}, "Expected init to be one of 'kaiming', 'orthonormal'"),
+    "unknown target": ({"targets": ["encoder.linear3"]}, "Did you mean encoder.linear"),
+    "no match": ({"targets": "q_proj"}, "Expected targets to select a layer.*Layers: embed"),
+    "layer of another kind": ({"targets": ["encoder"]}, "Linear, Embedding, Conv2d or Conv1D.*TransformerEncoderLayer"),
+    "not an expression": ({"targets": "("}, "Expected a regular expression, got targets="),
+    "also_train": ({"also_train": ["hed.bias"]}, "Did you mean head.bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    changes, message = BAD[name]
+    with pytest.raises(InvalidArgument, match=message):
+        attach(TinyTransformer(), **{"targets": ["encoder.linear1"], **changes})
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["query"], r"pass the regular expression r'\(\^\|\\.\)query\$'"),
+        (["bert.encoder.layer.0.attention.self"], "Inside of it: bert.encoder.layer.0.attention.self.query"),
+        (["dropout"], "It is a Dropout. It cannot be adapted"),
+    ],
+)
+def test_hints(targets, message):
+    with pytest.raises(InvalidArgument, match=message):
+        attach(tiny_bert(), targets)
+
+
+def test_params_of_another_adapter_are_refused(tmp_path):
+    adapter = attach(TinyTransformer(), ["head"])
+    for use in (
+        lambda p: adapter.forward(p, IDS), adapter.merge, lambda p: lora.save(tmp_path / "a.safetensors", adapter, p)
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=r"got params without head.lora_B\."):
+            use({"head.lora_A": adapter.params["head.lora_A"]})
+        with pytest.raises(InvalidArgument, match=r"Expected params\['head.lora_B'\] of shape \(3, 2\), got \(3, 1\)"):
+            use({**adapter.params, "head.lora_B": torch.zeros(3, 1)})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,91 @@
+"""Batches of a fixed size: the law of their draws, and what an epoch costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import fold_in, insecure_key
+from dpfunc.sampling import FixedSize, InOrder, Shuffled
+
+KEY = insecure_key(0)
+
+
+@given(size=st.integers(1, 2000), data=st.data())
+def test_fixed_size(size, data):
+    """Exactly batch_size different records, sorted."""
+    batch_size = data.draw(st.integers(1, size))
+    batch = FixedSize(size, batch_size).indices(KEY, data.draw(st.integers(0, 10**6)))
+    assert len(batch) == batch_size
+    assert bool((batch.diff() > 0).all())
+
+
+def test_fixed_size_subsets_are_uniform():
+    """All 10 pairs of 5 records come equally often, and so does each of 300 records."""
+    counts = dict.fromkeys(itertools.combinations(range(5), 2), 0)
+    for step in range(3000):
+        counts[tuple(FixedSize(5, 2).indices(KEY, step).tolist())] += 1
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-5
+    drawn = torch.cat([FixedSize(300, 30).indices(KEY, step) for step in range(2000)])
+    tails = stats.binom.cdf(np.bincount(drawn, minlength=300), 2000, 0.1)
+    assert ((tails > 1e-6) & (tails < 1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("kind", [Shuffled, InOrder])
+@given(size=st.integers(1, 500), data=st.data(), epoch=st.integers(0, 5))
+def test_an_epoch(kind, size, data, epoch):
+    """Every record exactly once an epoch, in order if it is `InOrder`; only the last batch is smaller, and it is kept."""
+    sampler = kind(size, data.draw(st.integers(1, size)))
+    steps = sampler.steps_per_epoch
+    batches = [sampler.indices(KEY, epoch * steps + i) for i in range(steps)]
+    order = torch.cat(batches)
+    assert steps == math.ceil(size / sampler.batch_size)
+    assert (order if kind is InOrder else order.sort()[0]).tolist() == list(range(size))
+    assert all(len(batch) == sampler.batch_size for batch in batches[:-1])
+    assert len(batches[-1]) == size - sampler.batch_size * (steps - 1)
+    assert order.dtype == torch.int64
+
+
+def test_shuffled_epochs_differ():
+    sampler = Shuffled(100, 100)
+    orders = {tuple(sampler.indices(KEY, epoch).tolist()) for epoch in range(50)}
+    assert len(orders) == 50
+    assert tuple(range(100)) not in orders
+    assert not torch.equal(Shuffled(100, 50).indices(KEY, 0), Shuffled(100, 50).indices(fold_in(KEY, "other"), 0))
+
+
+def test_shuffled_positions_are_uniform():
+    """Each record is in each of the four batches of an epoch equally often."""
+    sampler = Shuffled(20, 5)
+    counts_NP = np.zeros((20, 4))
+    for step in range(4 * 1500):
+        counts_NP[sampler.indices(KEY, step).numpy(), step % 4] += 1
+    assert all(stats.chisquare(row).pvalue > 1e-6 for row in counts_NP)
+
+
+@pytest.mark.parametrize("kind", [Shuffled, InOrder])
+@given(size=st.integers(1, 300), data=st.data())
+def test_each_epoch_is_charged_once(kind, size, data):
+    """A run from the start is charged for each epoch it touches, however its steps are cut into stretches."""
+    sampler = kind(size, data.draw(st.integers(1, size)))
+    edges = [0, *sorted(data.draw(st.lists(st.integers(0, 1000), max_size=5)))]
+    paid = sum(event.num_steps for a, b in itertools.pairwise(edges) for event in sampler.events(a, b, 1.0))
+    assert paid == math.ceil(edges[-1] / sampler.steps_per_epoch)
+
+
+@pytest.mark.parametrize("kind", [FixedSize, Shuffled, InOrder])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((0, 1), "dataset_size >= 1"), ((10, 0), "batch_size >= 1"), ((10, 11), "batch_size <= dataset_size.*10 records")],
+)
+def test_refused(kind, sizes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        kind(*sizes)
