@@ -1,6 +1,6 @@
 """Engine + clip rule -> ClippedSum, for every engine, rule, grouping and microbatch size.
 
-The algorithm is `ClippedGrad._clip_and_sum`: norms, factors, the sum by factors. The rest is microbatches and audits.
+The algorithm is `ClippedGrad._clip_and_sum`. The rest is microbatches and audits.
 """
 
 from __future__ import annotations
@@ -8,35 +8,35 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.memory import out_of_memory
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.memory import refuse_microbatch
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
-from dpfunc.distributed.processes import FullNorms
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed.reduce import full_norms, zeros
 from dpfunc.engines.draws import first_row
+from dpfunc.engines.explain import automatic_size
 from dpfunc.engines.guards.audit import Audits, audit, credited_by
+from dpfunc.engines.guards.kept_state import refuse_counting
 from dpfunc.engines.guards.lockstep import in_lockstep
 from dpfunc.engines.guards.loss import uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines.guards.parameters import check_params
-from dpfunc.engines.guards.python_state import refuse_counting
 from dpfunc.engines.loop import state_before
-from dpfunc.engines.marks import ReadTogether
-from dpfunc.engines.microbatch import automatic_size
-from dpfunc.engines.numerics import accumulation_dtype, exact
+from dpfunc.engines.numerics import ReadTogether, exact
 from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap_grad import Grouped, vmap
-from dpfunc.errors import InvalidArgument, OutOfMemory
+from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state
 from dpfunc.types import (
     ADJACENCIES,
@@ -56,6 +56,13 @@ from dpfunc.types import (
 _TURN = threading.RLock()
 
 
+class _Groups(NamedTuple):
+    """Groups of parameters that are clipped together, and the bound of each."""
+
+    parts: Partition
+    bounds: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class ClippedGrad:
     """A prepared computation of clipped sums; see `clipped_grad` for the arguments."""
@@ -65,147 +72,125 @@ class ClippedGrad:
     engine: Engine
     microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
-    full_norms: FullNorms | None = field(default=None, repr=False)
+    ranks: Ranks | None = field(default=None, repr=False)
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(
-        self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
+        self,
+        params: Params,
+        batch: Batch,
+        *,
+        mask_B: Tensor | None = None,
+        key: Key | None = None,
+        checked: bool = False,
     ) -> tuple[ClippedSum, Unreleased]:
-        """The clipped sum over the batch, and its losses and norms."""
-        check_params(params)
-        return self.compute(params, batch, mask_B, key)
-
-    def compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
-    ) -> tuple[ClippedSum, Unreleased]:
-        """The same without the check of params, which a step does."""
+        """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
+        if not checked:
+            check_params(params)
         try:
             with _TURN:
                 return self._compute(params, batch, mask_B, key)
         except (RuntimeError, MemoryError) as error:
-            asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
-            if not asked:
-                raise
-            raise OutOfMemory(
-                f"Expected enough memory for a microbatch, got microbatch_size={self.microbatch_size!r}: {asked} could "
-                f"not be had. Set it to a number{'' if together == 'auto' else f' smaller than {together}'} in "
-                "make_dp_step, the sum stays the same; if one row is too much, shorten the rows. The state can be used "
-                "again: nothing was released and nothing was spent."
-            ) from error
+            refuse_microbatch(error, self.microbatch_size, batch_size(batch))
+            raise
 
     def _compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
-        if self.full_norms is None and any(is_dtensor(param) for param in params.values()):
+        if self.ranks is None and any(is_dtensor(param) for param in params.values()):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
             )
         num_samples = batch_size(batch)
-        given_B = mask_B  # None: all rows are real, and the losses need no selection
-        mask_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
+        real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
-        seen: list[tuple[Tensor, Tensor]] = []
-        total: dict[str, Tensor] = {}
+        sensitivities = group_sensitivities(bounds, self.adjacency)
+        if not num_samples:
+            empty = Unreleased(torch.zeros(0), torch.zeros(0, len(bounds)))
+            return ClippedSum(zeros(params), parts.group_of, sensitivities), empty
+        found = self._all_microbatches(_Groups(parts, tuple(bounds.values())), params, batch, real_B, key)
+        losses_B, norms_BG = found.losses_B[:num_samples], found.norms_BG[:num_samples]  # without the rows of `_chunk`
+        if mask_B is not None:  # else all rows are real: no selection, for which a device would have to wait
+            losses_B, norms_BG = losses_B[real_B], norms_BG[real_B]
+        return ClippedSum(found.sums, parts.group_of, sensitivities), Unreleased(losses_B, norms_BG)
+
+    def _all_microbatches(
+        self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
+    ) -> MicrobatchSums:
+        """The clipped sums of a batch, one microbatch after the other."""
+        num_samples = len(mask_B)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
-        compute = partial(self._microbatch, parts, tuple(bounds.values()))
-        several = 0 < size < num_samples and not in_lockstep()
+        several = size < num_samples and not in_lockstep()
         state = state_before(self.loss_fn, params, rows(batch, 0, 1)) if several else ()
-        drawn = torch.default_generator.get_state()
-        by_position = getattr(self.engine, "by_position", False)
-        for number, start in enumerate(range(0, num_samples, max(size, 1))):
+        generator = torch.default_generator.get_state()
+        found: list[MicrobatchSums] = []
+        for number, start in enumerate(range(0, num_samples, size)):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
-            own_key = fold_in(key, "microbatch", number) if key else None
-            seed = fold_in(key, "microbatch", 0) if key and by_position else own_key
-            seeded = torch_seed(seed) if seed else nullcontext()
-            with seeded, first_row(start), uncompiled(), unfollowed_code_is_an_error():
-                result = compute(params, chunk, chunk_mask_B, own_key)
+            with first_row(start), self._seeded(key, number) as own_key:
+                own = self._microbatch(groups, params, chunk, chunk_mask_B, own_key)
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
-                with with_generator_state(drawn):
+                with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            total = {name: total[name].add_(value) for name, value in result.sums.items()} if seen else result.sums
-            real = min(size, num_samples - start)
-            seen.append((result.losses_B[:real], result.norms_BG[:real]))
-        if not seen:
-            total = {n: torch.zeros_like(local(p), dtype=accumulation_dtype(p.dtype)) for n, p in params.items()}
-        clipped = ClippedSum(total, parts.group_of, group_sensitivities(bounds, self.adjacency))
-        return clipped, self._unreleased(seen, given_B, len(parts.group_names))
+            for name, value in own.sums.items() if found else ():
+                found[0].sums[name].add_(value)
+            found.append(own._replace(sums={}) if found else own)
+        losses, norms = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG"))
+        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {})
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         """Rows of a microbatch."""
-        if self.microbatch_size is None or not num_samples:
-            return max(2, num_samples) if num_samples and _narrow(params) else num_samples
+        if self.microbatch_size is None:
+            return max(2, num_samples) if _narrow(params) else num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
-        largest = self._largest(params, batch)
-        return math.ceil(num_samples / math.ceil(num_samples / largest))
-
-    def _largest(self, params: Params, batch: Batch) -> int:
-        """Rows whose activations fit into the memory for them."""
         shapes = signature(batch)
         if shapes not in self._sizes:
             self._sizes[shapes] = automatic_size(self.loss_fn, params, pad_rows(rows(batch, 0, 2), 2))
-        return self._sizes[shapes]
+        return math.ceil(num_samples / math.ceil(num_samples / self._sizes[shapes]))
 
-    def _clip_and_sum(
-        self,
-        parts: Partition,
-        bounds: tuple[float, ...],
-        params: Params,
-        per_sample: PerSampleGrads,
-        mask_B: Tensor,
-        check: Callable[[Mapping[str, Tensor]], None] | None = None,
-    ) -> MicrobatchSums:
-        """Norms, factors and the sum; `check` sees the norms before anything is returned."""
-
-        def compute() -> MicrobatchSums:
-            sq_norms = per_sample.sq_norms()
-            norms_BG = parts.norms(self.full_norms(params, sq_norms) if self.full_norms else sq_norms)
-            factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(bounds), mask_B)
-            sums = per_sample.weighted_sum(parts.spread(factors_BG))
-            return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
-
-        # `_read_together` may call `compute` twice, and other engines can take their sums once only; processes in
-        # lockstep must read the same marks.
-        repeatable = check is not None and _repeatable(per_sample) and not in_lockstep()
-        with exact(mask_B.device):
-            result = self._read_together(compute) if repeatable else compute()
-        if check is not None:  # with the precision that the engine has run in
-            check(result.sq_norms)
-        return result
+    @contextmanager
+    def _seeded(self, key: Key | None, number: int) -> Iterator[Key | None]:
+        """Inside, torch's generators are those of a microbatch, whose key is returned; code runs as it is written."""
+        own_key = fold_in(key, "microbatch", number) if key else None
+        by_position = getattr(self.engine, "by_position", False)  # draws of a row depend on its place in the batch
+        seed = fold_in(key, "microbatch", 0) if key and by_position else own_key
+        with torch_seed(seed) if seed else nullcontext(), uncompiled(), unfollowed_code_is_an_error():
+            yield own_key
 
     def _microbatch(
-        self,
-        parts: Partition,
-        bounds: tuple[float, ...],
-        params: Params,
-        microbatch: Batch,
-        mask_B: Tensor,
-        key: Key | None,
+        self, groups: _Groups, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
-        start, seed = time.perf_counter(), torch.default_generator.get_state()
+        start, generator = time.perf_counter(), torch.default_generator.get_state()
         per_sample = self.engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
+        repeatable = _repeatable(per_sample)
+        clip_and_sum = partial(self._clip_and_sum, groups, params, per_sample, mask_B)
+        # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
+        # read the same marks.
+        with exact(mask_B.device):
+            found = self._read_together(clip_and_sum) if repeatable and not in_lockstep() else clip_and_sum()
+        credited = credited_by(per_sample, found.sq_norms, generator, repeatable=repeatable)
+        if credited is not None:
+            with self._audits.choose_rows(key, microbatch, seconds) as chosen:
+                audit(self.loss_fn, params, microbatch, credited, chosen, self._audits)
+        return found
 
-        def check(sq_norms: Mapping[str, Tensor]) -> None:
-            credited = credited_by(per_sample, sq_norms, seed, repeatable=_repeatable(per_sample))
-            if credited is not None:
-                with self._audits.choose_rows(key, microbatch, seconds) as chosen:
-                    audit(self.loss_fn, params, microbatch, credited, chosen, self._audits)
-
-        return self._clip_and_sum(parts, bounds, params, per_sample, mask_B, check)
-
-    def _unreleased(self, seen: list[tuple[Tensor, Tensor]], mask_B: Tensor | None, num_groups: int) -> Unreleased:
-        if not seen:
-            return Unreleased(torch.zeros(0), torch.zeros(0, num_groups))
-        losses_B, norms_BG = (torch.cat(pieces) for pieces in zip(*seen, strict=True))
-        return Unreleased(losses_B, norms_BG) if mask_B is None else Unreleased(losses_B[mask_B], norms_BG[mask_B])
+    def _clip_and_sum(
+        self, groups: _Groups, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
+    ) -> MicrobatchSums:
+        """The algorithm: norms, factors, and the sum by factors."""
+        sq_norms = per_sample.sq_norms()
+        norms_BG = groups.parts.norms(full_norms(params, sq_norms, self.ranks))
+        factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
+        sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
+        return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
 
 
 def _repeatable(per_sample: PerSampleGrads) -> bool:
@@ -250,11 +235,11 @@ def make_clipped_grad(
     engine: Engine | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
-    full_norms: FullNorms | None = None,
+    ranks: Ranks | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; the arguments are the same.
 
-    With `full_norms`, parameters may be DTensors of which the engine sees the local parts.
+    With `ranks`, parameters may be DTensors of which the engine sees the local parts.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> from dpfunc.clipping import Flat
@@ -271,7 +256,7 @@ def make_clipped_grad(
     if size is not None and size != "auto":
         size = integer("microbatch_size", size, minimum=1)
     one_of("adjacency", adjacency, ADJACENCIES)
-    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, full_norms)
+    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, ranks)
 
 
 def clipped_grad(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,15 +13,24 @@ from torch.utils.data import DataLoader, default_collate
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.distributed.launch import check_same_data
+from dpfunc.distributed.object_collectives import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
+from dpfunc.noise import Gaussian, Noise
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
 from dpfunc.sampling.base import own_records
 from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
 from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
+
+_GAUSSIAN = Gaussian()
+# Parts of a plan that may be of a user: name, methods that it needs, what is expected.
+_PARTS = (
+    ("sampler", ("indices", "events", "expected_batch_size"), "a sampler such as sampling.Poisson(...)"),
+    ("clip", ("factors",), "a clip rule such as clipping.Flat(clip_norm=...)"),
+    ("noise", ("check", "events", "mechanism"), "noise such as noise.Gaussian()"),
+)
 
 
 class Position(Protocol):
@@ -66,6 +74,7 @@ class Plan:
         allow_large_delta: accept delta >= 1 / dataset_size, at which publishing a random record whole is "private".
         spent: what earlier phases on the same data have cost: a run of this plan begins with it, and the budget covers
             both. `ledger` and `guarantee` are of the plan's own steps.
+        noise: the noise mechanism.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
@@ -92,13 +101,13 @@ class Plan:
     accountant: str = "auto"
     allow_large_delta: bool = False
     spent: Ledger | None = None
+    noise: Noise = _GAUSSIAN
 
     def __post_init__(self) -> None:
-        for name in ("indices", "events", "expected_batch_size"):
-            if not callable(getattr(self.sampler, name, None)) or isinstance(self.sampler, type):
-                raise fail("a sampler such as sampling.Poisson(...)", "sampler", self.sampler)
-        if not callable(getattr(self.clip, "factors", None)) or isinstance(self.clip, type):
-            raise fail("a clip rule such as clipping.Flat(clip_norm=...)", "clip", self.clip)
+        for name, methods, domain in _PARTS:
+            part = getattr(self, name)
+            if isinstance(part, type) or not all(callable(getattr(part, method, None)) for method in methods):
+                raise fail(domain, name, part)
         if not isinstance(self.noise_multiplier, Schedule):
             object.__setattr__(self, "noise_multiplier", positive("noise_multiplier", self.noise_multiplier))
         object.__setattr__(self, "num_steps", integer("num_steps", self.num_steps, minimum=1))
@@ -106,15 +115,21 @@ class Plan:
         one_of("adjacency", self.adjacency, ADJACENCIES)
         one_of("allocation", self.allocation, ("uniform", "optimal"))
         one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
-        if self.spent is not None and not isinstance(self.spent, Ledger):
+        self._check_spent()
+        self._check_delta()
+        self._check_sampler()
+        self.noise.check(self.sampler, self.noise_multiplier)
+        self._check_budget()
+
+    def _check_spent(self) -> None:
+        if self.spent is None:
+            return
+        if not isinstance(self.spent, Ledger):
             raise wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)
-        if self.spent is not None and self.spent.adjacency != self.adjacency:
+        if self.spent.adjacency != self.adjacency:
             raise LedgerConflict(
                 f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {self.spent.adjacency!r}."
             )
-        self._check_delta()
-        self._check_sampler()
-        self._check_budget()
 
     def _check_delta(self) -> None:
         n = self.sampler.dataset_size
@@ -233,12 +248,7 @@ class Plan:
 
     def events(self, start: int, stop: int) -> tuple[Event, ...]:
         """Events of the steps start..stop-1, run-length encoded: the privacy that they cost."""
-        noise = self.noise_multiplier
-        changes = noise.starts() if isinstance(noise, Schedule) else ()
-        spans = sorted({start, stop} | {step for step in changes if start < step < stop})
-        return tuple(
-            event for a, b in itertools.pairwise(spans) for event in self.sampler.events(a, b, schedule_at(noise, a))
-        )
+        return self.noise.events(self.sampler, self.noise_multiplier, start, stop)
 
     def ledger(self, num_steps: int | None = None) -> Ledger:
         """Ledger of the first `num_steps` steps (all, by default)."""

@@ -8,13 +8,27 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
 
-from dpfunc._utils.digests import digest
-from dpfunc._utils.validation import warn, wrong_type
+from dpfunc._utils.digests import digest, in_hex
+from dpfunc._utils.validation import fail, integer, warn, wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.errors import BudgetExhausted, CheckpointError, InsecureKeyWarning, InvalidArgument, RunWarning, StateReused
+from dpfunc.clipping.bounds import group_bounds
+from dpfunc.clipping.groups import partition
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.engines.guards.parameters import check_params, refuse_narrow_range
+from dpfunc.errors import (
+    BudgetExhausted,
+    CheckpointError,
+    InsecureKeyWarning,
+    InvalidArgument,
+    LedgerConflict,
+    RunWarning,
+    SamplingMismatch,
+    StateReused,
+)
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, check_process, fingerprint
-from dpfunc.types import Event, schedule_at
+from dpfunc.sampling import Poisson
+from dpfunc.types import Event, Params
 
 
 class StepState(NamedTuple):
@@ -62,6 +76,103 @@ class StepState(NamedTuple):
         return f"StepState({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
+def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num_records: int | None) -> StepState:
+    """The state before the first step of a run, without a state of the noise; see `DPStep.init`.
+
+    Args:
+        plan, params, key: of the run. ledger: what was spent on the same data; None: what the plan counts.
+        num_records: number of records, where the plan has a bound on it.
+
+    Raises:
+        InvalidArgument, LedgerConflict, BudgetExhausted: see `DPStep.init`.
+    """
+    check_params(params)
+    refuse_narrow_range(params)
+    if not isinstance(key, Key):
+        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+    if num_records is not None:
+        num_records = _check_bound(num_records, plan.sampler.dataset_size)
+    parts = partition(plan.clip.groups, tuple(params))
+    group_bounds(plan.clip.clip_norm, parts.group_names)
+    spent = _spent(plan, ledger)
+    limit = plan.step_limit(spent)
+    if limit < 1:
+        raise BudgetExhausted(
+            f"The budget epsilon={plan.epsilon:g} at delta={plan.delta:g} does not allow one more step: "
+            f"{spent.epsilon(plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, or train "
+            "on other records."
+        )
+    return StepState(0, limit, 0, key, (), spent, plan=plan_digest(plan), num_records=num_records)
+
+
+def _check_bound(num_records: int, bound: int) -> int:
+    count = integer("num_records", num_records, minimum=1)
+    if count > bound:
+        raise fail(
+            f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
+            "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "
+            "larger dataset_size.",
+        )  # fmt: skip
+    return count
+
+
+def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
+    """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
+    known = Ledger(adjacency=plan.adjacency) if plan.spent is None else plan.spent
+    spent = known if ledger is None else ledger
+    if not isinstance(spent, Ledger):
+        advice = "Read a journal by dpfunc.checkpoint.journal_ledger(path)."
+        raise wrong_type("ledger to be a dpfunc.Ledger", "ledger", ledger, advice)
+    if spent.adjacency != plan.adjacency:
+        raise LedgerConflict(
+            f"Expected a ledger with adjacency {plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
+        )
+    if spent.lacks(known):
+        raise LedgerConflict(
+            f"Expected a ledger with the {known.num_steps} steps that the plan counts as spent, got one that lacks "
+            f"{spent.lacks(known)} of them. Leave ledger= out to begin with plan.spent, or compose it with what came "
+            "after."
+        )
+    return spent
+
+
+def only_step(plan: Plan, first: StepState) -> StepState:
+    """The state of a run of one step, whose batch nobody drew.
+
+    Args:
+        plan: of the run. first: its first state.
+
+    Raises:
+        BudgetExhausted: one step costs more than the budget.
+    """
+    state = first._replace(limit=1, drawn=False)
+    charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
+    cost = charged.epsilon(plan.delta, plan.accountant).epsilon
+    if plan.epsilon is not None and cost > plan.epsilon:
+        raise BudgetExhausted(
+            f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}"
+            f"{', with what was spent before' if state.ledger.events else ''}, more than the budget "
+            f"epsilon={plan.epsilon:g}: nobody drew its batch, so it claims no amplification by sampling. Draw it: "
+            "state = dp_step.init(params, dpfunc.secure_key()), and batches from plan.batches(state). The step was not "
+            "taken."
+        )
+    return state
+
+
+def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
+    """The state after a step, with what it costs in its ledger.
+
+    Args:
+        plan: of the run. state: before the step. noise_state: of the noise mechanism, after it.
+    """
+    step = state.step + 1
+    if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
+        left = tuple(item for item in state.released if item[0] >= step)
+        return state._replace(step=step, noise_state=noise_state, released=left)
+    cost = Ledger(step_events(plan, state, state.step, step), plan.adjacency)
+    return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
+
+
 def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Event, ...]:
     """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling.
 
@@ -70,7 +181,7 @@ def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Ev
     """
     if state.drawn:
         return plan.events(start, stop)
-    return tuple(Event(1.0, schedule_at(plan.noise_multiplier, step), 1) for step in range(start, stop))
+    return plan.noise.events(Poisson(plan.sampler.dataset_size, 1.0), plan.noise_multiplier, start, stop)
 
 
 def plan_digest(plan: Plan) -> str:
@@ -79,7 +190,7 @@ def plan_digest(plan: Plan) -> str:
     Args:
         plan: any plan. Functions in it count by their names.
     """
-    return f"{digest(stable_repr(plan)):016x}"
+    return in_hex(digest(stable_repr(plan)))
 
 
 def stable_repr(value: object) -> str:
@@ -205,6 +316,26 @@ def check_journal(state: StepState, journal: object) -> None:
             f"Expected the journal of the resumed run, make_dp_step(..., journal=Journal({state.journal!r}, plan)), "
             f"got {'no journal' if journal is None else str(file)}. Steps that are not in it could be released again, "
             "with the same noise and other values. Nothing was spent."
+        )
+
+
+def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | None) -> None:
+    """Check that a batch has as many samples as the plan's sampler drew for this step, or for this process of it.
+
+    Args:
+        plan: of the run. state: before the step. real_samples: of the batch, without padding. ranks: of the run.
+
+    Raises:
+        SamplingMismatch: it has another number.
+    """
+    drawn = len(plan.draw(state, state.step, ranks))
+    if drawn != real_samples:
+        call = "state" if ranks is None else "state, ranks"
+        raise SamplingMismatch(
+            f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
+            f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
+            f"plan.loader(dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
+            "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,49 +10,41 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.unchanged import Calls
-from dpfunc._utils.validation import fail, integer, named, one_of, warn, wrong_type
+from dpfunc._utils.calls import Calls
+from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
-from dpfunc.clipping.bounds import group_bounds
-from dpfunc.clipping.groups import partition
-from dpfunc.distributed.collective_step import processes_of
-from dpfunc.distributed.processes import Processes, Rows, StepCall
+from dpfunc.distributed.agreement import Agreement, Rows, digest_of_all, padded, summarize
+from dpfunc.distributed.launch import check_ranks
+from dpfunc.distributed.object_collectives import is_writer, together
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines.by_name import engine_of
-from dpfunc.engines.guards.parameters import check_named, check_params, refuse_narrow_range
-from dpfunc.engines.vmap_grad import Decision
-from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch
-from dpfunc.noise import Mechanism, gaussian
+from dpfunc.distributed.reduce import gathered, release
+from dpfunc.engines.guards.parameters import check_named, refuse_narrow_range
+from dpfunc.engines.vmap_grad import Decision, engine_of
+from dpfunc.errors import InvalidArgument, StepAborted
+from dpfunc.noise import Mechanism
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import (
     StepState,
+    check_draw,
     check_journal,
     check_repeated,
     check_state,
+    first_state,
     mark_released,
+    next_state,
     one_release,
+    only_step,
     plan_digest,
     stable_repr,
-    step_events,
     warn_of_start,
 )
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
-_UNCHANGED = (
-    "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
-    "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
-    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
-)
-_WITHOUT_GRADIENT = (
-    "In this step and an earlier one no record of this process had a finite gradient: budget is spent, and only noise "
-    "released. Look for NaN and inf in inputs, labels and the loss (log, division, masks). This warning was computed "
-    "from private data: it reveals this about two batches, and no noise protects that. Do not publish it."
-)
-_logger = logging.getLogger(__name__)
+_ABORTED = "Another process could not go on. Nothing was released."
 
 
 class StepResult(NamedTuple):
@@ -75,7 +66,6 @@ class DPStep:
     verify_batch: bool
     journal: Callable[[StepState], None] | None
     ranks: Ranks | None
-    _processes: Processes = field(repr=False, compare=False)
     _calls: Calls = field(default_factory=Calls, repr=False, compare=False)
 
     @cached_property
@@ -104,79 +94,31 @@ class DPStep:
             InsecureKeyWarning: everybody can know the key.
             RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
-        states: list[StepState] = []
-        self._processes.confirm(lambda: states.append(self._begun(params, key, ledger, num_records)))
-        warn_of_start(states[0], journalled=self.journal is not None)
-        return states[0]
-
-    def _begun(self, params: Params, key: Key, ledger: Ledger | None, num_records: int | None) -> StepState:
-        check_params(params)
-        refuse_narrow_range(params)
-        if not isinstance(key, Key):
-            raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
-        if num_records is not None:
-            num_records = self._check_bound(num_records)
-        parts = partition(self.plan.clip.groups, tuple(params))
-        group_bounds(self.plan.clip.clip_norm, parts.group_names)
-        spent = self._spent(ledger)
-        limit = self.plan.step_limit(spent)
-        if limit < 1:
-            raise BudgetExhausted(
-                f"The budget epsilon={self.plan.epsilon:g} at delta={self.plan.delta:g} does not allow one more step: "
-                f"{spent.epsilon(self.plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, "
-                "or train on other records."
-            )
-        noise = self._mechanism(0).init(params)
-        return StepState(0, limit, 0, key, noise, spent, plan=self._plan_digest, num_records=num_records)
-
-    def _spent(self, ledger: Ledger | None) -> Ledger:
-        """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
-        known = Ledger(adjacency=self.plan.adjacency) if self.plan.spent is None else self.plan.spent
-        spent = known if ledger is None else ledger
-        if not isinstance(spent, Ledger):
-            advice = "Read a journal by dpfunc.checkpoint.journal_ledger(path)."
-            raise wrong_type("ledger to be a dpfunc.Ledger", "ledger", ledger, advice)
-        if spent.adjacency != self.plan.adjacency:
-            raise LedgerConflict(
-                f"Expected a ledger with adjacency {self.plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
-            )
-        if spent.lacks(known):
-            raise LedgerConflict(
-                f"Expected a ledger with the {known.num_steps} steps that the plan counts as spent, got one that lacks "
-                f"{spent.lacks(known)} of them. Leave ledger= out to begin with plan.spent, or compose it with what "
-                "came after."
-            )
-        return spent
-
-    def _check_bound(self, num_records: int) -> int:
-        count, bound = integer("num_records", num_records, minimum=1), self.plan.sampler.dataset_size
-        if count > bound:
-            raise fail(
-                f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
-                "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan "
-                "with a larger dataset_size.",
-            )  # fmt: skip
-        return count
+        with together(self.ranks, StepAborted(_ABORTED)):
+            first = first_state(self.plan, params, key, ledger, num_records)
+            state = first._replace(noise_state=self._mechanism(0).init(params))
+        warn_of_start(state, journalled=self.journal is not None)
+        return state
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
-        state, rows = self._check(params, batch, state, mask_B)
+        rows = self._check(params, batch, state, mask_B)
+        state = self._run_of_its_own(params) if state is None else state
         clipped, unreleased = self._clip(params, rows, state)
         released, noise_state = self._add_noise(clipped, params, state)
-        after = self._record(released, noise_state, state, params, unreleased)
+        after = next_state(self.plan, state, noise_state)
+        self._record(released, state, after, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
-    def _check(
-        self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None
-    ) -> tuple[StepState, Rows]:
-        """Find what can be wrong with a call before anything is computed or spent; the state, and the rows to clip.
+    def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
+        """Find what can be wrong with a call before anything is computed or spent, on any process; the rows to clip.
 
         That the numbers of params are finite is read together with the digest, before the release (`_record`).
         """
-
-        def check() -> Tensor | None:
+        check_ranks(self.ranks, self.clipped_grad.microbatch_size)  # others may have joined since the step was made
+        with Agreement(self.ranks) as agreement:
             check_named(params)
             refuse_narrow_range(params)
             size = batch_size(batch)
@@ -185,56 +127,16 @@ class DPStep:
                 check_state(state, self.plan, self._plan_digest)
                 check_journal(state, self.journal)
                 if self.verify_batch:
-                    self._check_draw(state, size if real_B is None else int(real_B.sum()))
-            return real_B
-
-        step = state.step if isinstance(state, StepState) else None
-        rows = self._processes.check(
-            StepCall(check, lambda: "" if state is None else self._described(state), step, params, batch)
-        )
-        if self._calls.changed_nothing(params) and self._processes.writes:
-            _logger.warning(_UNCHANGED)
-        return self._run_of_its_own(params) if state is None else state, rows
-
-    def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
-        # Replicas draw different dropout for their different records.
-        rank = (self._processes.rank,) if self._processes.rank else ()
-        key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
-
-        def clip(params: Params, batch: Batch, mask_B: Tensor | None) -> tuple[ClippedSum, Unreleased]:
-            return self.clipped_grad.compute(params, batch, mask_B, key)
-
-        return self._processes.clip(clip, params, rows)
-
-    def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
-        mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
-        return self._processes.release(mechanism, clipped, params, state.noise_state, key)
-
-    def _mechanism(self, step: int) -> Mechanism:
-        multiplier = schedule_at(self.plan.noise_multiplier, step)
-        return gaussian(multiplier, allocation=self.plan.allocation, source=self.noise_source)
-
-    def _record(
-        self, released: dict[str, Tensor], noise_state: Any, state: StepState, params: Params, unreleased: Unreleased
-    ) -> StepState:
-        """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
-        after = self._advance(state, noise_state)
-        lost = ~torch.isfinite(unreleased.norms_BG).all(1).any() & bool(len(unreleased.norms_BG))
-        digest, all_lost = self._processes.digest(released, params, lost)
-
-        def write() -> None:
-            check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
-            check_repeated(state, digest)
-            if all_lost and self._calls.without_gradient == 1:
-                warn(_WITHOUT_GRADIENT, NoGradientWarning)
-            if self.journal is not None and self._processes.writes:
-                self.journal(after._replace(released=((state.step, digest),)))
-
-        with one_release(state):
-            self._processes.confirm(write)
-            mark_released(after, digest)
-        self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
-        return after
+                    check_draw(self.plan, state, size if real_B is None else int(real_B.sum()), self.ranks)
+            if self.ranks is not None:
+                if state is None:
+                    start = "Start with dp_step.init(params, shared_key(ranks))."
+                    raise fail("a state, which all processes share", "state", None, start)
+                run = self._described(state)
+                agreement.say(summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks))
+        if is_writer(self.ranks):
+            self._calls.warn_if_nothing_changed(params)
+        return Rows(batch, real_B, agreement.num_rows)
 
     def _described(self, state: StepState) -> str:
         """Describe the settings and the state that must be equal in all processes."""
@@ -243,69 +145,57 @@ class DPStep:
             self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
             self.verify_batch, self.journal is None, *installed().values(),
         )  # fmt: skip
-        place = (
-            state.step,
-            state.limit,
-            state.charged,
-            fingerprint(state.key),
-            state.ledger.to_json(),
-            state.num_records,
-        )
+        place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
-        return stable_repr((settings, place, len(drawn), int(drawn.sum())))
+        return stable_repr((settings, place, state.num_records, len(drawn), int(drawn.sum())))
+
+    def _run_of_its_own(self, params: Params) -> StepState:
+        self._calls.refuse_second_run()
+        return only_step(self.plan, self.init(params, secure_key()))
+
+    def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
+        # Replicas draw different dropout for their different records.
+        rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
+        key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
+        with gathered(params, self.ranks) as whole:
+            batch, mask_B = padded(rows, self.ranks)
+            return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True)
+
+    def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
+        mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
+        return release(self.ranks, mechanism, clipped, params, state.noise_state, key)
+
+    def _mechanism(self, step: int) -> Mechanism:
+        multiplier = schedule_at(self.plan.noise_multiplier, step)
+        return self.plan.noise.mechanism(multiplier, self.plan.allocation, self.noise_source)
+
+    def _record(
+        self, released: dict[str, Tensor], state: StepState, after: StepState, params: Params, unreleased: Unreleased
+    ) -> None:
+        """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
+        lost = ~torch.isfinite(unreleased.norms_BG).all(1).any() & bool(len(unreleased.norms_BG))
+        digest, all_lost = digest_of_all(released, params, self.ranks, lost)
+        with one_release(state):
+            with together(self.ranks, StepAborted(_ABORTED)):
+                check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
+                check_repeated(state, digest)
+                self._calls.warn_if_lost(all_lost)
+                if self.journal is not None and is_writer(self.ranks):
+                    self.journal(after._replace(released=((state.step, digest),)))
+            mark_released(after, digest)
+        self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
+
+    def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
+        # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
+        size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
+        return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
 
     @property
     def decision(self) -> Decision | None:
         """Engine that `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
-
-    def _run_of_its_own(self, params: Params) -> StepState:
-        if self._calls.stateless:
-            raise InvalidArgument(
-                "dp_step was called without a state more than once. Each such call is a run of its own with its own "
-                "ledger, and nobody adds them up. In a loop, pass the state on: begin with "
-                "state = dp_step.init(params, dpfunc.secure_key()), then "
-                "grads, state, unreleased = dp_step(params, batch, state). Nothing was spent."
-            )
-        state = self.init(params, secure_key())._replace(limit=1, drawn=False)
-        plan = self.plan
-        charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
-        cost = charged.epsilon(plan.delta, plan.accountant).epsilon
-        if plan.epsilon is not None and cost > plan.epsilon:
-            raise BudgetExhausted(
-                f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}"
-                f"{', with what was spent before' if state.ledger.events else ''}, more than the budget "
-                f"epsilon={plan.epsilon:g}: nobody drew its batch, so it claims no amplification by sampling. Draw it: "
-                "state = dp_step.init(params, dpfunc.secure_key()), and batches from plan.batches(state). The step was "
-                "not taken."
-            )
-        return state
-
-    def _check_draw(self, state: StepState, real_samples: int) -> None:
-        drawn = len(self.plan.draw(state, state.step, self.ranks))
-        if drawn != real_samples:
-            call = "state" if self.ranks is None else "state, ranks"
-            raise SamplingMismatch(
-                f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
-                f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
-                f"plan.loader(dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
-                "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
-            )
-
-    def _advance(self, state: StepState, noise_state: Any) -> StepState:
-        step = state.step + 1
-        if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
-            left = tuple(item for item in state.released if item[0] >= step)
-            return state._replace(step=step, noise_state=noise_state, released=left)
-        cost = Ledger(step_events(self.plan, state, state.step, state.step + 1), self.plan.adjacency)
-        return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
-
-    def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
-        # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
-        size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
-        return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
 
 
 @named
@@ -371,8 +261,7 @@ def make_dp_step(
         raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
-    processes = processes_of(ranks)
-    processes.check_settings(microbatch_size)
+    check_ranks(ranks, microbatch_size)
     if journal is not None and not callable(journal):
         raise InvalidArgument(
             f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
@@ -388,6 +277,6 @@ def make_dp_step(
         engine=engine_of(engine),
         microbatch_size=microbatch_size,
         adjacency=plan.adjacency,
-        full_norms=processes.full_norms,
+        ranks=ranks,
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks, processes)
+    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)

@@ -127,7 +127,7 @@ class Event:
 
     Each record is in a step's batch with probability `sampling_prob`, independently; the noise has standard
     deviation `noise_multiplier * sensitivity`. `sampling_prob = 1` is the Gaussian mechanism on all data.
-    The meaning of an event never changes.
+    The meaning of an event never changes. Other kinds are subclasses with a `law`, see `accounting/events.py`.
 
     >>> Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000)
     Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000)
@@ -141,6 +141,10 @@ class Event:
         object.__setattr__(self, "sampling_prob", checks.probability("sampling_prob", self.sampling_prob))
         object.__setattr__(self, "noise_multiplier", checks.non_negative("noise_multiplier", self.noise_multiplier))
         object.__setattr__(self, "num_steps", checks.integer("num_steps", self.num_steps, minimum=1))
+
+    def law(self) -> tuple[Event, ...]:
+        """Poisson-sampled Gaussian steps that together cost at least as much: all that accountants know of an event."""
+        return (self,)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -25,30 +25,41 @@ from scipy import stats
 
 from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
 from dpfunc.accounting import Ledger, accountant, epsilon
-from dpfunc.checkpoint import Journal, load, save
+from dpfunc.accounting.events import KINDS
+from dpfunc.checkpoint import Journal, format, journal_ledger, load, save
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
-from dpfunc.engines import by_name, register_rule
+from dpfunc.engines import register_rule
 from dpfunc.engines import rules as rule_tables
 from dpfunc.engines.rules import RULES
+from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.rng import fold_in, insecure_key, secure_key, stream
-from dpfunc.step import DPStep
-from dpfunc.types import ADJACENCIES, ClippedSum, Event
+from dpfunc.types import ADJACENCIES, ClippedSum, Event, Schedule
 
 ROOT = Path(__file__).parent.parent
 DATA = random_rows(0, 20)
 
 
-def one_step(loss_fn=linear_loss, params=None, data=None, *, clip=None, sampler=None, noise_multiplier=1e-3, **options):
+def one_step(
+    loss_fn=linear_loss,
+    params=None,
+    data=None,
+    *,
+    clip=None,
+    sampler=None,
+    noise_multiplier=1e-3,
+    facts=None,
+    **options,
+):
     """A step of a toy plan: the plan, what was released (a sum, with hardly any noise), its batch, and the next state."""
     data = as_batch(DATA) if data is None else data
     size = len(next(iter(data.values())))
     plan = Plan(
         sampler or sampling.Poisson(size, 0.5), clip or clipping.Flat(1.0), noise_multiplier, num_steps=3, delta=1e-3,
-        adjacency="zero_out",
+        adjacency="zero_out", **(facts or {}),
     )  # fmt: skip
     params = zeros() if params is None else params
     dp_step = make_dp_step(loss_fn, plan, reduction="sum", **options)
@@ -210,7 +221,7 @@ def test_a_rule_of_an_operation(monkeypatch):
 
 
 def counted_and_rounded(noise_multiplier, step=2.0**-14):
-    """Gaussian noise, rounded to a public grid (post-processing: the same event); its state counts the releases."""
+    """Gaussian noise, rounded to a public grid (post-processing); its state counts the releases."""
     plain = noise.gaussian(noise_multiplier)
 
     def add(clipped, state, key):
@@ -220,10 +231,27 @@ def counted_and_rounded(noise_multiplier, step=2.0**-14):
     return noise.Mechanism(lambda params: {"count": 0}, add)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """It claims no amplification by sampling, and knows no schedules."""
+
+    def check(self, sampler, noise_multiplier):
+        if isinstance(noise_multiplier, Schedule):
+            raise InvalidArgument("Expected one noise_multiplier with Rounded, got a schedule.")
+
+    def events(self, sampler, noise_multiplier, start, stop):
+        return (Event(1.0, noise_multiplier, stop - start),)
+
+    def mechanism(self, noise_multiplier, allocation, source):
+        return counted_and_rounded(noise_multiplier)
+
+
 def test_a_noise_mechanism(monkeypatch, tmp_path):
-    monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: counted_and_rounded(self.plan.noise_multiplier))
-    plan, grads, batch, after = one_step()
+    """One file and one line: its own events and state in the ledger, the journal, a saved plan and a checkpoint."""
+    monkeypatch.setattr(format, "_PARTS", format._PARTS | {Rounded})  # what a name in dpfunc/noise/__init__.py does
+    plan, grads, batch, after = one_step(facts={"noise": Rounded()})
     assert after.noise_state == {"count": 1}
+    assert after.ledger.events == (Event(1.0, 1e-3, 1),)
     journal = Journal(tmp_path / "journal.jsonl", plan)
     journal(after)
     run = {"params": zeros(), "plan": plan, "data": "toys", "journal": journal.path}
@@ -231,15 +259,22 @@ def test_a_noise_mechanism(monkeypatch, tmp_path):
     assert load(tmp_path, **run).state == after._replace(journal=str(run["journal"]), journal_lines=1)
     assert all(bool((value.remainder(2.0**-14) == 0).all()) for value in grads.values())
     assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    with pytest.raises(InvalidArgument, match="Expected one noise_multiplier with Rounded"):
+        replace(plan, noise_multiplier=Schedule(((1, 1.0),)))
+
+
+def spread_accepted(values, std, level=1e-6):
+    """Two-sided chi-square test of a standard deviation around zero."""
+    tail = stats.chi2.cdf(float(values.double().square().sum()) / std**2, values.numel())
+    return level < tail < 1 - level
 
 
 def test_the_scale_of_a_noise_mechanism():
-    """Two-sided chi-square test of the standard deviation around zero."""
     wide = ClippedSum({"w": torch.zeros(50_000)}, {"w": "all"}, {"all": 3.0})
     released, _ = counted_and_rounded(1.5).add(wide, {"count": 0}, insecure_key(3))
-    for factor, accepted in ((1.0, True), (0.9, False), (1.1, False)):
-        tail = stats.chi2.cdf(float(released["w"].double().square().sum()) / (factor * 4.5) ** 2, 50_000)
-        assert (1e-6 < tail < 1 - 1e-6) == accepted
+    assert spread_accepted(released["w"], 4.5)
+    assert not spread_accepted(released["w"], 0.9 * 4.5)
+    assert not spread_accepted(released["w"], 1.1 * 4.5)
 
 
 def test_the_state_of_a_noise_mechanism_does_not_depend_on_the_data():
@@ -262,11 +297,11 @@ def concentrated(ledger, delta):
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
 
 
+kinds = st.tuples(st.floats(0.5, 8.0), st.integers(1, 200))
+
+
 @settings(max_examples=20)
-@given(
-    st.lists(st.tuples(st.floats(0.5, 8.0), st.integers(1, 200)), min_size=1, max_size=3),
-    st.sampled_from([1e-3, 1e-6]), st.sampled_from(ADJACENCIES),
-)  # fmt: skip
+@given(st.lists(kinds, min_size=1, max_size=3), st.sampled_from([1e-3, 1e-6]), st.sampled_from(ADJACENCIES))
 def test_an_accountant(kinds, delta, adjacency):
     """Never below the exact answer where every record is in every batch; sampling only lowers the truth."""
     ledger = Ledger(tuple(Event(1.0, *kind) for kind in kinds), adjacency)
@@ -280,6 +315,47 @@ def test_an_accountant_of_a_step_and_a_wrong_one():
     assert concentrated(Ledger((Event(1.0, 4.0, 1),)), 1e-3) < truth  # with twice the noise
 
 
+# A kind of event
+
+
+@dataclass(frozen=True, order=True)
+class Several(Event):
+    """Steps that release several sums of the batch, each with noise of its own."""
+
+    sums: int
+
+    def law(self):
+        return (Event(self.sampling_prob, self.noise_multiplier, self.sums * self.num_steps),)
+
+
+def test_a_kind_of_event(monkeypatch, tmp_path):
+    """In a step, a ledger, its file, a journal and a checkpoint by one line in the table; accountants read its law."""
+    monkeypatch.setitem(KINDS, "several", Several)
+    monkeypatch.setattr(Plan, "events", lambda self, start, stop: (Several(0.5, 2.0, stop - start, sums=4),))
+    plan, _, _, after = one_step()
+    Journal(tmp_path / "journal.jsonl", plan)(after)
+    run = {"params": zeros(), "plan": plan, "data": "toys", "journal": tmp_path / "journal.jsonl"}
+    save(tmp_path, state=after, **run)
+    assert load(tmp_path, **run).state.ledger == journal_ledger(run["journal"]) == after.ledger
+    ledger = after.ledger.compose(Ledger((Several(0.5, 2.0, 7, 4), Event(0.5, 2.0, 1)), "zero_out"))
+    assert repr(ledger) == "Ledger(9 steps, zero_out: (q=0.5, sigma=2) x 1 + several(q=0.5, sigma=2, sums=4) x 8)"
+    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert ledger.lacks(after.ledger) == 0
+    for method in ("auto", "rdp"):
+        assert ledger.epsilon(1e-3, method) == Ledger((Event(0.5, 2.0, 33),), "zero_out").epsilon(1e-3, method)
+    text = ledger.to_json()
+    monkeypatch.undo()
+    with pytest.raises(InvalidArgument, match="Expected a kind of events"):
+        Ledger.from_json(text)
+    with pytest.raises(InvalidArgument, match="to be an Event"):
+        Ledger((Several(0.5, 2.0, 1, 4),))
+
+
+def test_each_kind_of_event_has_a_law_of_its_own():
+    """That of `Event` would leave out what its other fields mean."""
+    assert all("law" in vars(kind) and issubclass(kind, Event) for kind in KINDS.values())
+
+
 # The lists that a new part must join
 
 
@@ -287,7 +363,7 @@ def test_every_row_of_the_page_has_its_toy():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     rows = set(re.findall(r"^\| (an? [^|(]+?) (?:\(.*\) )?\|", page, flags=re.MULTILINE))
     toys = {
-        "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant",
+        "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant", "a kind of event",
         "an operation of torch that takes a parameter",
     }  # fmt: skip
     elsewhere = {"a loss that mixes rows, or seems to", "a kind of model", "a benchmark"}
@@ -295,14 +371,20 @@ def test_every_row_of_the_page_has_its_toy():
 
 
 def classes(module):
-    return {name for name in module.__all__ if isinstance(getattr(module, name), type) and name != "Sampler"}
+    return {
+        name for name in module.__all__ if isinstance(getattr(module, name), type) and name not in ("Sampler", "Noise")
+    }
 
 
-def test_each_rule_grouping_and_sampler_is_in_the_tables_of_the_tests():
-    """tests/test_plan.py writes plans with each, tests/clipping/ compares each rule with its formula; `InOrder` draws
-    nothing, and tests of its own stand beside the table."""
+def test_each_rule_and_grouping_is_in_the_tables_of_the_tests():
+    """tests/test_plan.py writes plans with each of them, and tests/clipping/ compares each with its formula."""
     rules = {type(make(1.0, clipping.AllParameters())).__name__ for make, _ in RULE_CASES.values()}
-    assert rules | {type(grouping).__name__ for grouping in GROUPINGS.values()} == classes(clipping)
+    groupings = {type(grouping).__name__ for grouping in GROUPINGS.values()}
+    assert rules | groupings == classes(clipping)
+
+
+def test_each_sampler_is_in_the_tables_of_the_tests():
+    """`InOrder` draws nothing: tests of its own stand beside the table."""
     assert {type(sampler).__name__ for sampler in SAMPLERS.values()} | {"InOrder"} == classes(sampling)
 
 
@@ -315,15 +397,15 @@ def test_the_parts_of_a_plan_are_frozen(package):
         assert frozen or issubclass(kind, tuple), f"{name} is no frozen dataclass and no named tuple"
 
 
-def test_the_tables_of_engines_rules_and_accountants_are_whole():
+def test_each_file_of_rules_is_in_its_table():
     folder = Path(rule_tables.__file__).parent
     files = {path.stem for path in folder.glob("*.py") if re.search(r"^RULES\b", path.read_text(), re.M)}
     assert files - {"__init__"} == {family.__name__.split(".")[-1] for family in rule_tables.FAMILIES}
+
+
+def test_the_lists_of_accountants_agree():
     assert get_args(get_type_hints(PrivacyArguments)["dp_accountant"]) == accountant.ACCOUNTANTS
     assert {*accountant.ACCOUNTANTS, "gaussian"} == set(accountant.BOUNDS) < set(accountant.METHODS)
-    assert set(by_name.ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
-    parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
-    assert all(f'"{name}": {name}()' in parity for name in by_name.ENGINES)
 
 
 # prv imports opacus, for seconds
@@ -332,3 +414,9 @@ def test_each_accountant_answers_itself(method):
     """A name in `Method` without a branch would be answered by another accountant."""
     ledger = Ledger((Event(1.0 if method == "gaussian" else 0.5, 2.0, 3),))
     assert epsilon(ledger, 1e-3, method).method == method
+
+
+def test_the_lists_of_engines_agree():
+    assert set(ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
+    parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
+    assert all(f'"{name}": {name}()' in parity for name in ENGINES)

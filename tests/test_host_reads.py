@@ -2,7 +2,7 @@
 
 CPU tensors stand for those of a device: every read by Python is counted, and every operation whose shape depends on
 numbers. In a step after the first, in which no row is audited, it is at most two: one for all marks by which the host
-decides what is computed next (`engines.marks`), one for the digest of what is released. A step with audited rows reads
+decides what is computed next (`engines.numerics`), one for the digest of what is released. A step with audited rows reads
 what it compares.
 """
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfunc
 from dpfunc.checkpoint import Journal
 from dpfunc.engines.guards.audit import Audits
-from dpfunc.engines.marks import ReadTogether, any_set
+from dpfunc.engines.numerics import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8

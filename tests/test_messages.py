@@ -10,7 +10,6 @@ from run_cases import DATA, PLAN
 import dpfunc
 from dpfunc import clipping
 from dpfunc.batches import take
-from dpfunc.checkpoint.plan_json import plan_from_dict, plan_to_dict
 from dpfunc.errors import InvalidArgument
 from dpfunc.step import make_dp_step
 
@@ -28,11 +27,6 @@ def called(engine):
     make_dp_step(mean_of_batch, PLAN, engine=engine, verify_batch=False)(params(), rows, STATE)
 
 
-def plan_without(name, **extra):
-    values = {key: value for key, value in plan_to_dict(PLAN).items() if key != name}
-    plan_from_dict({**values, **extra})
-
-
 TRUE = {
     "key": (lambda: make_dp_step(linear_loss, PLAN).init(params(), 3), "got key of type int. Use dpfunc.secure_key"),
     "state": (lambda: make_dp_step(linear_loss, PLAN)(params(), DATA, 7), "got state of type int. Start with"),
@@ -44,9 +38,6 @@ TRUE = {
     "optimizer": (lambda: dpfunc.save("nowhere", **RUN, optimizer_state=[1]), r"got optimizer_state of type list\.$"),
     "rows": (lambda: called("auto"), r"return shape \(1,\), got \(\) where it was called with 1 row, all of the batch or"),
     "rows alone": (lambda: called("loop"), r"return shape \(1,\), got \(\) where it was called with 1 row, all of the batch or"),
-    "missing only": (lambda: plan_without("delta"), r"of Plan, got it without delta\.$"),
-    "unknown only": (lambda: plan_without("", extra=1), r"of Plan, got it with the unknown extra\.$"),
-    "both": (lambda: plan_without("delta", detla=1), r"got it without delta, and with the unknown detla\.$"),
     "groups": (
         lambda: clipping.ByName({"a": "x"}).assign(("a", "b")), r"name each parameter once, got it without b\.$",
     ),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.plan_json import plan_difference, plan_from_dict, plan_to_dict
+from dpfunc.checkpoint.format import plan_difference, plan_to_dict
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -54,6 +54,7 @@ CONTRADICTIONS = {
     "clip": ({"clip": 1.0}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=1\.0"),
     "clip class": ({"clip": clipping.Flat}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=<class"),
     "sampler": ({"sampler": 0.05}, r"Expected a sampler such as sampling.Poisson"),
+    "noise": ({"noise": 1.0}, r"Expected noise such as noise.Gaussian\(\), got noise=1\.0"),
     "plan over budget": ({"epsilon": 0.1}, r"Expected a plan within its budget, got epsilon=0.1, but 20 steps"),
     "negative budget": ({"epsilon": -1.0}, r"Expected 0 < epsilon < inf, got epsilon=-1\.0"),
     "shuffled with add/remove": (
@@ -181,7 +182,6 @@ PLANS = {
 def test_json_round_trip(name):
     plan = Plan(**PLANS[name])
     values = json.loads(json.dumps(plan_to_dict(plan)))
-    assert plan_from_dict(values) == plan
     assert plan_difference(plan, values) == []
 
 
@@ -191,20 +191,6 @@ def test_difference_names_the_field():
         "plan.clip.clip_norm: saved 1.0, now 2.0",
         "plan.num_steps: saved 20, now 21",
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": 2}, "schema=2"),
-        ({"kind": "Guarantee"}, "Expected a known kind in a plan, got kind='Guarantee'"),
-        ({"sigma": 1.0}, r"got it .*with the unknown sigma\."),
-        ({"delta": 2.0}, r"Expected 0 < delta < 1, got delta=2\.0"),
-    ],
-)
-def test_bad_json(change, message):
-    with pytest.raises(InvalidArgument, match=message):
-        plan_from_dict({**plan_to_dict(Plan(**GOOD)), **change})
 
 
 def test_a_rule_of_ones_own_cannot_be_written():

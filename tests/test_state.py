@@ -17,12 +17,11 @@ from cases import linear_loss, params
 from run_cases import DATA, PLAN, start, steps, store
 
 from dpfunc import state as state_module
-from dpfunc import step as step_module
 from dpfunc.batches import take
 from dpfunc.checkpoint import load
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
-from dpfunc.noise import gaussian
+from dpfunc.noise import Gaussian
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
@@ -148,7 +147,7 @@ def test_of_two_threads_one_releases_a_step(name, monkeypatch):
 
     state, values, _ = start()
     dp_step = make_dp_step(linear_loss, PLAN, journal=note if journal else None, verify_batch=False)
-    monkeypatch.setattr(step_module, "gaussian", waiting_for(both))
+    monkeypatch.setattr(Gaussian, "mechanism", waiting_for(both))
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
     first, second = pool_results(dp_step, values, batches, [state, copied(state)])
     refused = [each for each in (first, second) if isinstance(each, StateReused)]
@@ -159,10 +158,11 @@ def test_of_two_threads_one_releases_a_step(name, monkeypatch):
 
 def waiting_for(both):
     """The mechanism, once both threads are there: the states of both were checked, and nothing is released."""
+    usual = Gaussian.mechanism
 
-    def mechanism(*args, **settings):
+    def mechanism(*args):
         both.wait()
-        return gaussian(*args, **settings)
+        return usual(*args)
 
     return mechanism
 
@@ -186,7 +186,7 @@ def test_a_thread_takes_the_step_that_another_could_not_write(monkeypatch):
 
     state, values, _ = start()
     dp_step = make_dp_step(linear_loss, PLAN, journal=full_once, verify_batch=False)
-    monkeypatch.setattr(step_module, "gaussian", waiting_for(both))
+    monkeypatch.setattr(Gaussian, "mechanism", waiting_for(both))
     batches = [take(DATA, torch.tensor([row])) for row in (0, 1)]
     found = pool_results(dp_step, values, batches, [state, state])
     assert sorted(type(each).__name__ for each in found) == ["OSError", "StepResult"]

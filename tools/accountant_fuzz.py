@@ -1,7 +1,7 @@
 """Compare epsilon with the privacy loss distributions of dp_accounting, on random plans.
 
 `pip install dp-accounting`, then `python tools/accountant_fuzz.py` takes about an hour. It writes the first plans, with
-the numbers of dp_accounting, to tests/accounting/peer_epsilons.json; tests/accounting/test_peer.py reads that file.
+the numbers of dp_accounting, to peer_epsilons.json in tests/accounting/, which test_reference.py there reads.
 """
 
 from __future__ import annotations

@@ -39,74 +39,39 @@ class Window(NamedTuple):
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """True for a DTensor. Does not import the module of DTensor: if a DTensor exists, it was imported before.
-
-    >>> import torch
-    >>> is_dtensor(torch.zeros(1))
-    False
-    """
+    """True for a DTensor. Does not import the module of DTensor: if a DTensor exists, it was imported before."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def waited(tensor: Tensor) -> Tensor:
-    """Wait for the communication that makes a tensor, and return it.
-
-    >>> import torch
-    >>> waited(torch.ones(1))
-    tensor([1.])
-    """
+def _waited(tensor: Tensor) -> Tensor:
+    """The tensor, after the communication that makes it."""
     wait = getattr(tensor, "wait", None)
     result: Tensor = tensor if wait is None else wait()
     return result
 
 
-def arrived(tensor: Tensor) -> Tensor:
-    """The tensor itself, once it is here: one that is on its way has no memory that operations could read unseen.
-
-    >>> import torch
-    >>> arrived(torch.ones(1))
-    tensor([1.])
-    """
-    return waited(tensor)
-
-
 def local(tensor: Tensor) -> Tensor:
-    """Part of a tensor that this process holds, without history; a tensor that is no DTensor is returned itself.
-
-    >>> import torch
-    >>> local(torch.ones(2))
-    tensor([1., 1.])
-    """
+    """Part of a tensor that this process holds, without history; a tensor that is no DTensor is returned itself."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return waited(tensor.to_local())
+        return _waited(tensor.to_local())
 
 
 def local_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """The part of a gradient of `param` that this rank holds of `param`. May communicate.
-
-    >>> import torch
-    >>> local_like(torch.ones(1), torch.zeros(1))
-    tensor([1.])
-    """
+    """The part of a gradient of `param` that this rank holds of `param`. May communicate."""
     if not is_dtensor(tensor):
         return tensor
     placements = param.placements if is_dtensor(param) else ()
     with torch.no_grad():
         if tuple(tensor.placements) != tuple(placements):
             tensor = tensor.redistribute(placements=placements)
-        return waited(tensor.to_local())
+        return _waited(tensor.to_local())
 
 
 def shard_like(full: Tensor, param: Tensor) -> Tensor:
-    """Shard a tensor that every rank holds in full like `param`. Does not communicate.
-
-    >>> import torch
-    >>> shard_like(torch.ones(1), torch.zeros(1))
-    tensor([1.])
-    """
+    """Shard a tensor that every rank holds in full like `param`. Does not communicate."""
     if not is_dtensor(param):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -114,23 +79,8 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def is_sharded(param: Tensor) -> bool:
-    """True if ranks hold different parts: their squared norms add up. Otherwise every rank has all of it.
-
-    >>> import torch
-    >>> is_sharded(torch.ones(2))
-    False
-    """
-    return is_dtensor(param) and any(not placement.is_replicate() for placement in param.placements)
-
-
 def distributed(part: Tensor, like: Tensor) -> Tensor:
-    """A local part as the tensor that it is a part of: a DTensor of the layout of `like`, or itself.
-
-    >>> import torch
-    >>> distributed(torch.ones(2), torch.zeros(2))
-    tensor([1., 1.])
-    """
+    """A local part as the tensor that it is a part of: a DTensor of the layout of `like`, or itself."""
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -142,22 +92,12 @@ def distributed(part: Tensor, like: Tensor) -> Tensor:
 
 
 def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """A function of single entries, computed where the parts are.
-
-    >>> import torch
-    >>> on_parts(torch.neg, torch.ones(2))
-    tensor([-1., -1.])
-    """
+    """A function of single entries, computed where the parts are."""
     return distributed(function(local(tensor)), tensor) if is_dtensor(tensor) else function(tensor)
 
 
 def shard_dims(tensor: Tensor) -> dict[int, int]:
-    """Mesh dimension -> the dimension of the tensor that it divides. Empty for tensors that are whole.
-
-    >>> import torch
-    >>> shard_dims(torch.zeros(2))
-    {}
-    """
+    """Mesh dimension -> the dimension of the tensor that it divides. Empty for tensors that are whole."""
     if not is_dtensor(tensor):
         return {}
     placements = tensor.placements

@@ -1,6 +1,6 @@
 """Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
 
-from dpfunc.accounting.accountant import epsilon
+from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import (
     Remaining,
     affordable_steps,
@@ -11,18 +11,19 @@ from dpfunc.accounting.calibration import (
     epsilon_left,
     remaining,
 )
-from dpfunc.accounting.guarantee import Guarantee
-from dpfunc.accounting.ledger import Ledger, compose, schedule_ledger
-from dpfunc.accounting.meaning import (
+from dpfunc.accounting.ledger import Ledger, compose, epsilon, schedule_ledger
+from dpfunc.accounting.requirements import (
     DELTA_TABLE,
     EPSILON_TABLE,
+    BatchChoice,
     DeltaMeaning,
     EpsilonMeaning,
+    Requirements,
     explain_delta,
     explain_epsilon,
+    privacy_requirements,
     suggest_delta,
 )
-from dpfunc.accounting.requirements import BatchChoice, Requirements, privacy_requirements
 from dpfunc.accounting.selection import RunCount, calibrate_search, selection_epsilon
 
 __all__ = [

@@ -1,23 +1,24 @@
-"""Epsilon of a ledger: the best of several upper bounds, and which one it was."""
+"""Epsilon of events: the best of several upper bounds, and which one it was."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from dpfunc._utils.validation import fail, one_of, open_unit
+from dpfunc._utils.validation import fail, one_of
+from dpfunc.accounting.events import canonical
 from dpfunc.accounting.gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting.guarantee import Guarantee, Method
-from dpfunc.accounting.ledger import Ledger, canonical
 from dpfunc.accounting.losses import DIRECTIONS
 from dpfunc.accounting.prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting.rdp import rdp_epsilon
 from dpfunc.accounting.tilted import tilted_epsilon
 from dpfunc.accounting.tilted_law import Kind, TiltedUnavailable
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Event
+from dpfunc.types import Adjacency, Event
 
+Method = Literal["tilted", "prv", "rdp", "gaussian", "gdp-approximation"]
 METHODS: tuple[str, ...] = ("auto", *get_args(Method))
 BOUNDS = tuple(method for method in METHODS if method != "gdp-approximation")
 # Of a plan: `gaussian` refuses sampled batches, and `auto` takes it where it is exact.
@@ -31,110 +32,107 @@ _GDP_NOTE = (
 _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
-def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
-    """The epsilon that a ledger costs at `delta`: an upper bound, and how it was found.
+@dataclass(frozen=True)
+class Guarantee:
+    """An (epsilon, delta) statement, and how it was obtained.
 
     Args:
-        ledger: what was released.
-        delta: 0 < delta < 1; choose it below 1 / number of records.
-        method: `auto`: exact where every record is in every batch, else the smaller of `tilted` and `rdp`.
-            `tilted`: numerical composition, within 1e-3 of the truth (relative), and nearly always within 1e-4 (see
-            docs/accounting.md), for delta >= 1e-200 and noise multipliers >= 0.05.
-            `prv`: numerical composition, about 0.01 (or 2 %) above the truth; refused for delta < 1e-9 and where
-            its grid does not fit. `rdp`: Renyi, always possible, typically 5-30 % above. `gaussian`: exact, for
-            sampling_prob = 1 only. `gdp-approximation`: a central limit that UNDER-REPORTS, by up to 550 times for
-            few steps and small sampling_prob; to compare with older reports, never for a budget.
+        epsilon: an upper bound on the privacy loss, >= 0; inf means no protection. With method
+            `gdp-approximation` it is not a bound.
+        delta: the delta it holds at.
+        method: `tilted` (numerical composition, tight), `prv` (numerical composition by opacus), `rdp` (Renyi),
+            `gaussian` (exact, when all data is in every batch).
+        adjacency: which data sets count as neighbours.
+        note: its error, and why another method was not used.
 
-    Returns:
-        A `Guarantee`. It depends on public facts only. Equal ledgers give the same answer (it is cached).
-
-    Raises:
-        InvalidArgument: delta or method outside its domain, or a method that cannot answer for this ledger.
-
-    Guarantees:
-        never below the truth (tests/accounting/test_reference.py::test_never_below_the_truth), and `tilted` hardly
-        above it (tests/accounting/test_tilted.py::test_random_ledgers_against_the_inversion,
-        tests/accounting/test_peer.py::test_random_plans_are_between_the_estimates_of_a_peer);
-        no warning of numpy, scipy or opacus (tests/accounting/test_inputs.py::test_no_warning_leaks).
-
-    >>> events = (Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000),)
-    >>> print(f"{epsilon(Ledger(events), delta=1e-5).epsilon:.2f}")
-    1.83
+    >>> print(Guarantee(1.25, 1e-5, "prv", "add_remove", "about 0.01 above the truth"))
+    (epsilon=1.25, delta=1e-05)-DP under add_remove, by prv: about 0.01 above the truth
+    >>> float(Guarantee(1.25, 1e-5, "prv", "add_remove"))
+    1.25
     """
-    if not isinstance(ledger, Ledger):
-        raise fail("a Ledger", "ledger", ledger, "Use Ledger((Event(...), ...)).")
-    one_of("method", method, METHODS)
-    return cached_epsilon(ledger, open_unit("delta", delta), method)
+
+    epsilon: float
+    delta: float
+    method: Method
+    adjacency: Adjacency
+    note: str = ""
+
+    def __float__(self) -> float:
+        return self.epsilon
+
+    def __str__(self) -> str:
+        tail = f": {self.note}" if self.note else ""
+        return f"(epsilon={self.epsilon:.6g}, delta={self.delta:g})-DP under {self.adjacency}, by {self.method}{tail}"
 
 
 @functools.lru_cache(maxsize=4096)
-def cached_epsilon(ledger: Ledger, delta: float, method: str) -> Guarantee:
-    """Compute `epsilon` from arguments that were validated; equal questions are answered from a cache."""
-    answer = functools.partial(Guarantee, delta=delta, adjacency=ledger.adjacency)
+def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
+    """Compute the epsilon of Poisson-sampled Gaussian steps, from arguments that were validated."""
     if method == "gdp-approximation":
-        if ledger.adjacency == "replace_one":
-            raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", ledger.adjacency)
-        return answer(gaussian_epsilon(gdp_mu(ledger.events), delta), method="gdp-approximation", note=_GDP_NOTE)
-    full = all(event.sampling_prob == 1 for event in ledger.events)
-    if method == "gaussian" and not full:
+        epsilon, named, note = _by_central_limit(events, adjacency, delta)
+    elif method == "gaussian" or (method == "auto" and all(event.sampling_prob == 1 for event in events)):
+        epsilon, named, note = _exactly(events, delta)
+    else:
+        epsilon, named, note = _bounded(events, adjacency, delta, method)
+    return Guarantee(epsilon, delta, named, adjacency, note)
+
+
+_Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its note
+
+
+def _by_central_limit(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
+    if adjacency == "replace_one":
+        raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
+    return gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
+
+
+def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
+    """The answer for batches of all records."""
+    sampled = [event.sampling_prob for event in events if event.sampling_prob < 1]
+    if sampled:
         raise InvalidArgument(
             "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
-            f"batches of all records, got {ledger}. Use method 'auto'."
+            f"batches of all records, got sampling_prob={min(sampled):g}. Use method 'auto'."
         )
-    if full and method in ("auto", "gaussian"):
-        return answer(gaussian_epsilon(gaussian_mu(ledger.events), delta), method="gaussian", note="exact")
-    if not ledger.events:
-        return answer(0.0, method=_named(method), note="nothing spent")
-    if any(event.noise_multiplier == 0 for event in ledger.events):
-        return answer(math.inf, method=_named(method), note="a step without noise")
-    return _bounded(ledger, delta, method)
+    return gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
 
 
-def _named(method: str) -> Method:
-    """The method to name where each would say the same."""
-    return "tilted" if method in ("auto", "tilted") else "prv" if method == "prv" else "rdp"
-
-
-def _bounded(ledger: Ledger, delta: float, method: str) -> Guarantee:
-    """The bound by one method, or the smaller one of two, for a ledger with noise in each event."""
+def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
+    """The bound by one method, or the smaller one of two."""
+    named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
+    if not events:
+        return 0.0, named, "nothing spent"
+    if any(event.noise_multiplier == 0 for event in events):
+        return math.inf, named, "a step without noise"
     if method == "prv":
-        return _by_prv(ledger, delta)
+        return _by_prv(events, adjacency, delta)
     if method == "rdp":
-        return _by_renyi(ledger, delta, "Renyi bound")
+        return _by_renyi(events, adjacency, delta, "Renyi bound")
+    fewer, rounded = fewer_kinds(events, _TILTED_KINDS)
     try:
-        tight, renyi = _by_tilted(ledger, delta)
+        tight = tilted_epsilon(kinds_of(fewer), DIRECTIONS[adjacency], delta)
     except TiltedUnavailable as refusal:
         if method == "tilted":
             raise
-        return _by_renyi(ledger, delta, f"no tilted: {refusal}")
-    if method == "tilted" or tight.epsilon < _NOT_NEAR * renyi:
-        return tight  # the Renyi bound cannot be smaller: it is not computed
-    other = _by_renyi(ledger, delta, "below the bound by tilted")
-    return other if other.epsilon < tight.epsilon else tight
+        return _by_renyi(events, adjacency, delta, f"no tilted: {refusal}")
+    found: _Bound = (tight.epsilon, "tilted", _joined("an upper bound by construction", rounded))
+    if method == "tilted" or tight.epsilon < _NOT_NEAR * tight.renyi:
+        return found  # the Renyi bound cannot be smaller: it is not computed
+    return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=lambda bound: bound[0])
 
 
-def _by_tilted(ledger: Ledger, delta: float) -> tuple[Guarantee, float]:
-    """The bound by discrete losses that dominate; and about what the Renyi bound is."""
-    events, rounded = fewer_kinds(ledger.events, _TILTED_KINDS)
-    found = tilted_epsilon(kinds_of(events), DIRECTIONS[ledger.adjacency], delta)
-    note = _joined("an upper bound by construction", rounded)
-    return Guarantee(found.epsilon, delta, "tilted", ledger.adjacency, note), found.renyi
-
-
-def _by_renyi(ledger: Ledger, delta: float, note: str) -> Guarantee:
+def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, note: str) -> _Bound:
     """The smallest bound over orders of Renyi differential privacy; `note` goes into the answer."""
-    events, rounded = renyi_events(ledger)
-    renyi = rdp_epsilon(events, ledger.adjacency, delta)
-    return Guarantee(renyi, delta, "rdp", ledger.adjacency, _joined(note, rounded))
+    fewer, rounded = renyi_events(events)
+    return rdp_epsilon(fewer, adjacency, delta), "rdp", _joined(note, rounded)
 
 
-def _by_prv(ledger: Ledger, delta: float) -> Guarantee:
+def _by_prv(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
     """The bound by numerical composition over opacus; its grid needs the Renyi bound."""
-    events, rounded = renyi_events(ledger)
-    renyi = rdp_epsilon(events, ledger.adjacency, delta, few=len(events) > FEW_KINDS)
-    numerical, error = prv_epsilon(events, ledger.adjacency, delta, renyi)
-    note = _joined(f"about {error:.2g} above the truth", rounded)
-    return Guarantee(numerical, delta, "prv", ledger.adjacency, note)
+    fewer, rounded = renyi_events(events)
+    renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)
+    numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
+    return numerical, "prv", _joined(f"about {error:.2g} above the truth", rounded)
 
 
 def kinds_of(events: tuple[Event, ...]) -> list[Kind]:
@@ -147,13 +145,13 @@ def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def renyi_events(ledger: Ledger, max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
+def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """Events for Renyi curves, see `fewer_kinds`; those of sampling_prob = 1 as one step: Gaussians add up to one."""
-    full = tuple(event for event in ledger.events if event.sampling_prob == 1)
+    full = tuple(event for event in events if event.sampling_prob == 1)
     if not full:
-        return fewer_kinds(ledger.events, max_kinds)
+        return fewer_kinds(events, max_kinds)
     sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
-    sampled = (event for event in ledger.events if event.sampling_prob < 1)
+    sampled = (event for event in events if event.sampling_prob < 1)
     return fewer_kinds((*sampled, Event(1.0, sigma, 1)), max_kinds)
 
 

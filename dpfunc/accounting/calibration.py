@@ -21,9 +21,9 @@ from dpfunc.accounting.tilted_law import TiltedUnavailable
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 
-RTOL = 1e-4
+_RTOL = 1e-4
 MOST_NOISE = 2.0**30
-LEAST_NOISE = 2.0**-10
+_LEAST_NOISE = 2.0**-10
 _FEW_KINDS = 8
 _MANY_STEPS = 2**40
 
@@ -58,39 +58,47 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
 
     def cost(scale: float) -> float:
         try:
-            return cached_epsilon(ledger_for(scale), delta, method).epsilon
+            return _cost(ledger_for(scale), delta, method)
         except PRVUnavailable:
             return math.inf
 
-    fails, passes = _noise_bracket(cost, ledger_for, target, delta, method)
-    return passes if fails < LEAST_NOISE else smallest_real(cost, target, fails, passes, RTOL)
-
-
-def _noise_bracket(
-    cost: Callable[[float], float], ledger_for: Callable[[float], Ledger], target: float, delta: float, method: str
-) -> tuple[float, float]:
-    """Scales on either side of the answer, near each other: (fails, passes)."""
-    scale = _renyi_guess(lambda s: rough_epsilon(ledger_for(s), delta), target)
-    factor = 1.01
-    if cost(scale) <= target:
-        passes, fails = scale, scale / factor
-        while fails >= LEAST_NOISE and cost(fails) <= target:
-            factor **= 2
-            passes, fails = fails, fails / factor
-        return fails, passes
-    least = cached_epsilon(ledger_for(MOST_NOISE), delta, method).epsilon
-    if least > target:
+    near = _renyi_guess(lambda s: _rough_epsilon(ledger_for(s), delta), target)
+    found = least_scale(cost, target, near, factor=1.01)
+    if found is None:
+        least = _cost(ledger_for(MOST_NOISE), delta, method)
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
             f"{MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
             "before, where something was, or the least that the accountant can show at this delta. Raise epsilon or "
             "delta, or start on fresh data."
         )
-    fails, passes = scale, min(scale * factor, MOST_NOISE)
-    while cost(passes) > target:
-        factor **= 2
-        fails, passes = passes, min(passes * factor, MOST_NOISE)
-    return fails, passes
+    return found
+
+
+def _cost(ledger: Ledger, delta: float, method: str) -> float:
+    """Epsilon of a ledger, from arguments that were validated."""
+    return cached_epsilon(ledger.law, ledger.adjacency, delta, method).epsilon
+
+
+def least_scale(cost: Callable[[float], float], target: float, near: float, factor: float) -> float | None:
+    """The smallest scale of noise that costs at most the target, up to a relative 1e-4; None if even 2**30 costs more.
+
+    Args:
+        cost: falls with the scale. near: a first scale. factor: by which the next one differs; later ones by more.
+    """
+    passes, fails = near, near / factor
+    if cost(near) <= target:
+        while fails >= _LEAST_NOISE and cost(fails) <= target:
+            factor **= 2
+            passes, fails = fails, fails / factor
+    else:
+        if cost(MOST_NOISE) > target:
+            return None
+        fails, passes = near, min(near * factor, MOST_NOISE)
+        while cost(passes) > target:
+            factor **= 2
+            fails, passes = passes, min(passes * factor, MOST_NOISE)
+    return passes if fails < _LEAST_NOISE else smallest_real(cost, target, fails, passes, _RTOL)
 
 
 def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
@@ -101,7 +109,7 @@ def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
     low, high = 1.0, 1.0
     while rough(high) > aim and high < MOST_NOISE:
         low, high = high, high * 2
-    while rough(low) <= aim and low > LEAST_NOISE:
+    while rough(low) <= aim and low > _LEAST_NOISE:
         low, high = low / 2, low
     for _ in range(6):
         middle = math.sqrt(low * high)
@@ -109,15 +117,15 @@ def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
     return high
 
 
-def rough_epsilon(ledger: Ledger, delta: float) -> float:
+def _rough_epsilon(ledger: Ledger, delta: float) -> float:
     """A loose and cheap estimate of epsilon."""
     if not ledger.events:
         return 0.0
     try:
-        return tilted_guess(kinds_of(ledger.events), DIRECTIONS[ledger.adjacency][0], delta)
+        return tilted_guess(kinds_of(ledger.law), DIRECTIONS[ledger.adjacency][0], delta)
     except TiltedUnavailable:
         pass
-    events, _ = renyi_events(ledger, _FEW_KINDS)
+    events, _ = renyi_events(ledger.law, _FEW_KINDS)
     return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
@@ -215,12 +223,9 @@ def calibrate_batch_size(
     """The largest expected batch size with which `num_steps` steps cost at most (epsilon, delta).
 
     Args:
-        epsilon: target, > 0, for `spent` and the new steps together.
-        delta: 0 < delta < 1.
+        epsilon, delta, num_steps, adjacency, spent, method: see `calibrate_noise`.
         dataset_size: number of records n; the sampling probability is batch size / n.
-        num_steps: >= 1.
         noise_multiplier: > 0.
-        adjacency, spent, method: see `calibrate_noise`.
 
     Returns:
         An expected batch size in 1..n that meets the target; one more does not.
@@ -242,7 +247,7 @@ def calibrate_batch_size(
 
     size = _largest(ledger_for, target, delta, method, limit=n, guess=n // 2)
     if size == 0:
-        least = cached_epsilon(ledger_for(1), delta, method).epsilon
+        least = _cost(ledger_for(1), delta, method)
         raise UnreachableBudget(
             f"Expected a budget that a batch of one record can meet, got epsilon={target:g} at delta={delta:g}, where "
             f"it costs {least:.4g}. Take more noise or fewer steps."
@@ -298,8 +303,8 @@ def _largest(
     ledger_for: Callable[[int], Ledger], target: float, delta: float, method: str, *, limit: int, guess: int
 ) -> int:
     """The largest number whose ledger costs at most the target; a cheap cost finds where to look."""
-    near = largest_integer(lambda k: rough_epsilon(ledger_for(k), delta), target, limit, guess)
-    return largest_integer(lambda k: cached_epsilon(ledger_for(k), delta, method).epsilon, target, limit, near)
+    near = largest_integer(lambda k: _rough_epsilon(ledger_for(k), delta), target, limit, guess)
+    return largest_integer(lambda k: _cost(ledger_for(k), delta, method), target, limit, near)
 
 
 def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
@@ -321,13 +326,8 @@ def calibrate_steps(
     """The most steps that cost at most (epsilon, delta), up to 2**40.
 
     Args:
-        epsilon: budget, > 0, for `spent` and the new steps together.
-        delta: 0 < delta < 1.
-        sampling_prob: probability of a record to be in a batch, 0 < q <= 1.
+        epsilon, delta, sampling_prob, adjacency, spent, method: see `calibrate_noise`.
         noise_multiplier: > 0.
-        adjacency: which data sets are neighbours.
-        spent: what was already spent on the same data; of the same adjacency.
-        method: see `dpfunc.accounting.epsilon`.
 
     Raises:
         UnreachableBudget: not even one step fits. InvalidArgument: an argument outside its domain.
@@ -340,8 +340,7 @@ def calibrate_steps(
     before = _spent(spent, adjacency)
     steps = _more_steps(before, event, epsilon, delta, method)
     if steps == 0:
-        spent_before = cached_epsilon(before, delta, method).epsilon
-        one = cached_epsilon(before.record(event), delta, method).epsilon
+        spent_before, one = _cost(before, delta, method), _cost(before.record(event), delta, method)
         raise UnreachableBudget(
             f"Expected a budget for at least one step, got epsilon={epsilon:g} at delta={delta:g}: "
             f"{spent_before:.4g} is spent, and one step makes it {one:.4g}. Take more noise or smaller batches."
@@ -382,5 +381,5 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
     if not isinstance(event, Event) or event.num_steps != 1:
         raise fail("an event of one step", "event", event, "The answer counts steps of this kind.")
     steps = _more_steps(ledger, event, epsilon, delta, method)
-    spent = cached_epsilon(ledger, delta, method).epsilon
+    spent = _cost(ledger, delta, method)
     return Remaining(steps, spent, max(0.0, epsilon - spent))

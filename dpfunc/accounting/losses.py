@@ -26,7 +26,7 @@ DIRECTIONS: dict[Adjacency, tuple[Direction, ...]] = {
 _REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
 
-def log_ratio(q: Array | float, exponent: Array) -> Array:
+def _log_ratio(q: Array | float, exponent: Array) -> Array:
     """`log(1 - q + q e^exponent)` for 0 < q <= 1, without overflow and to the last digits near 0."""
     near = np.clip(exponent, -1.0, 30.0)
     middle = np.log1p(q * np.expm1(near))
@@ -48,10 +48,10 @@ def log_ratios(q: Array | float, s: Array | float, x: Array, direction: Directio
     The privacy loss is their difference. In each row it increases with x.
     """
     if direction == "remove":
-        return log_ratio(q, (x - 0.5) / s**2), np.zeros_like(x)
+        return _log_ratio(q, (x - 0.5) / s**2), np.zeros_like(x)
     if direction == "add":
-        return np.zeros_like(x), log_ratio(q, (-x - 0.5) / s**2)
-    return log_ratio(q, (x - 0.25) / 2 / s**2), log_ratio(q, (-x - 0.25) / 2 / s**2)
+        return np.zeros_like(x), _log_ratio(q, (-x - 0.5) / s**2)
+    return _log_ratio(q, (x - 0.25) / 2 / s**2), _log_ratio(q, (-x - 0.25) / 2 / s**2)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def compose_laws(laws: list[DiscretePRV], num_steps: list[int]) -> DiscretePRV:
     """The law of the sum of `num_steps[i]` losses from each law, all on one grid; its ends are joined.
 
     One law is composed by opacus. For several it would convolve each pair on twice the grid; the product of all
-    spectra needs one inverse (tests/accounting/test_privacy_losses.py::test_composition_agrees_with_opacus).
+    spectra needs one inverse (tests/accounting/test_prv.py::test_composition_agrees_with_opacus).
     """
     from opacus.accountants.analysis.prv import DiscretePRV, compose_heterogeneous
     from scipy.fft import irfft, rfft

@@ -1,13 +1,14 @@
-"""Record of what a run has cost and of what that cost does not count: the content of `privacy_accounting.json`."""
+"""Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from dpfunc._utils.validation import (
     apart,
@@ -18,17 +19,21 @@ from dpfunc._utils.validation import (
     open_unit,
     positive,
     probability,
+    real,
     signed,
     unsigned,
 )
-from dpfunc.accounting.ledger import OTHER_VERSION, Ledger, parsed
+from dpfunc.accounting.accountant import Guarantee
+from dpfunc.accounting.events import OTHER_VERSION
+from dpfunc.accounting.ledger import Ledger, parsed
+from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import ADJACENCIES, Adjacency
+from dpfunc.types import Adjacency, Event
 
 RECORD_FILE = "privacy_accounting.json"
 _ROUNDING = 1e-4  # relative; as tight as the accountants are
-_SCHEMA = "dpfunc.accounting/2"
-SELECTION = "dpfunc.selection/"  # the schema of the record of a search, see selection_record.py
+RUN, SELECTION = "dpfunc.accounting/", "dpfunc.selection/"  # schemas, before their version
+_VERSION = "2"
 
 NEIGHBOURS: dict[Adjacency, str] = {
     "add_remove": "data sets that differ by one unit, which is in one of them and not in the other",
@@ -63,7 +68,59 @@ SIZES = ("number of records", "public bound on the number of records")
 
 
 @dataclass(frozen=True)
-class Record:
+class _Published:
+    """What both records have in common: checks of their fields, and the way into a file and back."""
+
+    kind: ClassVar[str]
+    """The schema, before its version."""
+    what: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check(field.name, hints[field.name], getattr(self, field.name))
+
+    def _neighbours(self) -> Adjacency:
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        schema, neighbours = self.kind + _VERSION, NEIGHBOURS[self._neighbours()]
+        return json.dumps(signed({"schema": schema, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read a record that `to_json` wrote.
+
+        Raises:
+            InvalidArgument: not JSON, no schema or another one, another digest, or a field that is missing, unknown,
+                there twice or outside its domain.
+        """
+        values = parsed(text, f"the record of a {cls.what}")
+        if not _has_schema(values, cls.kind):
+            raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
+        schema = values["schema"]
+        if schema != cls.kind + _VERSION:
+            raise fail(f"a record with schema {cls.kind + _VERSION!r}", "schema", schema, OTHER_VERSION)
+        given = {name: value for name, value in unsigned("record", values).items() if name != "schema"}
+        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
+        if set(given) != expected:
+            raise InvalidArgument(
+                f"Expected the fields of the schema {schema!r}, got a record "
+                f"{apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
+            )
+        neighbours = given.pop("neighbours")
+        hints = get_type_hints(cls)
+        record = cls(**{name: _read(name, hints[name], value) for name, value in given.items()})
+        adjacency = record._neighbours()
+        if neighbours != NEIGHBOURS[adjacency]:
+            raise fail(f"the neighbours of {adjacency!r}", "neighbours", neighbours, "The file was changed.")
+        return record
+
+
+@dataclass(frozen=True)
+class Record(_Published):
     """Record of the cost of a run, of the facts to check it by, and of what is not covered. It holds public facts only.
 
     Args:
@@ -89,6 +146,9 @@ class Record:
     Guarantees:
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
+
+    kind = RUN
+    what = "run"
 
     date: str
     unit: str
@@ -118,65 +178,114 @@ class Record:
     not_covered: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            check(name, getattr(self, name))
+        super().__post_init__()
         if self.ledger.adjacency != self.adjacency:
             raise fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
 
-    def to_json(self) -> str:
-        """The record as JSON, with its schema and a digest; an infinite epsilon is null, as JSON has no infinity."""
-        epsilons = {name: _finite(getattr(self, name)) for name in ("epsilon", "epsilon_rdp")}
-        return written(self, _SCHEMA, {**epsilons, "ledger": json.loads(self.ledger.to_json())})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Record:
-        """Read a record that `to_json` wrote.
-
-        Raises:
-            InvalidArgument: not JSON, no schema or another one, another digest, or a field that is missing, unknown,
-                there twice or outside its domain.
-        """
-        values = parsed(text, "the record of a run")
-        if not is_record(values):
-            raise InvalidArgument(f"Expected the record of a run, as {RECORD_FILE} holds it, got other JSON.")
-        if values.get("schema") != _SCHEMA:
-            raise fail(f"a record with schema {_SCHEMA!r}", "schema", values.get("schema"), OTHER_VERSION)
-        record: Record = reconstructed(cls, _SCHEMA, values, _READ)
-        return record
+    def _neighbours(self) -> Adjacency:
+        return self.adjacency
 
 
-def written(record: Any, schema: str, encoded: Mapping[str, object]) -> str:
-    """The record of a run or of a search as JSON; `encoded` has the values that JSON cannot hold as they are."""
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)} | dict(encoded)
-    neighbours = NEIGHBOURS[record.adjacency]
-    return json.dumps(signed({"schema": schema, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
+@dataclass(frozen=True)
+class SelectionRecord(_Published):
+    """Record of a search that released the best of a random number of runs; it holds public facts only.
+
+    Args:
+        date: when it was written, UTC, as ISO 8601. unit: what one record is: what is protected.
+        epsilon, delta: upper bound for the whole search, and for `spent`. target_epsilon: the budget.
+        runs: distribution of the number of runs. How many there were is secret.
+        candidates: the values of each. ledgers: what one run of each costs without its score.
+        score: what is compared. score_noise: standard deviation of its noise; one record changes it by at most 1.
+        chosen: number of the candidate that was released, from 0; None if nothing was. chosen_score: with its noise.
+        spent: earlier runs on the same records.
+        noise_key: `secret`, or `guessable`: then nothing is protected.
+        dataset_size: number of records that was used for sampling. dataset_size_is: one of `SIZES`.
+        versions: of dpfunc, torch and python. not_covered: sentences on what epsilon and delta do not cover.
+
+    Raises:
+        InvalidArgument: a value outside its domain, or values that contradict each other.
+
+    Guarantees:
+        tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
+    """
+
+    kind = SELECTION
+    what = "search"
+
+    date: str
+    unit: str
+    epsilon: float
+    delta: float
+    target_epsilon: float
+    runs: RunCount
+    candidates: tuple[dict[str, float], ...]
+    ledgers: tuple[Ledger, ...]
+    score: str
+    score_noise: float
+    chosen: int | None
+    chosen_score: float | None
+    spent: Ledger
+    noise_key: str
+    dataset_size: int
+    dataset_size_is: str
+    versions: dict[str, str]
+    not_covered: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("epsilon", self.epsilon)
+        positive("target_epsilon", self.target_epsilon)
+        if not self.ledgers or len(self.ledgers) != len(self.candidates):
+            raise fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
+        refuse_replaced("adjacency", self.spent.adjacency)
+        if self.chosen is not None and integer("chosen", self.chosen) >= len(self.candidates):
+            raise fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
+        if (self.chosen is None) != (self.chosen_score is None):
+            raise fail("chosen together with its score", "chosen_score", self.chosen_score)
+
+    def _neighbours(self) -> Adjacency:
+        return self.spent.adjacency
+
+    def guarantee(self, delta: float) -> Guarantee:
+        """The cost of `spent` and of the search, computed again from what was counted."""
+        return search_cost(self.runs, self.ledgers, self.score_noise, delta, self.spent)
 
 
-def reconstructed(
-    kind: type[Any], schema: str, values: dict[str, Any], read: Mapping[str, Callable[[Any], Any]]
-) -> Any:
-    """A record of a class from the values of a file; checks its digest, its fields and its words for neighbours."""
-    given = {name: value for name, value in unsigned("record", values).items() if name != "schema"}
-    expected = {field.name for field in dataclasses.fields(kind)} | {"neighbours"}
-    if set(given) != expected:
-        raise InvalidArgument(
-            f"Expected the fields of the schema {schema!r}, got a record "
-            f"{apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
-        )
-    neighbours = given.pop("neighbours")
-    record = kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
-    if neighbours != NEIGHBOURS[record.adjacency]:
-        raise fail(f"the neighbours of {record.adjacency!r}", "neighbours", neighbours, "The file was changed.")
-    return record
+def search_cost(
+    runs: RunCount, ledgers: Sequence[Ledger], score_noise: float, delta: float, spent: Ledger
+) -> Guarantee:
+    """Cost of a search whose runs are scored on records on which none is trained; see docs/accounting.md.
+
+    Args:
+        runs: distribution of the number of runs. ledgers: training of each candidate.
+        score_noise: standard deviation of the noise of a score, which one record changes by at most 1.
+        delta: 0 < delta < 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
+    """
+    refuse_replaced("adjacency", spent.adjacency)
+    score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
+    return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
+
+
+def refuse_replaced(name: str, adjacency: Adjacency) -> None:
+    """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
+    if adjacency == "replace_one":
+        raise fail(
+            f"{name} add_remove or zero_out", name, adjacency,
+            "A record that is replaced may go from those that are trained on to those that are scored.",
+        )  # fmt: skip
+
+
+def _has_schema(values: object, kind: str) -> bool:
+    return isinstance(values, dict) and str(values.get("schema")).startswith(kind)
 
 
 def is_record(values: object) -> bool:
-    """True for the JSON values of a record of any version.
+    """True for the JSON values of the record of a run, of any version.
 
     >>> is_record({"schema": "dpfunc.accounting/2"}), is_record({"schema": "dpfunc.ledger/2"})
     (True, False)
     """
-    return isinstance(values, dict) and str(values.get("schema")).startswith("dpfunc.accounting/")
+    return _has_schema(values, RUN)
 
 
 def read_ledger(text: str | bytes) -> Ledger:
@@ -193,7 +302,7 @@ def read_ledger(text: str | bytes) -> Ledger:
     values = parsed(text, "a ledger or the record of a run")
     if not isinstance(values, dict):
         raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
-    if str(values.get("schema")).startswith(SELECTION):
+    if _has_schema(values, SELECTION):
         raise InvalidArgument(
             "Expected a ledger or the record of a run, got the record of a search: its cost is no sum over steps. Its "
             "epsilon and delta add to those of other runs on the same records: leave them out of the budget of this "
@@ -211,83 +320,65 @@ def read_ledger(text: str | bytes) -> Ledger:
     return record.ledger
 
 
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value
+def _plain(value: Any) -> Any:
+    """A value of a field as JSON has it."""
+    if isinstance(value, Ledger):
+        return json.loads(value.to_json())
+    if isinstance(value, RunCount):
+        return {"mean": value.mean, "shape": _plain(value.shape)}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return None if value == math.inf else value
 
 
-def check_text(name: str, value: object) -> None:
+def _read(name: str, hint: Any, value: Any) -> Any:
+    """Inverse of `_plain` for a field of a type."""
+    if hint is Ledger:
+        return Ledger.from_json(json.dumps(value))
+    if hint is RunCount:
+        if not isinstance(value, dict) or set(value) != {"mean", "shape"}:
+            raise fail("mean and shape", name, value)
+        return RunCount(value["mean"], _read("shape", float, value["shape"]))
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_read(name, get_args(hint)[0], each) for each in value)
+    return math.inf if hint is float and value is None else value
+
+
+def _check(name: str, hint: Any, value: Any) -> None:
+    """Check the type and the domain of a field, and of what it contains."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if hint in (str, int, float):
+        _DOMAINS.get(name, _USUAL[hint])(name, value)
+    elif kind is Literal:
+        one_of(name, value, inner)
+    elif kind is UnionType:  # of another and None
+        if value is not None:
+            _check(name, inner[0], value)
+    elif not isinstance(value, kind or hint) or value == {}:
+        raise fail(f"a {(kind or hint).__name__}", name, value)
+    elif kind is not None:
+        for text in value if kind is dict else ():
+            _text(name, text)
+        for each in value.values() if kind is dict else value:
+            _check(name, inner[-1] if kind is dict else inner[0], each)
+
+
+def _text(name: str, value: object) -> None:
     """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
     if not isinstance(value, str) or not value.isprintable():
         raise fail("a line of printable text", name, value)
 
 
-def _bound(name: str, value: object) -> None:
-    if value != math.inf:
-        non_negative(name, value)
-
-
-def _check_texts(name: str, value: object) -> None:
-    if not isinstance(value, tuple):
-        raise fail("a list of lines of text", name, value)
-    for line in value:
-        check_text(name, line)
-
-
-def _check_versions(name: str, value: object) -> None:
-    if not isinstance(value, dict) or not value:
-        raise fail("versions by name", name, value)
-    _check_texts(name, (*value, *value.values()))
-
-
-def as_tuple(value: Any) -> Any:
-    """The tuple that JSON holds as a list."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def as_ledger(value: object) -> Ledger:
-    """The ledger among the values of a record."""
-    return Ledger.from_json(json.dumps(value))
-
-
-def _infinite(value: Any) -> Any:
-    return math.inf if value is None else value
-
-
-_READ = {"epsilon": _infinite, "epsilon_rdp": _infinite, "not_covered": as_tuple, "ledger": as_ledger}
-
-
-def check_kind(kind: type) -> Callable[[str, object], None]:
-    """The check that a value is of a class."""
-
-    def check(name: str, value: object) -> None:
-        if not isinstance(value, kind):
-            raise fail(f"a {kind.__name__}", name, value)
-
-    return check
-
-
-RUN_CHECKS: dict[str, Callable[[str, Any], object]] = {
+_DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or non_negative(name, value)),
+    "delta": open_unit,
+    "noise_multiplier": non_negative,
     "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
+    "sampling_prob": probability,
     "dataset_size": lambda name, value: integer(name, value, minimum=1),
     "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
-    "versions": _check_versions,
-    "not_covered": _check_texts,
-}
-"""Checks of the last fields of a record, of a run or of a search."""
-_CHECKS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("date", "unit", "accountant", "note", "mechanism", "noise_source", "clip", "sampler"), check_text),
-    "adjacency": lambda name, value: one_of(name, value, ADJACENCIES),
-    "epsilon": _bound,
-    "epsilon_rdp": _bound,
-    "delta": open_unit,
-    "target_epsilon": lambda name, value: None if value is None else positive(name, value),
-    "ledger": check_kind(Ledger),
-    "noise_multiplier": non_negative,
-    "max_grad_norm": positive,
-    "sampling_prob": probability,
-    "expected_batch_size": positive,
-    "global_step": integer,
-    "num_steps": integer,
     "epoch": non_negative,
-    **RUN_CHECKS,
+    "chosen_score": lambda name, value: real(name, value, f"a finite {name}"),
 }
+_USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: integer, float: positive}
+"""Domains of other fields, by their type."""

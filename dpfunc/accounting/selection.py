@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpfunc._utils.validation import fail, open_unit, positive, real
-from dpfunc.accounting.accountant import renyi_events
-from dpfunc.accounting.calibration import LEAST_NOISE, MOST_NOISE, RTOL
-from dpfunc.accounting.guarantee import Guarantee
+from dpfunc.accounting.accountant import Guarantee, renyi_events
+from dpfunc.accounting.calibration import MOST_NOISE, least_scale
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.accounting.losses import Array
 from dpfunc.accounting.rdp import ORDERS, composed_curve, converted
-from dpfunc.accounting.search import smallest_real
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 
 SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
@@ -179,22 +177,14 @@ def calibrate_search(
     def cost(scale: float) -> float:
         return selection_epsilon(runs, one_run(scale), delta, spent=spent).epsilon
 
-    least = cost(MOST_NOISE)
-    if least > target:
+    found = least_scale(cost, target, 1.0, factor=2.0)
+    if found is None:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: for {runs.mean:g} "
-            f"runs on average what was spent before and the score alone cost {least:.4g}, even if training costs "
-            "nothing. Add more noise to the score, take fewer runs, or raise epsilon."
+            f"runs on average what was spent before and the score alone cost {cost(MOST_NOISE):.4g}, even if training "
+            "costs nothing. Add more noise to the score, take fewer runs, or raise epsilon."
         )
-    passes = 1.0
-    while cost(passes) > target:
-        passes *= 2
-    fails = passes / 2
-    while cost(fails) <= target:
-        passes, fails = fails, fails / 2
-        if passes <= LEAST_NOISE:
-            return passes
-    return smallest_real(cost, target, fails, passes, RTOL)
+    return found
 
 
 def selection_curve(curve: Array, orders: tuple[float, ...], runs: RunCount) -> Array:
@@ -218,7 +208,7 @@ def _deltas(curve: Array, a: Array) -> Array:
 
 
 def _curve(ledger: Ledger) -> Array:
-    events, _ = renyi_events(ledger)
+    events, _ = renyi_events(ledger.law)
     return composed_curve(events, ledger.adjacency, ORDERS)
 
 

@@ -155,18 +155,18 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
         number, previous = values["line"], values["previous"]
     except (KeyError, ValueError, TypeError) as error:
         raise unreadable(expected, path, error) from error
+    if (number, previous) == (expected, end.digest):
+        return values
     if number != expected:
-        raise CheckpointError(
+        found = (
             f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines were "
-            f"removed, repeated or moved. {RESTORE}"
+            "removed, repeated or moved"
         )
-    if previous != end.digest:
+    else:
         where = f"line {end.lines} was changed, or line {expected}" if end.lines else f"line {expected}"
-        raise CheckpointError(
-            f"Line {expected} of the journal {path} does not follow the line before it: {where} belongs to another "
-            f"journal. {RESTORE}"
-        )
-    return values
+        follows = f"Line {expected} of the journal {path} does not follow the line before it"
+        found = f"{follows}: {where} belongs to another journal"
+    raise CheckpointError(f"{found}. {RESTORE}")
 
 
 def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
@@ -181,24 +181,25 @@ def _check_end(path: Path, at: Position) -> None:
     One line more is what a crash between the line and its note leaves: it counts.
     """
     known, lines = read_head(path), at.end.lines
+    if known in (at.end, at.before) or (known is None and not lines):
+        return
+    head = head_path(path)
     if known is None:
-        if lines:
-            raise CheckpointError(
-                f"Expected {head_path(path)} beside a journal of {lines} lines, got no such file: nobody can tell "
-                f"whether lines at the end are missing. {RESTORE}"
-            )
-        return
-    if known in (at.end, at.before):
-        return
-    if known.lines > lines:
-        raise CheckpointError(
-            f"Expected {known.lines} lines in the journal {path}, as {head_path(path).name} says, got {lines}: line "
-            f"{lines + 1} and those after it are missing. {RESTORE}"
+        found = (
+            f"Expected {head} beside a journal of {lines} lines, got no such file: nobody can tell whether lines at "
+            "the end are missing"
         )
-    reason = f"Line {known.lines} of the journal {path} is not the one that {head_path(path).name} records"
-    if known.lines < lines - 1:
-        reason = f"The journal {path} has {lines} lines, {head_path(path).name} records {known.lines}"
-    raise CheckpointError(f"{reason}: one of the two files was changed, or belongs to another journal. {RESTORE}")
+    elif known.lines > lines:
+        found = (
+            f"Expected {known.lines} lines in the journal {path}, as {head.name} says, got {lines}: line {lines + 1} "
+            "and those after it are missing"
+        )
+    else:
+        found = f"Line {known.lines} of the journal {path} is not the one that {head.name} records"
+        if known.lines < lines - 1:
+            found = f"The journal {path} has {lines} lines, {head.name} records {known.lines}"
+        found = f"{found}: one of the two files was changed, or belongs to another journal"
+    raise CheckpointError(f"{found}. {RESTORE}")
 
 
 def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str, Any]) -> None:

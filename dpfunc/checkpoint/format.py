@@ -1,38 +1,37 @@
-"""The files of a checkpoint: the values that describe a run, and the checks that they belong to it."""
+"""A run as JSON values: its state, its plan, and how two of them differ."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.locks import abandoned
-from dpfunc._utils.validation import shorten, unique_json, wrong_type
+from dpfunc import clipping, noise, sampling
+from dpfunc._utils.validation import shorten, wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.chain import replace_file
+from dpfunc.accounting.events import KINDS
 from dpfunc.checkpoint.journal import Taken
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, fingerprint
+from dpfunc.rng import Key
 from dpfunc.state import StepState, plan_digest
-from dpfunc.types import Batch
+from dpfunc.types import Batch, Schedule
 
 SCHEMA = 3
-_PREFIX = "step-"
-NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
-SAVING, REMOVING = ".saving-", ".removing-"
-STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
-_AWAY = "Restore it; or move the folder of this checkpoint away, and the one before it counts."
+_PLAN_SCHEMA = 1
+_PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
+_PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if dataclasses.is_dataclass(cls)}
+"""What a saved plan may hold, beside events: all dataclasses among the public names of these folders."""
+_LATER = {"noise": noise.Gaussian()}
+"""Fields that earlier plans did not have, and what they mean where they are left out."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +91,26 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
 
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
     """The state from `state_to_dict`, charged for every step in the journal, which may be repeated bit for bit."""
-    charged, ledger = int(values["charged"]), Ledger.from_json(json.dumps(values["ledger"]))
-    later = max(taken, default=-1) + 1
-    if later > charged:
-        ledger = ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
-        charged = later
-    key = Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"]))
-    step = int(values["step"])
+    step, charged = int(values["step"]), int(values["charged"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
-    limit, repeated = int(values["limit"]), tuple(sorted(released.items()))
-    drawn, count = bool(values["drawn"]), values["num_records"]
-    return StepState(step, limit, charged, key, (), ledger, repeated, plan_digest(plan), drawn, count)
+    state = StepState(
+        step,
+        int(values["limit"]),
+        charged,
+        Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"])),
+        (),
+        Ledger.from_json(json.dumps(values["ledger"])),
+        tuple(sorted(released.items())),
+        plan_digest(plan),
+        bool(values["drawn"]),
+        values["num_records"],
+    )
+    later = max(taken, default=-1) + 1
+    if later <= charged:
+        return state
+    return state._replace(
+        charged=later, ledger=state.ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
+    )
 
 
 def key_of(values: Mapping[str, Any]) -> Key:
@@ -110,30 +118,64 @@ def key_of(values: Mapping[str, Any]) -> Key:
     return Key(bytes.fromhex(values["key"]))
 
 
-def check_path(journal: object) -> None:
-    """Refuse a journal that is not named by its path."""
-    if journal is not None and not isinstance(journal, (str, os.PathLike)):
-        raise wrong_type("the path of a journal", "journal", journal, "Of a Journal pass journal.path.")
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values, each dataclass with its kind.
+
+    Raises:
+        InvalidArgument: a clip rule, grouping or sampler that is not dpfunc's own, which JSON cannot describe.
+
+    >>> from dpfunc import clipping, sampling
+    >>> plan = Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
+    >>> plan_difference(plan, plan_to_dict(plan))
+    []
+    """
+    return {"schema": _PLAN_SCHEMA, **_encoded(plan)}
 
 
-def read_json(path: Path) -> Any:
-    """The values in a file of a checkpoint, which must be JSON with no name twice in one object."""
-    try:
-        return unique_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(
-            f"The file {path} cannot be read: {reason}. It was changed after it was saved. {_AWAY}"
-        ) from error
+def _encoded(value: object) -> Any:
+    if type(value) in _PARTS or type(value) in KINDS.values():
+        return {"kind": type(value).__name__, **{name: _encoded(item) for name, item in _fields(value).items()}}
+    if isinstance(value, Mapping):
+        return {"kind": "mapping", "items": {str(name): _encoded(item) for name, item in value.items()}}
+    if isinstance(value, tuple):
+        return [_encoded(item) for item in value]
+    if isinstance(value, (bool, int, float, str, NoneType)):
+        return value
+    raise InvalidArgument(
+        f"Expected a plan of dpfunc's own parts, got {type(value).__name__}, which JSON cannot describe. Steps can be "
+        "taken and a journal written with it, checkpoints not: they hold the public dataclasses of dpfunc.clipping, "
+        "dpfunc.sampling and dpfunc.noise."
+    )
 
 
-def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """A type and a shape in words.
+def _fields(value: Any) -> dict[str, Any]:
+    """Fields by name, without those of later versions that are as before."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: item for name, item in fields.items() if name not in _LATER or item != _LATER[name]}
 
-    >>> describe(torch.float32, (3, 2))
+
+def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
+    """One line for each field in which a saved plan differs from ours; empty when they agree."""
+    return difference(_leaves(dict(theirs)), _leaves(json.loads(json.dumps(plan_to_dict(ours)))), repr)
+
+
+def _leaves(value: object, path: str = "plan") -> dict[str, Any]:
+    if isinstance(value, dict):
+        pairs = [(f"{path}.{name}", item) for name, item in value.items()]
+    elif isinstance(value, list):
+        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for inner, item in pairs for name, leaf in _leaves(item, inner).items()}
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Type and shape of a tensor in words.
+
+    >>> describe(torch.zeros(3, 2))
     'float32 (3, 2)'
     """
-    return f"{str(dtype).removeprefix('torch.')} {shape}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
@@ -153,124 +195,3 @@ def refuse(what: str, path: Path, lines: list[str]) -> None:
             f"The checkpoint {path} belongs to another {what}: {shorten(lines)}. Resume with what the run was "
             "started with, or start a new run whose ledger contains the old one: dp_step.init(params, key, ledger)."
         )
-
-
-def all_checkpoints(parent: Path) -> list[Path]:
-    """Folders of checkpoints, the one that was saved last at the end; others in the directory are not looked at."""
-    found = {path: NAME.fullmatch(path.name) for path in parent.glob(f"{_PREFIX}*")}
-    return sorted((path for path in found if found[path] and path.is_dir()), key=_place)
-
-
-def complete_checkpoints(parent: Path) -> list[Path]:
-    """Those of `all_checkpoints` that have all their files; their contents are not read."""
-
-    def complete(path: Path) -> bool:
-        return (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
-
-    return [path for path in all_checkpoints(parent) if complete(path)]
-
-
-def read_manifest(path: Path) -> dict[str, str]:
-    """Names of the files of a checkpoint and their digests."""
-    files = read_json(path / MANIFEST)
-    plain = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
-    if not plain or not {STATE, PLAN, METADATA} <= files.keys() or any(Path(name).name != name for name in files):
-        raise CheckpointError(
-            f"The file {path / MANIFEST} was changed after it was saved: it is no list of the files of a checkpoint. "
-            f"{_AWAY}"
-        )
-    return dict(files)
-
-
-def _place(path: Path) -> tuple[int, int]:
-    """Order of checkpoints: by the number of the save, since a run that went back has lower steps."""
-    step, _, number = path.name.removeprefix(_PREFIX).partition(".")
-    return int(number), int(step)
-
-
-def free_name(parent: Path, step: int) -> Path:
-    """A new name for each save, also of the same step: nothing is ever overwritten. Later saves have higher numbers."""
-    last = max((_place(path)[0] for path in all_checkpoints(parent)), default=-1)
-    return parent / f"{_PREFIX}{step:08d}.{last + 1:03d}"
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes.
-
-    Guarantees:
-        tests/checkpoint/test_one_process.py::test_a_kill_while_an_old_checkpoint_is_removed.
-    """
-    if not path.exists():
-        return
-    gone = path.with_name(f"{REMOVING}{path.name}-{secrets.token_hex(4)}")
-    os.rename(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def sweep(parent: Path) -> None:
-    """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
-
-    Saves of processes that are still at work stay.
-
-    Guarantees:
-        tests/checkpoint/test_one_process.py::test_what_killed_saves_left_is_swept.
-    """
-    for path in parent.glob(f"{REMOVING}*"):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in parent.glob(f"{SAVING}*"):
-        if abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def saved_state(path: Path) -> dict[str, Any]:
-    """The values in the state of a checkpoint; those by which others are compared with it are there."""
-    values = read_json(path / STATE)
-    try:
-        key_of(values)
-        int(values["notes"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"The file {path / STATE} was changed after it was saved: it has no key of a run, or no number of notes. "
-            f"{_AWAY}"
-        ) from error
-    return dict(values)
-
-
-def saved_key(path: Path) -> Key:
-    """The key in the state of a checkpoint."""
-    return key_of(saved_state(path))
-
-
-def check_own(parent: Path, own: Container[str]) -> None:
-    """Check that all checkpoints in a directory have keys of one run: others could be loaded or removed."""
-    for path in complete_checkpoints(parent):
-        if fingerprint(saved_key(path)) not in own:
-            raise CheckpointError(
-                f"Expected only checkpoints of this run in {parent}, found {path.name} of another run: a load could "
-                "take it for one of this run. Give each run a directory of its own; they may share a journal. Nothing "
-                "was written; the steps that this run has taken count."
-            )
-
-
-def verify(path: Path, files: Mapping[str, str]) -> None:
-    """Check that files of a checkpoint (name -> digest) are unchanged since they were saved."""
-    for name, expected in files.items():
-        if not (path / name).exists() or sha256(path / name) != expected:
-            raise CheckpointError(f"The file {path / name} is missing or was changed after it was saved.")
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file that only its owner can read, from its first byte on: complete or not at all, and on disk."""
-    replace_file(path, json.dumps(values, indent=1), 0o600)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file is on disk."""
-    with open(path, "r+b") as file:  # Windows syncs what can be written
-        os.fsync(file.fileno())

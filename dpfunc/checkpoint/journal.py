@@ -7,27 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from safetensors import SafetensorError
 
+from dpfunc._utils.validation import wrong_type
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.chain import (
-    RESTORE,
-    Head,
-    Line,
-    Position,
-    append_chained,
-    follow,
-    head_path,
-    locked,
-    read_chain,
-    read_head,
-    remove_incomplete_line,
-    resumes,
-    sync_directory,
-    unreadable,
-)
+from dpfunc.accounting.events import from_values, to_values
+from dpfunc.checkpoint import chain
 from dpfunc.errors import CheckpointError, LedgerConflict, NotWritten
 from dpfunc.types import Adjacency, Event
 
@@ -36,6 +23,7 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
     from dpfunc.state import StepState
 
 
+_NOTHING = "Nothing was released and nothing was spent."
 REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
 
 
@@ -85,21 +73,21 @@ class _Known:
     It lives as long as the `Journal`, which reads only new lines before it writes one. The file stays the truth.
     """
 
-    at: Position = field(default_factory=Position)
+    at: chain.Position = field(default_factory=chain.Position)
     runs: dict[str, dict[int, Taken]] = field(default_factory=dict)
     last: str = ""  # the run that wrote the last line
 
     def read(self, file: BinaryIO, path: Path) -> None:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
-        same = resumes(file, self.at)
-        position, lines = follow(file, path, self.at if same else Position())
+        same = chain.resumes(file, self.at)
+        position, lines = chain.follow(file, path, self.at if same else chain.Position())
         known = self.at.end
         # a copy that was put in its place has at least what was read
         if not same and known.lines and known not in (end for end, _ in lines):
             raise CheckpointError(
                 f"Expected the lines that the journal {path} had a step ago, {known.lines} or one more, got another "
                 f"file of {len(lines)} in its place: it was removed, restored from an old copy, or belongs to another "
-                f"run. {RESTORE} Nothing was released by this step."
+                f"run. {chain.RESTORE} Nothing was released by this step."
             )
         runs, last = (self.runs, self.last) if same else ({}, "")
         last = _enter(lines, path, runs) or last
@@ -170,28 +158,29 @@ class Journal:
         from dpfunc.rng import fingerprint
         from dpfunc.state import step_events
 
-        step = after.step - 1
-        own = step_events(self.plan, after, step, after.step)
-        run, release = fingerprint(after.key), dict(after.released).get(step, "")
-        values = {
-            "run": run, "step": step, "adjacency": self.plan.adjacency, "events": _as_lists(own), "release": release
-        }  # fmt: skip
-        with writing(self.file, after.ledger, self.plan), locked(self.file) as file:
+        step, run = after.step - 1, fingerprint(after.key)
+        taken = Taken(
+            self.plan.adjacency, step_events(self.plan, after, step, after.step), dict(after.released).get(step, "")
+        )
+        with writing(self.file, after.ledger, self.plan), chain.locked(self.file) as file:
             self._known.read(file, self.file)
             runs = self._known.runs
-            if run in runs:
-                self._check(run, step, release)
-            else:
-                taken = Taken(self.plan.adjacency, own, release)
+            begins = run not in runs
+            if begins:
                 if not after.journal:  # `load` has compared the ledger of a resumed run
                     all_own = taken._replace(events=step_events(self.plan, after, 0, after.step))
                     check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
-                values["before"] = _as_lists(before.events)
+            else:
+                self._check(run, step, taken.release)
             repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
-            if self._known.last != run and not repeated and (run in runs or after.journal):
+            if self._known.last != run and not repeated and (not begins or after.journal):
                 self._check_alone(after)
-            append_chained(file, self.file, self._known.at, values)
+            values = {
+                "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(taken.events),
+                "release": taken.release, **({"before": _written(before.events)} if begins else {}),
+            }  # fmt: skip
+            chain.append_chained(file, self.file, self._known.at, values)
 
     def _check_alone(self, after: StepState) -> None:
         """Check that no other run has written since the last step of this one, or since `load` compared them."""
@@ -201,38 +190,34 @@ class Journal:
                 "before another one wrote there: its ledger does not count that one. Begin a new run that counts both, "
                 "ledger=dpfunc.checkpoint.journal_ledger(path), an argument of dp_step.init and of DPTrainer. If they "
                 'saw other records, resume this one, dpfunc.load(..., journal=path, later_runs="ignore"), and give the '
-                "other a journal of its own. Nothing was released and nothing was spent."
+                f"other a journal of its own. {_NOTHING}"
             )
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
         known = self._known.runs[run]
-        if step in known:
-            if known[step].release != release:
-                raise CheckpointError(
-                    f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
-                    "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or "
-                    "take a new key from dpfunc.secure_key(). Nothing was released."
-                )
-            return
         after = max(known) + 1
+        next_one = f"Expected step {after} of this run next in the journal {self.file}, got step {step}"
+        if step in known and known[step].release != release:
+            raise CheckpointError(
+                f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
+                "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or "
+                "take a new key from dpfunc.secure_key(). Nothing was released."
+            )
         if step > after:
             raise CheckpointError(
-                f"Expected step {after} of this run next in the journal {self.path}, got step {step}: steps {after} to "
-                f"{step - 1} were taken without the journal, whose ledger does not count them. Go on as a new run that "
-                "counts both, dp_step.init(params, dpfunc.secure_key(), ledger=ledger) with ledger = "
-                "dpfunc.checkpoint.journal_ledger(path).compose("
-                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). Nothing was released and nothing was "
-                "spent."
+                f"{next_one}: steps {after} to {step - 1} were taken without the journal, whose ledger does not count "
+                "them. Go on as a new run that counts both, dp_step.init(params, dpfunc.secure_key(), ledger=ledger) "
+                "with ledger = dpfunc.checkpoint.journal_ledger(path).compose("
+                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). {_NOTHING}"
             )
-        if step < after:
+        if step < after and step not in known:
             raise CheckpointError(
-                f"Expected step {after} of this run next in the journal {self.path}, got step {step}, which the run "
-                "took before its first line there: whether it would be repeated with the same values cannot be known. "
-                "Resume the run from its newest checkpoint, dpfunc.load(..., journal=path); or begin a new one with "
-                "ledger=dpfunc.checkpoint.journal_ledger(path), to which .compose(dpfunc.Ledger(plan.events(a, b), "
-                "plan.adjacency)) adds steps a to b - 1 where later ones were taken without the journal. Nothing was "
-                "released and nothing was spent."
+                f"{next_one}, which the run took before its first line there: whether it would be repeated with the "
+                "same values cannot be known. Resume the run from its newest checkpoint, dpfunc.load(..., "
+                "journal=path); or begin a new one with ledger=dpfunc.checkpoint.journal_ledger(path), to which "
+                ".compose(dpfunc.Ledger(plan.events(a, b), plan.adjacency)) adds steps a to b - 1 where later ones "
+                f"were taken without the journal. {_NOTHING}"
             )
 
 
@@ -265,25 +250,33 @@ def check_counted(
             )
         raise LedgerConflict(
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
-            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. Nothing was "
-            "released and nothing was spent."
+            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. {_NOTHING}"
         )
+
+
+def journal_path(journal: object) -> Path | None:
+    """The path of a journal, or None; a journal itself is refused."""
+    if journal is None:
+        return None
+    if not isinstance(journal, (str, os.PathLike)):
+        raise wrong_type("the path of a journal", "journal", journal, "Of a Journal pass journal.path.")
+    return Path(journal)
 
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file of notes and sync it; an incomplete last line is removed first."""
     is_new = not path.exists()
-    with locked(path) as file:
-        remove_incomplete_line(file)
+    with chain.locked(path) as file:
+        chain.remove_incomplete_line(file)
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     if is_new:
-        sync_directory(path.parent)
+        chain.sync_directory(path.parent)
 
 
 def read_steps(
-    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: Head | None = None
+    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: chain.Head | None = None
 ) -> dict[str, dict[int, Taken]]:
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
@@ -296,7 +289,7 @@ def read_steps(
         CheckpointError: no lines; a line is missing, was changed, or cannot be read.
     """
     path = Path(path)
-    lines = read_chain(path)
+    lines = chain.read_chain(path)
     if known is not None:
         _check_known(path, lines, known)
     if not lines and missing == "refuse":
@@ -316,43 +309,38 @@ def count_steps(path: Path | str) -> int:
     return sum(len(taken) for taken in read_steps(path, missing="empty").values())
 
 
-def _check_known(path: Path, lines: list[Line], known: Head) -> None:
+def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None:
     """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
-    if read_head(path) is None:
-        raise CheckpointError(
-            f"Expected the journal {path} with {head_path(path).name} beside it, as when the checkpoint was saved, got "
-            f"no such file. {RESTORE}"
+    then = "when the checkpoint was saved"
+    if chain.read_head(path) is None:
+        found = f"Expected the journal {path} with {chain.head_path(path).name} beside it, as {then}, got no such file"
+    elif len(lines) < known.lines:
+        found = f"Expected at least {known.lines} lines in the journal {path}, as {then}, got {len(lines)}"
+    elif known.lines and lines[known.lines - 1][0] != known:
+        found = (
+            f"Line {known.lines} of the journal {path} is not the one that was there {then}: it is another journal, or "
+            "was changed"
         )
-    if len(lines) < known.lines:
-        raise CheckpointError(
-            f"Expected at least {known.lines} lines in the journal {path}, as when the checkpoint was saved, got "
-            f"{len(lines)}. {RESTORE}"
-        )
-    if known.lines and lines[known.lines - 1][0] != known:
-        raise CheckpointError(
-            f"Line {known.lines} of the journal {path} is not the one that was there when the checkpoint was saved: it "
-            f"is another journal, or was changed. {RESTORE}"
-        )
+    else:
+        return
+    raise CheckpointError(f"{found}. {chain.RESTORE}")
 
 
-def _enter(lines: list[Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
+def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
     """Enter the steps that lines of a journal have; the run of the last line. A repeated step counts once."""
     run = ""
     for end, values in lines:
         try:
-            own, before = (
-                tuple(Event(q, sigma, steps) for q, sigma, steps in events)
-                for events in (values["events"], values.get("before", []))
-            )
             run, step = values["run"], int(values["step"])
+            own, before = _events(values["events"]), _events(values.get("before", []))
             taken = Taken(values["adjacency"], own, str(values["release"]), before)
         except (KeyError, ValueError, TypeError) as error:
-            raise unreadable(end.lines, path, error) from error
+            raise chain.unreadable(end.lines, path, error) from error
         first = runs.setdefault(run, {}).setdefault(step, taken)
         if first._replace(before=()) != taken._replace(before=()):
             raise CheckpointError(
                 f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
-                f"once. {RESTORE}"
+                f"once. {chain.RESTORE}"
             )
     return run
 
@@ -383,5 +371,9 @@ def whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:
     return own.compose(before)
 
 
-def _as_lists(events: Iterable[Event]) -> list[list[float]]:
-    return [[event.sampling_prob, event.noise_multiplier, event.num_steps] for event in events]
+def _written(events: Iterable[Event]) -> list[Any]:
+    return [list(vars(event).values()) if type(event) is Event else to_values(event) for event in events]
+
+
+def _events(values: Iterable[Any]) -> tuple[Event, ...]:
+    return tuple(Event(*each) if isinstance(each, list) else from_values(each) for each in values)

@@ -14,34 +14,24 @@ import torch
 
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint import folder
 from dpfunc.checkpoint.chain import Head, read_chain
 from dpfunc.checkpoint.format import (
-    PLAN,
     SCHEMA,
-    STATE,
     Checkpoint,
-    all_checkpoints,
-    check_path,
-    complete_checkpoints,
     data_fingerprint,
     describe,
     difference,
     key_of,
-    read_json,
-    read_manifest,
+    plan_difference,
     refuse,
-    saved_state,
     state_from_dict,
     state_to_dict,
-    verify,
 )
-from dpfunc.checkpoint.journal import append_line, count_steps, read_steps
-from dpfunc.checkpoint.plan_json import plan_difference
-from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, resume
-from dpfunc.checkpoint.run_layout import layout
+from dpfunc.checkpoint.journal import append_line, count_steps, journal_path, read_steps
+from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, layout, resume
 from dpfunc.checkpoint.saving import check_unsharded
-from dpfunc.checkpoint.tensors import PARAMS, empty, read_table, read_tensors, room
-from dpfunc.checkpoint.values import decode
+from dpfunc.checkpoint.states import PARAMS, decode, empty, read_table, read_tensors, room
 from dpfunc.distributed.object_collectives import all_or_none, by_writer, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -120,27 +110,24 @@ def load(
     """
     if ranks is not None:
         check_sharding()
-    check_path(journal)
-    parent = Path(directory)
-    name, values = by_writer(partial(_found, parent, journal), ranks, _FAILED)
+    file, parent = journal_path(journal), Path(directory)
+    name, values = by_writer(partial(_found, parent, file), ranks, _FAILED)
     path = parent / name
-    all_or_none(partial(_check_choice, journal, without_journal), ranks, _FAILED)
+    all_or_none(partial(_check_choice, file, without_journal), ranks, _FAILED)
 
     def check() -> dict[str, torch.Tensor]:
         check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
-        verify(path, dict(sorted(read_manifest(path).items())[number::count]))
+        folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
         if values.get("schema") != SCHEMA:
-            raise CheckpointError(f"Expected schema {SCHEMA} in {path / STATE}, got {values.get('schema')!r}.")
-        refuse("plan", path, plan_difference(plan, read_json(path / PLAN)))
+            raise CheckpointError(f"Expected schema {SCHEMA} in {path / folder.STATE}, got {values.get('schema')!r}.")
+        refuse("plan", path, plan_difference(plan, folder.read_json(path / folder.PLAN)))
         same = values["data"] == data_fingerprint(data, key_of(values))
         refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
         table = read_table(path)
-        saved = {n.removeprefix(PARAMS): describe(*about) for n, about in table.items() if n.startswith(PARAMS)}
-        refuse(
-            "parameter set", path, difference(saved, {n: describe(p.dtype, tuple(p.shape)) for n, p in params.items()})
-        )
-        laid_out = {PARAMS + n: empty(p, tuple(p.shape), p.dtype) for n, p in params.items()}
+        saved = {n.removeprefix(PARAMS): describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
+        refuse("parameter set", path, difference(saved, {n: describe(p) for n, p in params.items()}))
+        laid_out = {PARAMS + n: empty(p, p) for n, p in params.items()}
         optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
         return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
 
@@ -149,8 +136,8 @@ def load(
 
     def decide() -> dict[str, Any]:
         """State and note with which the run continues, by the process that has the journal."""
-        lines = 0 if journal is None else len(read_chain(Path(journal)))  # first: later ones may not be compared
-        history = _history(parent, values, journal)
+        lines = 0 if file is None else len(read_chain(file))  # first: later ones may not be compared
+        history = _history(parent, values, file)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         line = None if note is None else json.dumps(asdict(note))
         return {"state": state_to_dict(state), "note": line, "lines": lines}
@@ -166,7 +153,7 @@ def load(
         optimizer,
         resumed(state_from_dict(decided["state"], plan, {}))._replace(
             noise_state=noise,
-            journal="" if journal is None else str(Path(journal).absolute()),
+            journal="" if file is None else str(file.absolute()),
             journal_lines=decided["lines"],
         ),
         values["extra"],
@@ -174,7 +161,7 @@ def load(
     )
 
 
-def _check_choice(journal: Path | str | None, without_journal: str) -> None:
+def _check_choice(journal: Path | None, without_journal: str) -> None:
     """Check that a resumed run has a journal or a new key, not both."""
     new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
     if journal is not None and new_key:
@@ -190,10 +177,10 @@ def _check_choice(journal: Path | str | None, without_journal: str) -> None:
         )
 
 
-def _found(parent: Path, journal: Path | str | None) -> tuple[str, dict[str, Any]]:
+def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
     """The name of the newest complete checkpoint and its state."""
-    complete = complete_checkpoints(parent)
-    half = [path for path in all_checkpoints(parent) if path not in complete]
+    complete = folder.complete_checkpoints(parent)
+    half = [path for path in folder.all_checkpoints(parent) if path not in complete]
     if not complete:
         there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
         taken = 0 if journal is None else count_steps(journal)
@@ -205,13 +192,13 @@ def _found(parent: Path, journal: Path | str | None) -> tuple[str, dict[str, Any
             f"Expected a checkpoint in {parent}, found none.{there} Start a new run.{counted if taken else ''}"
         )
     path = complete[-1]
-    if all_checkpoints(parent)[-1] != path:
+    if folder.all_checkpoints(parent)[-1] != path:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
-    verify(path, {STATE: read_manifest(path)[STATE]})
-    return path.name, saved_state(path)
+    folder.verify(path, {folder.STATE: folder.read_manifest(path)[folder.STATE]})
+    return path.name, folder.saved_state(path)
 
 
-def _history(parent: Path, values: Mapping[str, Any], journal: Path | str | None) -> History:
+def _history(parent: Path, values: Mapping[str, Any], journal: Path | None) -> History:
     known = None if values["journal"] is None else Head(**values["journal"])
     missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
     taken = None if journal is None else read_steps(journal, missing=missing, known=known)

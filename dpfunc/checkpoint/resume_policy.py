@@ -1,4 +1,4 @@
-"""Rule for using noise again when a run continues with another number of processes or another layout.
+"""Rule for using noise again when a run continues: a table of situations, decisions and reasons.
 
 A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
 sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
@@ -11,7 +11,7 @@ steps was computed, and which runs continue others.
 | given | another | some | not; with `recharge` with a new key, and pays for them again |
 | none | any | unknown | with a new key; not where one went on from there before, unless `later_runs="ignore"` |
 
-In each row the ledger gets all steps of the lineage that the journal has.
+In each row the ledger gets all steps of the lineage that the journal has. `_REASONS` says why a run may not go on.
 """
 
 from __future__ import annotations
@@ -21,22 +21,65 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+
+from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import one_of, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint.format import difference, key_of, state_from_dict
 from dpfunc.checkpoint.journal import Taken, whole_ledger
-from dpfunc.checkpoint.run_layout import DIGESTS
+from dpfunc.distributed.object_collectives import digest_over_ranks, rank_and_size
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.state import StepState, step_events
-from dpfunc.types import Event
+from dpfunc.types import Event, Params
 
 NOTES = "resumed.jsonl"
 _NO_STATE: Mapping[str, Any] = {"tuple": []}
 """The state of Gaussian noise, `()`, as a checkpoint has it."""
-_Runs = Mapping[str, Mapping[int, Taken]]
 LaterRuns = Literal["refuse", "ignore"]
+_DIGESTS = ("all machines", "parts of parameters")
+"""Entries of a layout that a reader cannot understand: others come first in messages."""
+
+
+def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
+    """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
+
+    Args:
+        params: as the step gets them. ranks: as the step gets them.
+
+    It does not contain what the caller must keep the same when resuming: engine, microbatch size.
+
+    >>> layout({"w": torch.zeros(2)}, None)["data processes"]
+    1
+    """
+    processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
+    alone = processes == 1
+    return {
+        "data processes": size,
+        "tensor processes": processes // size,
+        "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
+        "parts of parameters": digest_over_ranks(str([_parts(p) for p in params.values()]), None),
+        "machine": _machine(params),
+        "all machines": digest_over_ranks(_machine(params), None if alone else ranks),
+    }
+
+
+def _parts(param: Any) -> str:
+    return f"{param.placements} on {tuple(param.device_mesh.shape)}" if is_dtensor(param) else "whole"
+
+
+def _machine(params: Params) -> str:
+    kinds = sorted({p.device.type for p in params.values()})
+    words = [f"torch {torch.__version__}"]
+    if "cpu" in kinds:
+        words.append(f"cpu {torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads")
+    if "cuda" in kinds:
+        words.append(torch.cuda.get_device_name())
+    return ", ".join([*words, *(kind for kind in kinds if kind not in ("cpu", "cuda"))])
 
 
 @dataclass(frozen=True)
@@ -59,8 +102,6 @@ class Note:
 
 def read_notes(path: Path) -> list[Note]:
     """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing."""
-    if not path.exists():
-        return []
     try:
         return [Note(**unique_json(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
     except (ValueError, TypeError) as error:
@@ -80,11 +121,11 @@ def known_notes(path: Path, count: int) -> list[Note]:
     Guarantees:
         tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
     """
-    notes = read_notes(path)
-    if not path.exists() or len(notes) < count:
+    notes = read_notes(path) if path.exists() else None
+    if notes is None or len(notes) < count:
         raise CheckpointError(
             f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
-            f"{len(notes) if path.exists() else 'no such file'}. It says with which keys and layouts steps were "
+            f"{'no such file' if notes is None else len(notes)}. It says with which keys and layouts steps were "
             "released: restore it."
         )
     return notes
@@ -101,7 +142,7 @@ class History:
 
     values: Mapping[str, Any] = field(repr=False)  # they hold the key
     notes: list[Note]
-    taken: _Runs | None
+    taken: Mapping[str, Mapping[int, Taken]] | None
 
     @property
     def run(self) -> str:
@@ -125,9 +166,10 @@ class History:
         found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
         return found
 
-    def relatives(self) -> set[str]:
-        """Other runs of the same lineage."""
-        return family(self.run, self.notes) - {self.run}
+    @property
+    def lineage(self) -> set[str]:
+        """This run, and others of which one continues the other."""
+        return family(self.run, self.notes)
 
 
 def family(run: str, notes: Sequence[Note]) -> set[str]:
@@ -154,106 +196,124 @@ def resume(
     Raises:
         CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
     """
-    _own_journal(history)
+    _refuse("lost steps", _lost(history))
     state = state_from_dict(history.values, plan, history.steps)
     if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
-        _explained(history, state, plan)
-    counted = dict(history.counted)
-    state = _with_relatives(state, history, plan, counted)
-    newest = history.layout_of(state.charged)
+        _refuse("strangers", _strangers(history, state, plan))
+    state, counted = _with_relatives(state, history, plan)
     if history.taken is not None:
-        released = [history.layout_of(step) for step in range(state.step, state.charged)]
-        changed = next((each for each in released if each != layout), None)
-        if changed is None:
-            same = newest == layout and counted == history.counted
+        other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != layout]
+        if not other:
+            same = history.layout_of(state.charged) == layout and counted == history.counted
             return state, None if same else Note(history.run, state.step, layout, counted)
         if not recharge:
-            _refuse(changed, layout, state)
+            _refuse("another layout", _changed(other[0], layout, state))
     elif later_runs == "refuse":  # without a journal: it is unknown what was released after the checkpoint
-        _continued_once(history)
-    counted[history.run] = state.charged
-    fresh = _with_new_key(history, state, plan, new_key)
-    return fresh, Note(fingerprint(new_key), state.step, layout, counted, history.run)
-
-
-def _own_journal(history: History) -> None:
-    """Check that the journal has the steps of the checkpoint, from the first one with its own key."""
-    born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
-    last = int(history.values["charged"]) - 1
-    if history.taken is None or last < (born[0] if born else 0) or last in history.steps:
-        return
-    advice = "It is the journal of another run, or incomplete: pass the right one"
-    counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
-    if later := [run for run in history.taken if run in counting]:
-        advice = (
-            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
-            "saved parameters that counts both, dp_step.init(params, dpfunc.secure_key(), "
-            "ledger=dpfunc.checkpoint.journal_ledger(path))"
-        )
-    raise CheckpointError(f"Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.")
-
-
-def _explained(history: History, state: StepState, plan: Plan) -> None:
-    """Check that runs that began after this one in its journal belong to its lineage. Earlier runs are allowed."""
-    taken = history.taken or {}
-    family, runs = {history.run, *history.relatives()}, list(taken)
-    began = next((number for number, run in enumerate(runs) if run in family), len(runs))
-    strangers = [run for run in runs[began:] if run not in family]
-    if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
-        own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
-        strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
-    if strangers:
-        raise CheckpointError(
-            f"The journal has another run that began after this one ({shorten(strangers)}), and {NOTES} does not say "
-            "that it continues it. If notes were lost, restore them. If it is a run of its own, what it cost is not in "
-            'this ledger: give each run a journal and a folder of its own, or pass later_runs="ignore" and count both.'
-        )
-
-
-def _continued_once(history: History) -> None:
-    """Check that no run without a journal went on from this checkpoint before: nobody would count its steps."""
-    before = [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]
-    if before:
-        raise CheckpointError(
-            f"Expected a checkpoint from which no run has gone on without a journal, got one from which {len(before)} "
-            f"did ({shorten(before)}), and left no checkpoint. What they released is in no ledger, but that of a "
-            "journal if they had one: then begin a new run from the saved parameters that counts it, "
-            "dp_step.init(params, dpfunc.secure_key(), ledger=dpfunc.checkpoint.journal_ledger(path)). If they took no "
-            'step, or you count their steps, pass later_runs="ignore". '
-            "Next time give the steps a journal: make_dp_step(..., journal=Journal(path, plan))."
-        )
-
-
-def _with_relatives(state: StepState, history: History, plan: Plan, counted: dict[str, int]) -> StepState:
-    """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
-    extra: list[Event] = []
-    for run in sorted(history.relatives()):
-        steps = (history.taken or {}).get(run, {})
-        extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
-        counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
-    if not extra:
-        return state
-    state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
-    return state._replace(limit=_budget_limit(state, plan))
+        _refuse("continued", _continued(history))
+    note = Note(fingerprint(new_key), state.step, layout, {**counted, history.run: state.charged}, history.run)
+    return _with_new_key(history, state, plan, new_key), note
 
 
 def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
     """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
-    if history.values["noise"] != _NO_STATE:
-        raise CheckpointError(
-            "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
-            "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "
-            "that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
-        )
     epoch = getattr(plan.sampler, "steps_per_epoch", 1)
-    if state.step % epoch:
-        raise CheckpointError(
-            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
-            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
-            "a new run that counts this one: dp_step.init(params, dpfunc.secure_key(), ledger)."
-        )
+    _refuse("correlated noise", {} if history.values["noise"] != _NO_STATE else None)
+    _refuse("inside of an epoch", {"step": state.step, "epoch": epoch} if state.step % epoch else None)
     fresh = state._replace(key=key, charged=state.step, released=())
     return fresh._replace(limit=_budget_limit(fresh, plan))
+
+
+def _refuse(situation: str, found: Mapping[str, object] | None) -> None:
+    """Refuse to go on if something was found that says that a run is in a situation."""
+    if found is not None:
+        raise CheckpointError(_REASONS[situation].format(**found))
+
+
+_BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
+_REASONS = {
+    "lost steps": "Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.",
+    "strangers": (
+        "The journal has another run that began after this one ({runs}), and resumed.jsonl does not say that it "
+        "continues it. If notes were lost, restore them. If it is a run of its own, what it cost is not in this "
+        'ledger: give each run a journal and a folder of its own, or pass later_runs="ignore" and count both.'
+    ),
+    "another layout": (
+        "The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
+        "sums that round differently would give the difference away. Steps {first} to {last} were released after the "
+        "checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with new noise, at their "
+        "cost: load(..., recharge=True)."
+    ),
+    "continued": (
+        "Expected a checkpoint from which no run has gone on without a journal, got one from which {count} did "
+        "({runs}), and left no checkpoint. What they released is in no ledger, but that of a journal if they had one: "
+        f"then begin a new run from the saved parameters that counts it, {_BEGIN}="
+        "dpfunc.checkpoint.journal_ledger(path)). If they took no step, or you count their steps, pass "
+        'later_runs="ignore". Next time give the steps a journal: make_dp_step(..., journal=Journal(path, plan)).'
+    ),
+    "correlated noise": (
+        "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
+        "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run that "
+        f"counts this one: {_BEGIN})."
+    ),
+    "inside of an epoch": (
+        "Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {step}: an epoch "
+        "of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin a new run that "
+        f"counts this one: {_BEGIN})."
+    ),
+}
+
+
+def _lost(history: History) -> dict[str, object] | None:
+    """The last step of the checkpoint, if the journal lacks it, which has the steps from the first one with its key."""
+    born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
+    last = int(history.values["charged"]) - 1
+    if history.taken is None or last < (born or [0])[0] or last in history.steps:
+        return None
+    counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
+    advice = "It is the journal of another run, or incomplete: pass the right one"
+    if later := [run for run in history.taken if run in counting]:
+        advice = (
+            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
+            f"saved parameters that counts both, {_BEGIN}=dpfunc.checkpoint.journal_ledger(path))"
+        )
+    return {"last": last, "advice": advice}
+
+
+def _strangers(history: History, state: StepState, plan: Plan) -> dict[str, object] | None:
+    """Runs that began after this one in its journal and are not of its lineage. Earlier runs are allowed."""
+    taken, lineage = history.taken or {}, history.lineage
+    runs = list(taken)
+    began = next((number for number, run in enumerate(runs) if run in lineage), len(runs))
+    strangers = [run for run in runs[began:] if run not in lineage]
+    if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
+        own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
+        strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
+    return {"runs": shorten(strangers)} if strangers else None
+
+
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> dict[str, object]:
+    """How the layout of steps that were released differs from the one now."""
+    lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
+    return {"lines": shorten(lines) or "it was, for a while", "first": state.step, "last": state.charged - 1}
+
+
+def _continued(history: History) -> dict[str, object] | None:
+    """Runs without a journal that went on from this checkpoint before: nobody would count their steps."""
+    before = [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]
+    return {"count": len(before), "runs": shorten(before)} if before else None
+
+
+def _with_relatives(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
+    """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
+    counted, extra = dict(history.counted), list[Event]()
+    for run in sorted(history.lineage - {history.run}):
+        steps = (history.taken or {}).get(run, {})
+        extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
+        counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
+    if extra:
+        state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
+        state = state._replace(limit=_budget_limit(state, plan))
+    return state, counted
 
 
 def _budget_limit(state: StepState, plan: Plan) -> int:
@@ -267,14 +327,4 @@ def _budget_limit(state: StepState, plan: Plan) -> int:
         delta=plan.delta,
         limit=max(state.limit - start, 0),
         method=plan.accountant,
-    )
-
-
-def _refuse(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> None:
-    lines = shorten(sorted(difference(saved, now), key=lambda line: line.startswith(DIGESTS))) or "it was, for a while"
-    raise CheckpointError(
-        f"The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
-        f"sums that round differently would give the difference away. Steps {state.step} to {state.charged - 1} were "
-        "released after the checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with "
-        "new noise, at their cost: load(..., recharge=True)."
     )

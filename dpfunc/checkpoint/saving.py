@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch.distributed as dist
@@ -19,33 +20,12 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc._utils.versions import check_sharding
+from dpfunc.checkpoint import folder
 from dpfunc.checkpoint.chain import known_end, sync_directory
-from dpfunc.checkpoint.format import (
-    MANIFEST,
-    METADATA,
-    PLAN,
-    SAVING,
-    STATE,
-    all_checkpoints,
-    check_own,
-    check_path,
-    complete_checkpoints,
-    data_fingerprint,
-    free_name,
-    remove,
-    saved_state,
-    sha256,
-    state_to_dict,
-    sweep,
-    sync_file,
-    write_json,
-)
-from dpfunc.checkpoint.journal import writing
-from dpfunc.checkpoint.plan_json import plan_to_dict
-from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes
-from dpfunc.checkpoint.run_layout import layout
-from dpfunc.checkpoint.tensors import PARAMS, write_tensors
-from dpfunc.checkpoint.values import encode
+from dpfunc.checkpoint.format import data_fingerprint, plan_to_dict, state_to_dict
+from dpfunc.checkpoint.journal import journal_path, writing
+from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes, layout
+from dpfunc.checkpoint.states import PARAMS, encode, write_tensors
 from dpfunc.distributed.object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -101,7 +81,7 @@ def save(
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
-        tests/checkpoint/test_one_process.py: nothing is overwritten (test_nothing_is_overwritten);
+        tests/checkpoint/test_folder.py: nothing is overwritten (test_nothing_is_overwritten);
         tests/checkpoint/test_several_processes.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
         differing processes are refused (test_processes_that_differ_save_nothing).
 
@@ -123,45 +103,44 @@ def save(
     """
     if ranks is not None:
         check_sharding()
-    check_path(journal)
-    parent = Path(directory)
+    file, parent = journal_path(journal), Path(directory)
     tensors: dict[str, Tensor] = {}
 
     def prepare() -> dict[str, Any]:
         integer("keep", keep, minimum=1)
         _check_types(params, state, plan, optimizer_state)
         check_own_plan(state, plan_digest(plan))
-        if journal is None:  # a journal has the later steps
+        if file is None:  # a journal has the later steps
             check_newest(state)
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
         noise = encode("noise_state", state.noise_state, tensors)
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
         check_unsharded(tensors, ranks)
         values = state_to_dict(state, data_fingerprint(data, state.key), extra)
-        return {PLAN: plan_to_dict(plan), STATE: {**values, "optimizer": encoded, "noise": noise}}
+        return {folder.PLAN: plan_to_dict(plan), folder.STATE: {**values, "optimizer": encoded, "noise": noise}}
 
     files = all_or_none(prepare, ranks, _FAILED)
     texts = {name: json.dumps(values) for name, values in files.items()}
     check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
-    files[STATE]["layout"] = layout(params, ranks)
+    files[folder.STATE]["layout"] = layout(params, ranks)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     with writing(parent, state.ledger, plan), ExitStack() as stack:
         work = parent / by_writer(partial(_begin, parent, state, stack), ranks, _FAILED)
         write_tensors(work, tensors, group)
         all_or_none(partial(_sign, work, group), ranks, _FAILED)
-        made = by_writer(partial(_commit, work, files, keep, rank_and_size(ranks)[1], journal), ranks, _FAILED)
+        made = by_writer(partial(_commit, work, files, keep, rank_and_size(ranks)[1], file), ranks, _FAILED)
     return parent / str(made)
 
 
 def _check_types(params: object, state: object, plan: object, optimizer_state: object) -> None:
-    if not isinstance(plan, Plan):
-        raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
-    if not isinstance(state, StepState):
-        raise wrong_type("state to be a StepState", "state", state)
-    if not isinstance(params, Mapping):
-        raise wrong_type("params to be a mapping name -> tensor", "params", params)
-    if optimizer_state is not None and not isinstance(optimizer_state, Mapping):
-        raise wrong_type("the result of optimizer.state_dict()", "optimizer_state", optimizer_state)
+    for name, value, kind, domain in (
+        ("plan", plan, Plan, "plan to be a dpfunc.Plan"),
+        ("state", state, StepState, "state to be a StepState"),
+        ("params", params, Mapping, "params to be a mapping name -> tensor"),
+        ("optimizer_state", optimizer_state, (Mapping, NoneType), "the result of optimizer.state_dict()"),
+    ):
+        if not isinstance(value, kind):
+            raise wrong_type(domain, name, value)
 
 
 def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
@@ -176,20 +155,20 @@ def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
 
 def _notes(parent: Path) -> list[Note]:
     """Notes of the run in a directory; its first checkpoint begins their file."""
-    before = complete_checkpoints(parent)
+    before = folder.complete_checkpoints(parent)
     if not before:
         (parent / NOTES).touch()
-        sync_file(parent / NOTES)
-    return known_notes(parent / NOTES, saved_state(before[-1])["notes"] if before else 0)
+        folder.sync_file(parent / NOTES)
+    return known_notes(parent / NOTES, folder.saved_state(before[-1])["notes"] if before else 0)
 
 
 def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
     """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
     run = fingerprint(state.key)
-    check_own(parent, family(run, _notes(parent)) if complete_checkpoints(parent) else {run})
+    folder.check_own(parent, family(run, _notes(parent)) if folder.complete_checkpoints(parent) else {run})
     parent.mkdir(parents=True, exist_ok=True)
-    sweep(parent)
-    work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
+    folder.sweep(parent)
+    work = Path(tempfile.mkdtemp(prefix=folder.SAVING, dir=parent))
     stack.callback(shutil.rmtree, work, ignore_errors=True)
     stack.enter_context(in_use(work))
     return work.name
@@ -201,32 +180,31 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
     written = sorted(work.glob(f"__{number}_*"))
     for file in written:
         file.chmod(0o600)
-        sync_file(file)
-    write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
+        folder.sync_file(file)
+    folder.write_json(work / f"part-{number}.json", {file.name: folder.sha256(file) for file in written})
 
 
-def _commit(
-    work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | str | None
-) -> str:
+def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | None) -> str:
     """Make this checkpoint the newest one, all of whose parts are on disk; its name."""
     parent = work.parent
     parts = [work / f"part-{number}.json" for number in range(processes)]
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
-    end = None if journal is None else known_end(Path(journal))._asdict()
+    end = None if journal is None else known_end(journal)._asdict()
     known = {"notes": len(_notes(parent)), "journal": end}
-    write_json(work / STATE, {**files[STATE], **known})
-    write_json(work / PLAN, files[PLAN])
-    (work / METADATA).chmod(0o600)
-    own = {name: sha256(work / name) for name in (METADATA, PLAN, STATE, *(part.name for part in parts))}
-    write_json(work / MANIFEST, {**own, **written})
+    folder.write_json(work / folder.STATE, {**files[folder.STATE], **known})
+    folder.write_json(work / folder.PLAN, files[folder.PLAN])
+    (work / folder.METADATA).chmod(0o600)
+    shared = [work / name for name in (folder.METADATA, folder.PLAN, folder.STATE)]
+    own = {file.name: folder.sha256(file) for file in (*shared, *parts)}
+    folder.write_json(work / folder.MANIFEST, {**own, **written})
     sync_directory(work)
-    path = free_name(parent, files[STATE]["step"])
+    path = folder.free_name(parent, files[folder.STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
-    kept = complete_checkpoints(parent)[-keep:]
-    for old in all_checkpoints(parent):
+    kept = folder.complete_checkpoints(parent)[-keep:]
+    for old in folder.all_checkpoints(parent):
         if old not in kept:
-            remove(old)
+            folder.remove(old)
     return path.name

@@ -15,8 +15,16 @@ from dpfunc import accounting
 from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, SELECTION, Record, is_record
-from dpfunc.accounting.selection_record import SelectionRecord
+from dpfunc.accounting.record import (
+    COVERED,
+    GUESSABLE,
+    NEIGHBOURS,
+    RECORD_FILE,
+    SELECTION,
+    Record,
+    SelectionRecord,
+    is_record,
+)
 from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
 from dpfunc.cli.output import describe, json_option, listed, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument

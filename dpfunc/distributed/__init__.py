@@ -1,10 +1,10 @@
 """One run on many processes: the same step, the same plan, the same epsilon."""
 
-from dpfunc.distributed.fsdp import shard_frozen
-from dpfunc.distributed.fully_sharded import functionalize_managed
-from dpfunc.distributed.launch import check_same, from_environment, is_writer, once, replicate, shutdown
+from dpfunc.distributed.fsdp import functionalize_managed, shard_frozen
+from dpfunc.distributed.launch import from_environment, shutdown
+from dpfunc.distributed.object_collectives import any_rank, check_same, is_writer, once, replicate, shared_key
 from dpfunc.distributed.params import shard, unshard
-from dpfunc.distributed.ranks import Ranks, any_rank, data_parallel, sharded, shared_key
+from dpfunc.distributed.ranks import Ranks, data_parallel, sharded
 
 __all__ = [
     "Ranks",

@@ -1,21 +1,21 @@
-"""Agreement before each step that checks that all processes have the same step, plan, key and parameters."""
+"""Agreement of the processes that take a step: before it about all that must be equal, after it about the release."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.digests import checksum, checksum_and_marks, digest, in_hex
 from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
-from dpfunc.batches import batch_size, signature
-from dpfunc.distributed.ranks import Ranks, any_rank, is_sharded_over, message_device
-from dpfunc.engines.guards.lockstep import arrived
-from dpfunc.engines.guards.parameters import not_finite, refuse_sums, suspicious
-from dpfunc.errors import RankMismatch, StepAborted
+from dpfunc.batches import batch_size, pad_rows, signature, tree_map
+from dpfunc.distributed.object_collectives import any_rank, gathered_rows
+from dpfunc.distributed.ranks import Ranks, is_sharded_over
+from dpfunc.distributed.reduce import check_placements, in_step
+from dpfunc.engines.guards.parameters import check_finite, not_finite, refuse_not_finite, refuse_sums, suspicious
+from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 from dpfunc.types import Batch, Params
 
 
@@ -33,14 +33,14 @@ class RankSummary(NamedTuple):
         replica: digest of the values of these shards.
     """
 
-    step: int
-    num_samples: int
-    failed: int
-    run: int
-    rows: int
-    data: int
-    params: int
-    shared_params: int
+    step: int = 0
+    num_samples: int = 0
+    failed: int = 0
+    run: int = 0
+    rows: int = 0
+    data: int = 0
+    params: int = 0
+    shared_params: int = 0
     part: int = 0
     replica: int = 0
 
@@ -74,27 +74,35 @@ _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
-def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
-    """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
+class Agreement:
+    """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
 
-    Args:
-        released: name -> tensor; DTensors where processes hold parts. ranks: of the run.
-        mark: 0-d, bool; of this process alone, read together with its digest.
+    Nothing inside may communicate. One process alone (`ranks=None`) has nobody to agree with.
 
     Raises:
-        InvalidArgument: on all processes, for numbers that are not finite in the part of one.
+        StepAborted, RankMismatch: see `agree`. What is raised inside.
+
+    >>> with Agreement(None) as agreement:
+    ...     pass
+    >>> agreement.num_rows
+    0
     """
-    own, (spoiled, marked) = checksum_and_marks(released.items(), [suspicious(released), mark])
-    names = not_finite(released) if spoiled else []
-    own = _SPOILED if names else own
-    parts = any(is_dtensor(value) for value in released.values())
-    for group in ranks.groups if parts else ():
-        digests = [row[0] for row in gathered_rows(torch.tensor([own], device=message_device(group)), group)]
-        own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
-        own = _SPOILED if _SPOILED in digests else own
-    if own == _SPOILED:
-        refuse_sums(names)
-    return in_hex(own), marked
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = ranks
+        self.num_rows = 0  # afterwards: the largest number of rows of a process
+        self._own = RankSummary(failed=1)
+
+    def say(self, own: RankSummary) -> None:
+        """Say what this process means by its call."""
+        self._own = own
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.ranks is not None:
+            self.num_rows = agree(self._own, self.ranks)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
@@ -103,7 +111,13 @@ def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks
     Args:
         step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
             the same in all processes. ranks: of the run.
+
+    Raises:
+        InvalidArgument: parameters that are not finite, or not sharded over processes of the run; a bad dummy row.
     """
+    check_finite(params)
+    check_placements(params, ranks)
+    _dummy_of(batch, ranks)
     data = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
     placements = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
     replicated = _held_by_all(params, ranks)
@@ -112,7 +126,6 @@ def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks
     return RankSummary(
         step=step,
         num_samples=batch_size(batch),
-        failed=0,
         run=digest(f"{run}{placements}"),
         rows=digest(str((list(data), signature(batch)))),
         data=checksum(data.items()) if tensor_parallel else 0,
@@ -141,8 +154,7 @@ def agree(own: RankSummary, ranks: Ranks) -> int:
     Guarantees:
         tests/distributed/test_agreement.py.
     """
-    message = torch.tensor(own, dtype=torch.int64, device=ranks.device)
-    tables = [[RankSummary(*row) for row in gathered_rows(message, group)] for group in ranks.groups]
+    tables = [[RankSummary(*row) for row in gathered_rows(own, group, ranks.device)] for group in ranks.groups]
     failed = any(row.failed for table in tables for row in table)
     differing = _differing(tables, ranks)
     differs = bool(differing)
@@ -164,19 +176,16 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
         tables: summaries of the data group, then of the tensor group if there is one.
     """
     over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
-
-    def values(table: list[RankSummary], name: str) -> list[int]:
-        return [getattr(row, name) for row in table]
-
-    differing = [
-        (name, values(table, name))
+    compared = [
+        (name, [getattr(row, name) for row in table])
         for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
         for name in names
-        if len(set(values(table, name))) > 1
     ]
-    if len({(row.part, row.replica) for row in tables[0]}) > len({row.part for row in tables[0]}):
-        differing.append(("params", values(tables[0], "replica")))
-    return differing
+    replicas = {(row.part, row.replica) for row in tables[0]}
+    parts_differ = len(replicas) > len({part for part, _ in replicas})
+    if parts_differ:
+        compared.append(("params", [row.replica for row in tables[0]]))
+    return [(name, values) for name, values in compared if len(set(values)) > 1]
 
 
 def _failure_message(data_group: list[RankSummary], step: int) -> str:
@@ -188,19 +197,84 @@ def _failure_message(data_group: list[RankSummary], step: int) -> str:
     )
 
 
-def gathered_rows(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """Integers of each process of a group, in the order of their ranks."""
-    rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
-    arrived(dist.all_gather(rows, message, group=group, async_op=True))
-    table: list[list[int]] = torch.stack(rows).tolist()
-    return table
-
-
 def _mismatch_message(differing: list[tuple[str, list[int]]], step: int) -> str:
     if not differing:
         return f"Other processes of this run disagree at step {step}; they say about what. Nothing was spent."
     name, values = differing[0]
     # Digests of parameters and settings say which process differs; numbers about records are not put into messages.
-    shown = values if name == "step" else [f"{value:016x}" for value in values]
+    shown = values if name == "step" else [in_hex(value) for value in values]
     listed = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
     return f"The processes of this run disagree about {name} at step {step}{listed}. {_ADVICE[name]} Nothing was spent."
+
+
+class Rows(NamedTuple):
+    """The rows of this process, the mask of the real ones (None: all), the largest number of rows of any process."""
+
+    batch: Batch
+    mask_B: Tensor | None
+    size: int
+
+
+def padded(rows: Rows, ranks: Ranks | None) -> tuple[Batch, Tensor | None]:
+    """Rows and their mask, with rows of weight zero up to the number that all processes run.
+
+    They repeat the first row; a process without records runs the public dummy row.
+    """
+    batch, mask_B, size = rows
+    missing = size - batch_size(batch)
+    if ranks is None or missing <= 0:
+        return batch, mask_B
+    if not batch_size(batch):
+        batch = _dummy_of(batch, ranks)
+    real_B = torch.ones(size - missing, dtype=torch.bool) if mask_B is None else mask_B
+    return pad_rows(batch, size), torch.cat([real_B, real_B.new_zeros(missing)])
+
+
+def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
+    """The public row that a process without records runs.
+
+    Raises:
+        InvalidArgument: it does not look like a row of the batch.
+    """
+    if ranks.dummy is None:
+        return tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
+    same = pytree.tree_structure(ranks.dummy) == pytree.tree_structure(batch)
+    if not same or batch_size(ranks.dummy) != 1 or signature(ranks.dummy) != signature(batch):
+        raise InvalidArgument(
+            f"Expected dummy to be a batch of one row like those of the data, {signature(batch)}, got "
+            f"{batch_size(ranks.dummy)} rows of {signature(ranks.dummy)}."
+        )
+    return pytree.tree_map(lambda row, leaf: row.to(leaf.device), ranks.dummy, batch)
+
+
+def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: Tensor) -> tuple[str, bool]:
+    """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
+
+    Args:
+        released: name -> tensor; DTensors where processes hold parts. params: of the step. ranks: of the run.
+        mark: 0-d, bool; of this process alone, read together with its digest.
+
+    Raises:
+        InvalidArgument: on all processes, for numbers that are not finite in the sums of one; of one process alone, for
+            those of its parameters. Several have looked at these before the step.
+    """
+    looked = mark.new_zeros(()) if ranks else suspicious(params)
+    with in_step(ranks):
+        own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, suspicious(released), mark])
+        if look:
+            refuse_not_finite(params)
+        names = not_finite(released) if spoiled else []
+        own = _SPOILED if names else own
+        if ranks is not None and any(is_dtensor(value) for value in released.values()):
+            own = _over_all(own, ranks)
+        if own == _SPOILED:
+            refuse_sums(names)
+    return in_hex(own), marked
+
+
+def _over_all(own: int, ranks: Ranks) -> int:
+    for group in ranks.groups:
+        digests = [number for (number,) in gathered_rows([own], group, ranks.device)]
+        own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
+        own = _SPOILED if _SPOILED in digests else own
+    return own

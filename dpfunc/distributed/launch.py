@@ -5,29 +5,20 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from dpfunc._utils.digests import digest
-from dpfunc.distributed.agreement import gathered_rows
-from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, all_or_raise, any_rank, data_parallel
-from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
+from dpfunc._utils.validation import fail
+from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, data_parallel
+from dpfunc.errors import InvalidArgument
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Launchers that say how many processes there are, and set variables that torch does not read.
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _TORCHRUN = "Start it with `torchrun --nproc-per-node N ...`, or one process without a launcher."
-
-_SAME_ORDER = (
-    "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
-    "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with the "
-    "same seed. If records differ each time they are read (random numbers other than torch's), name the data set: "
-    "data_name=..., a version or a hash."
-)
 
 
 def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
@@ -129,6 +120,27 @@ make_dp_step and plan.batches; for runs on different data, unset what the launch
         )
 
 
+def check_ranks(ranks: Ranks | None, microbatch_size: int | str | None) -> None:
+    """Check that the processes of a run can take steps together.
+
+    Args:
+        ranks: of the run; None is this process alone. microbatch_size: of `make_dp_step`.
+
+    Raises:
+        InvalidArgument: not ranks; none, though there are other processes; or what processes cannot agree on where the
+            loss itself communicates.
+    """
+    if ranks is None:
+        check_alone(os.environ)
+    elif not isinstance(ranks, Ranks):
+        raise fail("ranks made by dpfunc.distributed.data_parallel() or sharded(mesh)", "ranks", ranks)
+    elif microbatch_size == "auto" and not ranks.independent:
+        raise InvalidArgument(
+            'Expected a number for microbatch_size with a sharded model, got "auto": what each process measures '
+            "may differ, and all must run the same microbatches."
+        )
+
+
 def shutdown() -> None:
     """Destroy the process group at the end of a run; a process cannot join it again. Nothing for a single process.
 
@@ -138,92 +150,3 @@ def shutdown() -> None:
     if dist.is_available() and dist.is_initialized():
         gc.collect()  # what holds it may be in a cycle
         dist.destroy_process_group()
-
-
-def is_writer(ranks: Ranks | None) -> bool:
-    """True on the one process that writes files and prints messages; always true without other processes.
-
-    >>> is_writer(None)
-    True
-    """
-    return ranks is None or ranks.writes
-
-
-def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
-    """Run an action on the process that writes, while the others wait until it is done.
-
-    Args:
-        ranks: of the run; None does it. action: what to do.
-
-    Raises:
-        StepAborted: on the others, when it failed. Whatever `action` raises.
-
-    >>> once(None, lambda: print("done"))
-    done
-    """
-    error = StepAborted("The process that writes could not go on; its own error says why.")
-    all_or_raise(lambda: action() if is_writer(ranks) else None, ranks, error)
-
-
-def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:
-    """Check that a text is the same on all processes.
-
-    Args:
-        name: of the text, for the error message. text: of this process; only a digest is sent. ranks: of the run.
-        hint: what to do about a difference, for the error message.
-
-    Raises:
-        RankMismatch: on all processes.
-    """
-    if ranks is None:
-        return
-    own = torch.tensor([digest(text)], device=ranks.device)
-    every = [[f"{value:016x}" for (value,) in gathered_rows(own, group)] for group in ranks.groups]
-    differing = [digests for digests in every if len(set(digests)) > 1]
-    if any_rank(bool(differing), ranks):
-        shown = f"{differing[0]}, in the order of their ranks" if differing else "others say which"
-        advice = f" {hint}" if hint else ""
-        raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
-
-
-def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
-    """Check that all processes describe their data set alike.
-
-    Args:
-        describe: reads the data set of this process and returns a text; it must not communicate. ranks: of the run.
-
-    Returns:
-        The text.
-
-    Raises:
-        RankMismatch: on all processes, if the texts differ. StepAborted: another process could not read its data set.
-        Whatever `describe` raises.
-
-    Guarantees:
-        tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
-
-    >>> check_same_data(lambda: "mails of May", None)
-    'mails of May'
-    """
-    unread = "Another process could not read its data set; its own error says why. Nothing was spent."
-    text = all_or_raise(describe, ranks, StepAborted(unread))
-    check_same("data sets", text, ranks, _SAME_ORDER)
-    return text
-
-
-@torch.no_grad()
-def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
-    """Copy the values of the tensors on the first process to all others, in place, as a common start.
-
-    Args:
-        tensors: the same number, shapes and dtypes on all processes, e.g. `model.parameters()`. ranks: of the run.
-    """
-    if ranks is None:
-        return
-    for tensor in tensors:
-        if tensor.is_meta or not tensor.numel():
-            continue
-        message = tensor.detach().to(ranks.device, copy=True).contiguous()
-        for group in ranks.groups:  # from the first of each: in the end from the one that is first in both
-            dist.broadcast(message.reshape(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
-        tensor.copy_(message)

@@ -15,10 +15,8 @@ from dpfunc.types import Params
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SMALL = 1024
 
-
-def shard(params: Params, mesh: DeviceMesh, *, min_size: int = _SMALL) -> dict[str, Tensor]:
+def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str, Tensor]:
     """Parameters as DTensors: rows sharded over the processes of a mesh. A step's gradients are sharded replicated.
 
     At rest a process holds 1 / size of weights, of released gradients, and of the optimizer's state (a torch optimizer
@@ -38,7 +36,7 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = _SMALL) -> dict[s
         InvalidArgument: a mesh with more dimensions.
 
     Guarantees:
-        the released gradients are those of one process (tests/distributed/test_sharded_params.py).
+        the released gradients are those of one process (tests/distributed/test_params.py).
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -70,10 +68,5 @@ def unshard(params: Params) -> dict[str, Tensor]:
     >>> unshard({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
     """
-    return {name: _full_tensor(param) for name, param in params.items()}
-
-
-def _full_tensor(param: Tensor) -> Tensor:
-    detached: Any = param.detach()
-    full: Tensor = detached.full_tensor() if is_dtensor(param) else detached
-    return full
+    detached: dict[str, Any] = {name: param.detach() for name, param in params.items()}
+    return {name: param.full_tensor() if is_dtensor(param) else param for name, param in detached.items()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,13 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, shard_dims
 from dpfunc._utils.versions import check_sharding
-from dpfunc.engines.guards.lockstep import broken, tell, told
-from dpfunc.errors import DPFuncError, InvalidArgument, StepAborted
-from dpfunc.rng import Key, secure_key
+from dpfunc.engines.guards.lockstep import broken
+from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-T = TypeVar("T")
 _Reference: TypeAlias = "weakref.ReferenceType[dist.ProcessGroup]"
 LONGEST_WAIT = timedelta(hours=1)
 
@@ -196,55 +193,6 @@ def sharded(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     held = None if tensor_group is None else weakref.ref(tensor_group)
     return Ranks(weakref.ref(group), held, rank, size, False, dummy, tensor_axes=tuple(tensor))
-
-
-def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
-    """One key for all processes: that of the process that writes, by default fresh from its operating system.
-
-    Args:
-        ranks: of the run. key: the key, where the caller has one (an insecure one, in tests); used on one process.
-    """
-    own = secure_key() if key is None else key
-    values = torch.tensor([*own.secret, int(own.guessable)], dtype=torch.int64, device=ranks.device)
-    values = values if ranks.writes else torch.zeros_like(values)
-    for group in ranks.groups:
-        dist.all_reduce(values, group=group)
-    *secret, guessable = values.tolist()
-    return Key(bytes(secret), guessable=bool(guessable))
-
-
-def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """True if the flag is true on any process. All processes must call it."""
-    value = torch.tensor([int(flag)], device=ranks.device)
-    for group in reversed(ranks.groups):  # parts first: then each data group has a process that knows
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
-
-
-def all_or_raise(action: Callable[[], T], ranks: Ranks | None, error: DPFuncError) -> T:
-    """Run `action` on each process; return its result, or raise on all processes if it failed on any.
-
-    Args:
-        action: must not communicate. ranks: of the run; None is one process. error: of those on which it did not fail.
-
-    Raises:
-        error: it failed on another process. Whatever `action` raises.
-
-    >>> from dpfunc.errors import StepAborted
-    >>> all_or_raise(lambda: "done", None, StepAborted("Another process failed."))
-    'done'
-    """
-    failed, anywhere = True, False
-    try:
-        result = action()
-        failed = False
-    finally:
-        if failed and ranks is not None:
-            tell(sys.exception())
-        anywhere = ranks is not None and any_rank(failed, ranks)
-    if anywhere:
-        raise type(error)(f"{error} Its error: {told()}")
-    return result
 
 
 def _check_timeout(group: dist.ProcessGroup) -> None:

@@ -67,7 +67,7 @@ class OwnDraws:
         try:
             found = []
             for row, position in enumerate(self.positions):
-                generator.manual_seed(seed_of(number, 0 if seeded_by_loss else position))
+                generator.manual_seed(_seed_of(number, 0 if seeded_by_loss else position))
                 found.append(draw(row))
             return torch.stack(found)
         finally:
@@ -86,8 +86,7 @@ def _state() -> int:
         return hash(torch.default_generator.get_state().numpy().tobytes())
 
 
-def seed_of(number: int, position: int) -> int:
-    """The seed of a row for one draw."""
+def _seed_of(number: int, position: int) -> int:
     data = number.to_bytes(8, "little") + position.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
@@ -191,7 +190,6 @@ def _rrelu(
     own: Draw, func: Callable[..., Any], input: Tensor,
     lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
 ) -> Any:  # fmt: skip
-    """Leaky ReLU with random slopes."""
     if not training:
         return NotImplemented
     slopes = _drawn(own, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.numerics import TOLERATED
-from dpfunc.engines.per_sample import Dense, PerSampleGrad, Zeros, add
+from dpfunc.engines.per_sample import Kept, PerSampleGrad
+from dpfunc.engines.reads import Passed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
@@ -31,19 +32,17 @@ class Source(Protocol):
 
 
 @dataclass
-class Measured:
+class Measured(Kept):
     """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured.
 
     Args:
         together: names whose gradient also comes from vmap and grad, as a pass before has shown: its pieces are kept
-            until all are there. counts: name -> uses in the forward pass. unused: names without a gradient.
+            until all are there. unused: names without a gradient.
     """
 
     together: Set[str] = frozenset()
-    counts: dict[str, int] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
 
     def single(self, name: str) -> bool:
         """True if all of the gradient of a parameter comes from one use."""
@@ -54,37 +53,30 @@ class Measured:
         if self.single(name):
             self.sq_norms[name] = grad.sq_norms()
         else:
-            self.pieces.setdefault(name, []).append(grad)
+            super().take(name, grad)
 
-    def rest(self, rest: Mapping[str, Tensor], params: Params, num_rows: int) -> frozenset[str]:
-        """Measure what was kept, with the gradients by vmap and grad; names that should have been kept, and were not.
-
-        Args:
-            rest: name -> gradients (B, *shape).
-        """
-        for name, grads_B in rest.items():
-            self.pieces.setdefault(name, []).append(Dense(grads_B))
+    def rest(self, passed: Passed) -> frozenset[str]:
+        """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
+        self.take_formed(passed.rest)
         missed = frozenset(name for name in self.pieces if name in self.sq_norms)
-        for name, param in params.items() if not missed else ():
+        for name, param in passed.params.items() if not missed else ():
             if name not in self.sq_norms:
                 self.unused += [] if name in self.pieces else [name]
-                self.sq_norms[name] = _joined(self.pieces.pop(name, []), param, num_rows).sq_norms()
+                self.sq_norms[name] = self.joined(name, param, len(passed.losses_B)).sq_norms()
         return missed
 
 
 @dataclass
-class Weighted:
+class Weighted(Kept):
     """Weighted sums of the gradients of a second pass, as it forms them.
 
     Args:
         measured: of the first pass. factors: name -> factors (B,). reduced: see `Source`.
     """
 
-    measured: Measured
-    factors: Mapping[str, Tensor]
-    reduced: Callable[[str, Tensor], Tensor]
-    counts: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
+    measured: Measured = field(kw_only=True)
+    factors: Mapping[str, Tensor] = field(kw_only=True)
+    reduced: Callable[[str, Tensor], Tensor] = field(kw_only=True)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str, grad: PerSampleGrad) -> None:
@@ -92,27 +84,22 @@ class Weighted:
         if self.measured.single(name) and name not in self.sums:
             self._sum(name, grad)
         else:
-            self.pieces.setdefault(name, []).append(grad)
+            super().take(name, grad)
 
-    def rest(self, rest: Mapping[str, Tensor], params: Params, num_rows: int) -> None:
+    def rest(self, passed: Passed) -> None:
         """Sum what was kept, with the gradients by vmap and grad."""
-        for name, grads_B in rest.items():
-            self.pieces.setdefault(name, []).append(Dense(grads_B))
-        for name, param in params.items():
+        self.take_formed(passed.rest)
+        for name, param in passed.params.items():
             if name in self.sums and name in self.pieces:
                 raise differs([name])
             if name not in self.sums:
-                self._sum(name, _joined(self.pieces.pop(name, []), param, num_rows))
+                self._sum(name, self.joined(name, param, len(passed.losses_B)))
 
     def _sum(self, name: str, grad: PerSampleGrad) -> None:
         again_B, known_B = grad.sq_norms(), self.measured.sq_norms[name]
         if not torch.allclose(again_B, known_B, rtol=TOLERATED, atol=0.0, equal_nan=True):
             raise differs([name])
         self.sums[name] = self.reduced(name, grad.weighted_sum(self.factors[name]))
-
-
-def _joined(pieces: list[PerSampleGrad], param: Tensor, num_rows: int) -> PerSampleGrad:
-    return add(pieces) if pieces else Zeros(num_rows, param)
 
 
 def differs(names: Iterable[str]) -> UnsupportedModel:
@@ -140,7 +127,6 @@ class Ghost:
     alone: bool = False
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms of the gradients of each sample: name -> (B,)."""
         return dict(self.norms)
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:

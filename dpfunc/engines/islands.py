@@ -8,218 +8,32 @@ Axis letters: B rows, m images of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines.numerics import exact
-from dpfunc.engines.opened import without_dispatch
-from dpfunc.engines.per_sample import Dense, PerSampleGrad
+from dpfunc.engines.per_sample import Dense
+from dpfunc.engines.reads import Handler, Pass
 from dpfunc.engines.rules import REGISTERED, RULES
-from dpfunc.engines.rules.convolution import CONVOLUTIONS, TRANSPOSED, per_axis
 from dpfunc.engines.rules.linear import MATMULS
-from dpfunc.engines.rules.recurrent import RECURRENT, gates
-from dpfunc.engines.rules.table import Rule, Use
-
-_Bound = dict[str, Any]
+from dpfunc.engines.rules.table import Bound, Form, Rule, Use
+from dpfunc.errors import UnsupportedModel
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
 _LARGE = 1 << 16
 _EXACT = nullcontext()
 
 
-class Pass(Protocol):
-    """One pass over rows, as islands see it."""
-
-    levels: Levels
-    anchor: Tensor
-    uses: dict[object, Use]
-    noted: list[Use]
-    turned: dict[int, tuple[Tensor, Tensor]]
-    is_exact: bool
-
-    def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
-        """Name and value of a parameter, if this is one."""
-        ...
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Count uses of parameters whose gradients will come."""
-        ...
-
-    def take(self, name: str, grad: PerSampleGrad) -> None:
-        """Take the gradients of one use of a parameter."""
-        ...
-
-    def backward_node(self) -> None:
-        """End the pass where a node runs in a backward pass that is not that of the losses."""
-        ...
-
-
-@dataclass(frozen=True)
-class Form:
-    """An operation as a function of one input: its kernel, and the gradient of that input in closed form.
-
-    Args:
-        input: name of the argument that differs from row to row. run: of the arguments, below both levels; the result,
-            and what `input_grad` gets of it. input_grad: `(arguments, gradient, what run left)` -> gradient; None for
-            inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input without
-            that of images, where the kernel has one; None where it takes any axes before its own.
-        reads_input: `input_grad` needs the input itself, not its shape only.
-        positions: every axis between that of rows and the last one is one of positions.
-    """
-
-    input: str
-    run: Callable[[_Bound], tuple[Tensor, Any]]
-    input_grad: Callable[[_Bound, Tensor, Any], Tensor] | None
-    takes: Callable[[_Bound], bool] = lambda bound: True
-    images: Callable[[_Bound], int] | None = None
-    reads_input: bool = False
-    positions: bool = False
-
-
-def _linear(bound: _Bound) -> tuple[Tensor, Any]:
-    return F.linear(bound["input"], bound["weight"].flatten(1), bound["bias"]), None
-
-
-def _linear_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["weight"].to(grad.dtype).flatten(1)
-    return found
-
-
-def _matmul(bound: _Bound) -> tuple[Tensor, Any]:
-    return bound["input"] @ bound["other"], None
-
-
-def _matmul_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["other"].to(grad.dtype).T
-    return found
-
-
-def _addmm(bound: _Bound) -> tuple[Tensor, Any]:
-    x = bound["mat1"]
-    return torch.addmm(bound["input"], x.flatten(0, -2), bound["mat2"]).unflatten(0, x.shape[:-1]), None
-
-
-def _addmm_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = grad @ bound["mat2"].to(grad.dtype).T
-    return found
-
-
-def _convolution(bound: _Bound, run: Callable[..., Tensor]) -> tuple[Tensor, Any]:
-    return run(**{name: value for name, value in bound.items() if name != "shape"}), None
-
-
-def _convolution_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    weight, further = bound["weight"].to(grad.dtype), bound.get("output_padding")
-    axes = weight.ndim - 2
-    stride, padding, dilation, beyond = (
-        per_axis(value, axes) for value in (bound["stride"], bound["padding"], bound["dilation"], further or 0)
-    )
-    given = bound["input"]  # only its shape counts: no copy where there is none
-    like = grad.new_empty(1).expand(bound["shape"]) if given is None else given
-    options = (stride, padding, dilation, further is not None, beyond, bound["groups"], [True, False, False])
-    found: Tensor = torch.ops.aten.convolution_backward(grad, like, weight, None, *options)[0]
-    return found
-
-
-def _same(bound: _Bound) -> bool:
-    """True for a padding in numbers; those of "same" are found where it is symmetric."""
-    padding, weight = bound["padding"], bound["weight"]
-    if not isinstance(padding, str):
-        return True
-    dilation = per_axis(bound["dilation"], weight.ndim - 2)
-    totals = [step * (taps - 1) for step, taps in zip(dilation, weight.shape[2:], strict=True)]
-    bound["padding"] = [0] * len(totals) if padding == "valid" else [total // 2 for total in totals]
-    return padding == "valid" or not any(total % 2 for total in totals)
-
-
-def _layer_norm(bound: _Bound) -> tuple[Tensor, Any]:
-    shape = list(bound["normalized_shape"])
-    out, *statistics = torch.native_layer_norm(bound["input"], shape, bound["weight"], bound["bias"], bound["eps"])
-    return out, statistics
-
-
-def _layer_norm_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    shape, arguments = list(bound["normalized_shape"]), (bound["weight"], bound["bias"], [True, False, False])
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(grad, bound["input"], shape, *left, *arguments)[0]
-    return found
-
-
-def _sizes(bound: _Bound) -> tuple[int, int, int, int]:
-    x = bound["input"]
-    return len(x), x.shape[1], x[0, 0].numel(), bound["num_groups"]
-
-
-def _group_norm(bound: _Bound) -> tuple[Tensor, Any]:
-    bound["input"] = bound["input"].contiguous()
-    out, *statistics = torch.native_group_norm(
-        bound["input"], bound["weight"], bound["bias"], *_sizes(bound), bound["eps"]
-    )
-    return out, statistics
-
-
-def _group_norm_input(bound: _Bound, grad: Tensor, left: Any) -> Tensor:
-    found: Tensor = torch.ops.aten.native_group_norm_backward(
-        grad.contiguous(), bound["input"].contiguous(), *left, bound["weight"], *_sizes(bound), [True, False, False]
-    )[0]
-    return found
-
-
-def _embedding(bound: _Bound) -> tuple[Tensor, Any]:
-    return F.embedding(bound["input"], bound["weight"], bound["padding_idx"]), None
-
-
-def _matrix(name: str) -> Callable[[_Bound], bool]:
-    return lambda bound: isinstance(bound[name], Tensor) and bound[name].ndim == 2
-
-
-def _convolution_form(run: Callable[..., Tensor], axes: int) -> Form:
-    return Form("input", lambda bound: _convolution(bound, run), _convolution_input, _same, lambda bound: axes + 1)
-
-
-def _same_dtype(bound: _Bound) -> bool:
-    weight = bound["weight"]
-    return weight is None or weight.dtype == bound["input"].dtype
-
-
-FORMS: Mapping[Callable[..., Any], Form] = {
-    F.linear: Form("input", _linear, _linear_input, lambda bound: bound["weight"].ndim > 1, positions=True),
-    **dict.fromkeys(
-        MATMULS,
-        Form("input", _matmul, _matmul_input, _matrix("other"), positions=True),
-    ),
-    **dict.fromkeys(
-        (torch.addmm, Tensor.addmm),
-        Form(
-            "mat1",
-            _addmm,
-            _addmm_input,
-            lambda bound: bound["input"].ndim == 1 and bound["beta"] == bound["alpha"] == 1 and bound["mat2"].ndim == 2,
-            positions=True,
-        ),
-    ),
-    **{
-        run: _convolution_form(run, axes) for family in (CONVOLUTIONS, TRANSPOSED) for axes, run in enumerate(family, 1)
-    },
-    F.layer_norm: Form("input", _layer_norm, _layer_norm_input, _same_dtype, reads_input=True),
-    F.group_norm: Form(
-        "input", _group_norm, _group_norm_input, _same_dtype, lambda bound: bound["input"].ndim - 1, reads_input=True
-    ),
-    F.embedding: Form(
-        "input", _embedding, None, lambda bound: bound["max_norm"] is None and not bound["scale_grad_by_freq"]
-    ),
-}
-
-
-def _credit(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
+def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
     """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
     owner.noted.append(use)
     found = use.rule.grads(use, grad, **{**use.options, **tensors})
@@ -230,22 +44,25 @@ def _credit(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> 
 
 @dataclass
 class _Call:
-    """One call of an operation: what its node needs to run it, and to credit its gradients."""
+    """One call of an operation: what its node needs to run it, and to credit its gradients.
+
+    Args:
+        bound: arguments by name, plain but for the input. wanted: argument -> name and value of a parameter.
+    """
 
     owner: Pass
     func: Callable[..., Any]
     rule: Rule
     form: Form
-    bound: _Bound
+    bound: Bound
     wanted: Mapping[str, tuple[str, Tensor]]
     row_shape: torch.Size = field(default_factory=torch.Size)
-    images: int = 1
+    images: int = 0
     left: Any = None
     dtype: torch.dtype = torch.float32
 
     @property
     def keeps_input(self) -> bool:
-        """True if the backward pass needs the input itself."""
         return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
 
     def merged(self, values_B: Tensor) -> Tensor:
@@ -259,11 +76,8 @@ class _Call:
         if self.form.images is not None:
             features = self.form.images({**self.bound, self.form.input: values_B[0]})
             self.images = values_B.shape[1] if values_B.ndim - 1 > features else 0
-        else:
-            self.images = 0
         x = values_B.flatten(0, 1) if self.images else values_B
         self.row_shape, self.dtype = values_B.shape, x.dtype
-        self.bound["shape"] = x.shape
         self.bound[self.form.input] = x
         out, self.left = self.form.run(self.bound)
         self.bound[self.form.input] = None
@@ -273,34 +87,21 @@ class _Call:
         """Per-sample gradients of the parameters of this call, by the rule."""
         use = self._use(grad_B.shape, None if x is None else x.shape)
         needed = {n for argument in use.wanted for n in self.rule.needs[argument]}
-        tensors = {n: x if n == self.form.input else self.bound[n] for n in needed}
-        _credit(self.owner, use, grad_B, tensors)
+        credit_use(self.owner, use, grad_B, {n: x if n == self.form.input else self.bound[n] for n in needed})
 
     def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
+        """The use, which is the same in each step with the same shapes."""
         plain = tuple(
             tuple(value) if isinstance(value, list) else value
-            for name, value in self.bound.items()
-            if not isinstance(value, Tensor) and name not in ("shape", self.form.input)
+            for value in self.bound.values()
+            if not isinstance(value, Tensor)
         )
         names = tuple((argument, name) for argument, (name, _) in self.wanted.items())
         key = (self.func, names, output, given, plain, self.images)
         use = self.owner.uses.get(key)
         if use is None:
-            options = {
-                name: None if isinstance(value, Tensor) else value
-                for name, value in self.bound.items()
-                if name not in ("shape", self.form.input)
-            }
-            use = Use(
-                self.rule,
-                self.func.__name__,
-                self.owner.levels.rows,
-                dict(names),
-                {argument: value.shape for argument, (_, value) in self.wanted.items()},
-                {**options, self.form.input: None},
-                output,
-                images=max(1, self.images),
-            )
+            name, rows = self.func.__name__, self.owner.levels.rows
+            use = self.rule.use(name, rows, self.wanted, self.bound, output, images=max(1, self.images))
             self.owner.uses[key] = use
         return use
 
@@ -345,10 +146,10 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         _, leaf = owner.turned.get(id(args[1]), (None, None))
         if leaf is not None:  # `x @ W.T` is a linear, and the reverse
             func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
-    rule, form = RULES[func], FORMS[func]
-    if not owner.levels.on_top() or not torch.is_grad_enabled():
+    rule = RULES[func]
+    if rule.form is None or not owner.is_open():
         return NotImplemented
-    bound = rule.bind(args, kwargs)
+    form, bound = rule.form, rule.bind(args, kwargs)
     given = bound[form.input]
     wanted: dict[str, tuple[str, Tensor]] = {}
     if not isinstance(given, Tensor) or of_rows(given) is None:
@@ -366,16 +167,13 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
             return NotImplemented
         else:
             bound[name] = inside(value)
-    bound[form.input] = given
-    if not form.takes(bound):
-        return NotImplemented
-    if not wanted and not given.requires_grad:
+    if not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect(name for name, _ in wanted.values())
     return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted), owner.anchor, given)
 
 
-def other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
     names, form = OTHER_FORMS[func]
     bound = dict(zip(names, args, strict=False), **kwargs)
@@ -386,7 +184,7 @@ def other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     return operation(owner, other, given, {})
 
 
-def _look_up(owner: Pass, bound: _Bound) -> Any:
+def _look_up(owner: Pass, bound: Bound) -> Any:
     """`table[ids]` as an embedding."""
     table, ids = bound["table"], bound["index"]
     whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32) and ids.ndim and is_row(ids)
@@ -395,7 +193,7 @@ def _look_up(owner: Pass, bound: _Bound) -> Any:
     return F.embedding, (torch.where(ids < 0, ids + len(table), ids), table)
 
 
-def _products(owner: Pass, bound: _Bound) -> Any:
+def _products(owner: Pass, bound: Bound) -> Any:
     """A bilinear layer as a linear one of all products of two inputs; vmap would take row after row."""
     weight = bound["weight"]
     if owner.plain(weight) is None:
@@ -406,7 +204,7 @@ def _products(owner: Pass, bound: _Bound) -> Any:
 
 _BILINEAR = (("input1", "input2", "weight", "bias"), _products)
 _SELECT = (("table", "dim", "index"), _look_up)
-OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[[Pass, _Bound], Any]]] = {
+OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[[Pass, Bound], Any]]] = {
     F.bilinear: _BILINEAR,
     torch.bilinear: _BILINEAR,
     torch.index_select: _SELECT,
@@ -424,7 +222,7 @@ def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     return found
 
 
-TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
+_TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
 
 
 class _Source(torch.autograd.Function):
@@ -439,12 +237,12 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
-_Results = tuple[Tensor, ...]
+ANCHOR = torch.zeros((), requires_grad=True)
+Results = tuple[Tensor, ...]
 
 
 @dataclass
-class _Kernel:
+class Kernel:
     """Native operations and their graph, below both levels.
 
     Args:
@@ -452,16 +250,16 @@ class _Kernel:
     """
 
     owner: Pass
-    call: Callable[..., _Results]
+    call: Callable[..., Results]
     wanted: Sequence[bool]
     starts: Sequence[Any] = ()
     ends: Sequence[Any] = ()
     shapes: Sequence[torch.Size] = ()
 
-    def build(self, values: Sequence[Tensor]) -> _Results:
+    def build(self, values: Sequence[Tensor]) -> Results:
         """The results with their graph, which is held by its edges, not by its values."""
         given = [
-            apply_node(_Source, _ANCHOR, value.detach()) if wanted else value.detach()
+            apply_node(_Source, ANCHOR, value.detach()) if wanted else value.detach()
             for value, wanted in zip(values, self.wanted, strict=True)
         ]
         found = self.call(*given)
@@ -476,18 +274,18 @@ class _Kernel:
         both = zip(self.ends, grads, strict=True)
         pairs = [(end, grad) for end, grad in both if end is not None and grad is not None]
         ends, given = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ends, [*starts, _ANCHOR], given, allow_unused=True))
+        found = iter(torch.autograd.grad(ends, [*starts, ANCHOR], given, allow_unused=True))
         wanted = [None if edge is None else next(found) for edge in self.starts]
         self.starts = self.ends = ()
         del self.call  # circles would keep memory until they are collected
         return wanted
 
 
-class _Native(torch.autograd.Function):
+class Native(torch.autograd.Function):
     """The node around a native graph."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: _Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, kernel: Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.kernel = kernel
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
@@ -502,7 +300,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        kernel: _Kernel = ctx.kernel
+        kernel: Kernel = ctx.kernel
         kernel.owner.backward_node()
         values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
         given = [None if grad is None else (inside(grad), of_rows(grad)) for grad in grads]
@@ -527,7 +325,7 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
 
     Each tensor that is given must be a batch of one, and the operation must keep axis 0 apart.
     """
-    if not owner.levels.on_top() or not torch.is_grad_enabled():
+    if not owner.is_open():
         return NotImplemented
     least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
     places: list[int] = []
@@ -548,17 +346,17 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
         return NotImplemented
     names = tuple(kwargs)
 
-    def call(*given: Tensor) -> _Results:
+    def call(*given: Tensor) -> Results:
         filled = list(values)
         for place, value in zip(places, given, strict=True):
             filled[place] = value.squeeze(1)  # its gradient is a view, and that of an index a copy
         found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
         return (found.unsqueeze(1),)
 
-    return apply_node(_Native, _Kernel(owner, call, wanted), owner.anchor, *inputs)
+    return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
 
 
-class _Tap(torch.autograd.Function):
+class Tap(torch.autograd.Function):
     """A value below both levels, whose gradient goes to the rule of the operation that gave it."""
 
     @staticmethod
@@ -573,51 +371,6 @@ class _Tap(torch.autograd.Function):
         return grad, None, None
 
 
-class _Taps(TorchFunctionMode):
-    """Below both levels, the operations of a composite on parameters go to their rules.
-
-    Args:
-        names: id of a plain parameter -> its name. Rows are on axis 1 of what the operations give.
-    """
-
-    def __init__(self, owner: Pass, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.owner, self.names = owner, names
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        rule = RULES.get(func)
-        bound = {} if rule is None else rule.bind(args, kwargs)
-        wanted = {name: value for name, value in bound.items() if id(value) in self.names}
-        if rule is None or not wanted:
-            return func(*args, **kwargs)
-        out: Tensor = F.linear(*args, **kwargs) if func is F.linear else _plain_gates(*args, **kwargs)
-        use = Use(
-            rule,
-            func.__name__,
-            self.owner.levels.rows,
-            {name: self.names[id(value)] for name, value in wanted.items()},
-            {name: value.shape for name, value in wanted.items()},
-            {name: None if isinstance(value, Tensor) else value for name, value in bound.items()},
-            out.shape,
-            axis=1,
-        )
-        needed = {n: bound[n].detach() for name in wanted for n in rule.needs[name]}
-        self.owner.expect(use.wanted.values())
-
-        def credit(grad: Tensor) -> None:
-            with torch.no_grad(), exact(grad.device):
-                _credit(self.owner, use, grad.reshape(use.output), needed)
-
-        # the result of a product is a view of one with two axes: a node of that one copies nothing
-        whole = out._base
-        same = whole is not None and whole.numel() == out.numel() and whole.is_contiguous() and out.is_contiguous()
-        base = whole if whole is not None and same else out
-        return apply_node(_Tap, base, _ANCHOR, credit).view(out.shape)
-
-
 def _of_samples(owner: Pass, value: Any) -> Tensor | None:
     """The tensor of all rows (B, ...) where that of each is a batch of one; None where it is not."""
     values_B = of_rows(value)
@@ -627,28 +380,23 @@ def _of_samples(owner: Pass, value: Any) -> Tensor | None:
     return plain.expand(owner.levels.rows, *plain.shape[1:]) if plain.shape[:1] == (1,) else None
 
 
-def registered(
-    owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]
-) -> Any:
+def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operation with a rule of a user: vmap and grad do all of it but the gradient of its parameter.
 
     NotImplemented where a row is no batch of one, as the rule takes its tensors.
-
-    Args:
-        run: of the operation and its arguments, with its parts seen.
     """
     rule = REGISTERED[func]
     bound = rule.bind(args, kwargs)
     ((argument, needs),) = rule.needs.items()
     leaf = bound.get(argument)
     known = owner.plain(leaf) if isinstance(leaf, Tensor) else None
-    if known is None or not owner.levels.on_top() or not torch.is_grad_enabled():
+    if known is None or not owner.is_open():
         return NotImplemented
     name, value = known
     with Below():
         needed = {need: _of_samples(owner, bound[need]) for need in needs}
     fixed = owner.levels.constant(value)
-    out = run(
+    out = owner.seen(
         func,
         [fixed if each is leaf else each for each in args],
         {key: fixed if each is leaf else each for key, each in kwargs.items()},
@@ -656,10 +404,8 @@ def registered(
     out_B = of_rows(out) if isinstance(out, Tensor) else None
     if out_B is None or out_B.shape[1:2] != (1,) or any(each is None for each in needed.values()):
         return NotImplemented
-    options = {key: None if isinstance(each, Tensor) else each for key, each in bound.items()}
     shape = torch.Size((len(out_B), *out_B.shape[2:]))
-    use = Use(rule, func.__name__, owner.levels.rows, {argument: name}, {argument: value.shape}, options, shape)
-
+    use = rule.use(func.__name__, owner.levels.rows, {argument: known}, bound, shape)
     owner.expect((name,))
 
     def credit(grad: Tensor) -> None:
@@ -667,62 +413,114 @@ def registered(
         grad_B = of_rows(grad)
         with Below(), torch.no_grad(), exact(value.device):
             grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
-            _credit(owner, use, grad_B[:, 0], needed)
+            credit_use(owner, use, grad_B[:, 0], needed)
 
-    return apply_node(_Tap, out, owner.anchor, credit)
-
-
-_plain_gates = without_dispatch(gates)
+    return apply_node(Tap, out, owner.anchor, credit)
 
 
-def recurrent(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
-    """A recurrent layer over time: torch's own kernel and its derivatives below both levels, its gates by their rule.
+_ENTROPY = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+_WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda losses, counted: losses,
+    "sum": lambda losses, counted: losses.sum(),
+    "mean": lambda losses, counted: losses.sum() / counted.sum(),
+}
+_NONE = 0  # torch's number of the reduction "none"
 
-    A row is a batch of one, on the axis of the batch. NotImplemented for packed rows, and for dropout between layers.
 
-    Args:
-        bound: arguments by name.
+class _CrossEntropy(torch.autograd.Function):
+    """Losses of all positions, (B, n, ...) of logits (B, n, C, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, over: Levels, ignored: int, logits: Tensor, target: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        logits_B, target_B = of_rows(logits), of_rows(target)
+        with Below():
+            x, classes = logits_B.flatten(0, 1), target_B.flatten(0, 1)  # type: ignore[union-attr]  # rows
+            if x.ndim > 2:
+                x, classes = x.reshape(*x.shape[:2], 1, -1), classes.reshape(len(x), 1, -1)
+            log_probs = x.log_softmax(1)
+            run = torch.ops.aten.nll_loss_forward if x.ndim == 2 else torch.ops.aten.nll_loss2d_forward
+            losses, weight = run(log_probs, classes, None, _NONE, ignored)
+            losses = losses.reshape(target_B.shape)  # type: ignore[union-attr]  # rows
+        ctx.over, ctx.kept = over, (log_probs, classes, None, _NONE, ignored, weight)
+        ctx.given = logits_B.shape, logits_B.dtype  # type: ignore[union-attr]  # rows
+        return over.row(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        log_probs, classes, *_ = ctx.kept
+        shape, dtype = ctx.given
+        grad_B = of_rows(grad)
+        with Below(), torch._C.DisableTorchFunction():
+            if grad_B is None:
+                grad_B = inside(grad).expand(shape[0], *grad.shape)
+            run = torch.ops.aten.nll_loss_backward if log_probs.ndim == 2 else torch.ops.aten.nll_loss2d_backward
+            of_log = run(grad_B.reshape(classes.shape), *ctx.kept)
+            found = torch.ops.aten._log_softmax_backward_data(of_log, log_probs, 1, log_probs.dtype)
+            found = found.to(dtype).reshape(shape)
+        return None, None, ctx.over.row(found), None
+
+
+def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`F.cross_entropy` of classes in whole numbers; NotImplemented where vmap and grad are to do it."""
+    over, bound = owner.levels, {**dict(zip(_ENTROPY, args, strict=False)), **kwargs}
+    logits, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
+    if not owner.is_open() or not (is_row(logits) and is_row(target)):
+        return NotImplemented
+    if any(bound.get(name, plain) != plain for name, plain in _WITHOUT.items()):
+        return NotImplemented
+    of_classes = target.dtype == torch.int64 and logits.ndim > 1 and target.shape == logits.shape[:1] + logits.shape[2:]
+    if not of_classes or not logits.requires_grad:
+        return NotImplemented
+    losses = apply_node(_CrossEntropy, over, ignored, logits, target)
+    return _REDUCTIONS[bound.get("reduction", "mean")](losses, target != ignored)
+
+
+# Products with weights in 4 bits, of bitsandbytes: frozen layers of a base on which adapters are trained (QLoRA).
+_PRODUCTS = ("gemm_4bit", "gemv_4bit")
+
+
+def _product_of_4_bits(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`(x (..., i), weight, ...)`: `x W^T + b` with any leading axes, of all rows; NotImplemented for other operations.
+
+    Raises:
+        UnsupportedModel: x has a gradient, which would be lost. On CPUs with bfloat16, bitsandbytes packs the weights
+            at the first forward pass in evaluation mode, and keeps them so: what is trained below would then have a
+            gradient of zero, with a warning of torch alone.
     """
-    given = bound["input"]
-    if (
-        "batch_sizes" in bound
-        or not owner.levels.on_top()
-        or not torch.is_grad_enabled()
-        or not isinstance(given, Tensor)
-    ):
+    run: Callable[..., Any] = func
+    if func.__name__.split(".")[0] not in _PRODUCTS or any(map(is_row, pytree.tree_leaves((args[1:], dict(kwargs))))):
         return NotImplemented
-    axis = 0 if bound["batch_first"] else 1
-    given_B = of_rows(given)
-    if given_B is None or given.ndim != 3 or given.shape[axis] != 1 or (bound["train"] and bound["dropout"]):
-        return NotImplemented
-    plain: list[Tensor] = []
-    credited: dict[int, str] = {}
-    for value in bound["params"]:
-        known = owner.plain(value)
-        if known is None and (value.requires_grad or of_rows(value) is not None):
-            return NotImplemented
-        plain.append(inside(value) if known is None else known[1].detach())
-        if known is not None:
-            credited[id(plain[-1])] = known[0]
-    single = isinstance(bound["hx"], Tensor)
-    states = [bound["hx"]] if single else list(bound["hx"])
-    if any(state.ndim != 3 for state in states):
-        return NotImplemented
+    if torch.is_grad_enabled() and args[0].requires_grad:
+        raise UnsupportedModel(
+            "Expected weights in 4 bits that gradients pass through, got weights that bitsandbytes has packed for "
+            "inference: on this CPU it does so when the model runs in evaluation mode. Load the model again, and "
+            "evaluate only after training; or train on an accelerator, where nothing is packed."
+        )
+    values_B = of_rows(args[0])
     with Below():
-        zeros_B = given_B.new_zeros(owner.levels.rows, 1)
-    # states that are the same for all rows, trained ones among them, get an axis of rows
-    states = [
-        state + owner.levels.row(zeros_B).to(state.dtype) if of_rows(state) is None else state for state in states
-    ]
-    options = (bound["has_biases"], bound["num_layers"], bound["bidirectional"])
+        out = run(values_B, *args[1:], **kwargs)
+    return owner.levels.row(out)
 
-    def call(x_B: Tensor, *states_B: Tensor) -> _Results:
-        x = x_B.squeeze(1 + axis)  # (B, T, d)
-        first = [state_B.squeeze(2).transpose(0, 1).contiguous() for state_B in states_B]  # (L, B, H)
-        with _Taps(owner, credited):
-            out, *lasts = RECURRENT[func](x.transpose(0, 1), first[0] if single else first, plain, *options)
-        out = out.transpose(0, 1)
-        return (out.unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
 
-    wanted = [value.requires_grad for value in (given, *states)]
-    return apply_node(_Native, _Kernel(owner, call, wanted), owner.anchor, given, *states)
+def _experts(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The products of experts of Transformers where code is transformed, by torch's own operation."""
+    if func.__name__.split(".")[0] != "grouped_mm_fallback":
+        return NotImplemented
+    bound = dict(zip(("input", "weight", "offs"), args, strict=False), **kwargs)
+    return F.grouped_mm(bound["input"], bound["weight"], offs=bound["offs"])
+
+
+OF_LIBRARIES = {"bitsandbytes": _product_of_4_bits, "transformers": _experts}
+"""Operations of other libraries that keep rows apart, by namespace; NotImplemented for others."""
+
+ISLANDS: Mapping[Any, Handler] = {
+    **dict.fromkeys(NATIVE, native),
+    **{func: operation for func, rule in RULES.items() if rule.form is not None},
+    **dict.fromkeys(OTHER_FORMS, _other_form),
+    **dict.fromkeys(_TURNING, turned),
+    F.cross_entropy: cross_entropy,
+}

@@ -7,9 +7,11 @@ name in a version of torch that is different.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -90,27 +92,6 @@ def below_both() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _requires_grad_allowed() -> Iterator[None]:
-    """Inside, the loss may ask for gradients of its inputs by `requires_grad_`."""
-    before = functorch.get_inplace_requires_grad_allowed()
-    functorch.set_inplace_requires_grad_allowed(True)
-    try:
-        yield
-    finally:
-        functorch.set_inplace_requires_grad_allowed(before)
-
-
-@contextmanager
-def _silent_fallbacks() -> Iterator[None]:
-    """Inside, torch does not warn that an operation without a batching rule runs row by row; afterwards it does."""
-    functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]  # no stub
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]  # no stub
-
-
 transformed: Callable[[], AbstractContextManager[None]] = getattr(
     torch.compiler, "_compile_session_context", nullcontext
 )
@@ -126,16 +107,19 @@ groups.
 def levels(num_rows: int) -> Iterator[Levels]:
     """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
     lazy_load_decompositions()
-    # no_grad: frozen parameters may require gradients, and would keep a graph below both levels
-    with (
-        torch.no_grad(),
-        vmap_increment_nesting(num_rows, "error") as vmap,
-        grad_increment_nesting() as grad,
-        torch.enable_grad(),
-        _requires_grad_allowed(),
-        _silent_fallbacks(),
-    ):
-        yield Levels(num_rows, vmap, grad)
+    before = functorch.get_inplace_requires_grad_allowed()
+    functorch.set_inplace_requires_grad_allowed(True)  # the loss may ask for gradients of its inputs
+    functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]  # no stub
+    try:
+        # no_grad: frozen parameters may require gradients, and would keep a graph below both levels
+        with (
+            torch.no_grad(), vmap_increment_nesting(num_rows, "error") as vmap, grad_increment_nesting() as grad,
+            torch.enable_grad(),
+        ):  # fmt: skip
+            yield Levels(num_rows, vmap, grad)
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]  # no stub
+        functorch.set_inplace_requires_grad_allowed(before)
 
 
 def inside(value: Any) -> Any:
@@ -191,3 +175,34 @@ def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | No
         (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
+
+
+@functools.cache
+def without_dispatch(function: Any) -> Callable[..., Any]:
+    """A private copy of a function written in Python that does not dispatch, so that modes get its parts.
+
+    The function itself is not touched.
+    """
+    quiet = {
+        name: (lambda *args, **kwargs: False) for name in function.__globals__ if name.startswith("has_torch_function")
+    }
+    inside = {**function.__globals__, **quiet}
+    copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
+    return functools.partial(copy, **(function.__kwdefaults__ or {}))
+
+
+def opened(func: Any) -> Callable[..., Any] | None:
+    """The same function that does not ask modes, so that its parts do; None for those that are one operation.
+
+    >>> import torch
+    >>> opened(torch.nn.functional.dropout) is None, opened(torch.add) is None
+    (False, True)
+    """
+    of_torch = type(func) is FunctionType and (func.__module__ or "").startswith("torch.")
+    return without_dispatch(func) if of_torch and _asks_modes(func) else None
+
+
+@functools.cache
+def _asks_modes(func: FunctionType) -> bool:
+    asks = any(name.startswith("has_torch_function") for name in func.__code__.co_names)
+    return asks and "__class__" not in func.__code__.co_freevars  # a method that calls `super()` comes back as itself

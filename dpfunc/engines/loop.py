@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -20,9 +20,17 @@ from dpfunc._utils.dtensor import local, local_like
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.guards.collectives import CollectiveRecorder, check_replicated, own_only
-from dpfunc.engines.guards.earlier_rows import RowMemory, refuse_earlier, refuse_undeclared
+from dpfunc.engines.guards.kept_state import (
+    RowMemory,
+    python_state,
+    refuse_counting,
+    refuse_earlier,
+    refuse_kept,
+    refuse_undeclared,
+)
 from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
 from dpfunc.engines.guards.loss import (
+    backward_inside,
     check_depends,
     check_differentiable,
     parameters_unchanged,
@@ -30,18 +38,15 @@ from dpfunc.engines.guards.loss import (
     uncompiled,
     unfollowed_code_is_an_error,
 )
-from dpfunc.engines.guards.python_state import python_state, refuse_counting, refuse_kept
-from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.levels import run_backward
-from dpfunc.engines.opened import opened
+from dpfunc.engines.levels import opened, run_backward
 from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.recurrent import NAMES, layer_by_layer
 from dpfunc.engines.rules.recurrent import RECURRENT
-from dpfunc.engines.sequences import NAMES, layer_by_layer
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
 
-COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
+_COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 """Of numbers of 16 bits."""
 
 # Numbers that a loss may ask of zeros while it builds what it keeps.
@@ -89,11 +94,7 @@ class RowAlone(TorchFunctionMode):
         self.memory.note(pytree.tree_leaves(row))
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         refuse_earlier(args, kwargs)
@@ -102,7 +103,7 @@ class RowAlone(TorchFunctionMode):
             self._tell(func, args)
         found = self._computed(func, args, kwargs)
         if isinstance(found, Tensor):
-            self.coarse |= found.dtype in COARSE_DTYPES
+            self.coarse |= found.dtype in _COARSE_DTYPES
         self.memory.follow(func, args, kwargs, found)
         return found
 
@@ -147,7 +148,6 @@ class Loop:
     by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
-        """Gradients of all rows, one after the other."""
         return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
 
 
@@ -217,6 +217,18 @@ def _copies(params: Params) -> dict[str, Tensor]:
     return {name: param.detach().clone().requires_grad_() for name, param in params.items()}
 
 
+@contextmanager
+def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+    """Inside, a loss is called for the row of a mode, and its backward pass runs."""
+    try:
+        with (
+            own_only(recorder), torch.enable_grad(), backward_inside(), uncompiled(), told_of_transforms(), mode,
+        ):  # fmt: skip
+            yield
+    finally:
+        mode.memory.end()
+
+
 def row_gradients(
     loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
 ) -> Alone:
@@ -226,19 +238,12 @@ def row_gradients(
         loss_fn, params: as for an engine. row: a copy of it, a batch of one. position: in the batch.
         recorder: notes the meshes of collectives inside of the loss.
     """
-    leaves = _copies(params)
-    mode = RowAlone(row, position)
-    try:
-        with (
-            own_only(recorder), parameters_unchanged(leaves), torch.enable_grad(), backward_inside(),
-            uncompiled(), told_of_transforms(), mode,
-        ):  # fmt: skip
-            losses_1 = loss_fn(leaves, row)
-            check_differentiable(losses_1, 1)
-            refuse_reentrant((), losses_1)
-            grads = run_backward(losses_1.sum(), tuple(leaves.values()))
-    finally:
-        mode.memory.end()
+    leaves, mode = _copies(params), RowAlone(row, position)
+    with parameters_unchanged(leaves), _inside(mode, recorder):
+        losses_1 = loss_fn(leaves, row)
+        check_differentiable(losses_1, 1)
+        refuse_reentrant((), losses_1)
+        grads = run_backward(losses_1.sum(), tuple(leaves.values()))
     used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     local_grads = {
         name: local_like(grad.to_dense() if grad.is_sparse else grad, params[name]).detach()
@@ -294,9 +299,7 @@ def warm_up(loss_fn: LossFn, params: Params, batch: Batch) -> None:
     _warmed.setdefault(loss_fn, set()).add(signature(batch))
     zeros = tree_map(lambda leaf: torch.zeros_like(leaf[:1]), batch)
     leaves, mode = _copies(params), RowAlone(zeros, 0, _MANY)
-    with (
-        suppress(Exception, _Told), warnings.catch_warnings(action="ignore"), cpu_seeds(insecure_key(0)),
-        own_only(), torch.enable_grad(), backward_inside(), uncompiled(), told_of_transforms(), mode,
-    ):  # fmt: skip
+    quiet = warnings.catch_warnings(action="ignore")
+    # what is made of zeros is no table of a shape: no row may use it
+    with suppress(Exception, _Told), quiet, cpu_seeds(insecure_key(0)), _inside(mode):
         loss_fn(leaves, zeros)
-    mode.memory.end()  # what is made of zeros is no table of a shape: no row may use it

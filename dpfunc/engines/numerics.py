@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from dpfunc.engines.marks import any_set
 
 # Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
 _PIECE = 2**12
@@ -36,7 +37,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_accumulation_dtype(tensor: Tensor) -> Tensor:
-    """Convert a tensor to the dtype in which norms and sums are taken."""
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
@@ -63,6 +63,15 @@ def exact(device: torch.device) -> Iterator[None]:
     finally:
         if precision != "highest":
             torch.set_float32_matmul_precision(precision)
+
+
+def is_exact(device: torch.device) -> bool:
+    """True if products are not shortened anyway, and `exact` would change nothing."""
+    return (
+        device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+        and torch.get_float32_matmul_precision() == "highest"
+    )
 
 
 def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -193,3 +202,69 @@ def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> 
     if not cancels:
         measure()
     return cancels[0] if any_set(cancels[0]) else None
+
+
+# Marks by which the host decides what is computed next: a norm that lost its digits, parts that cancel, a row that is
+# dropped. They are set for few samples in few steps; a host that reads them one by one waits for the device each time.
+_Result = TypeVar("_Result")
+
+_LONGEST_PAUSE = 63
+_unread: ContextVar[list[Tensor] | None] = ContextVar("dpfunc_unread_marks", default=None)
+
+
+def any_set(marks: Tensor) -> bool:
+    """True if a mark (bool) is set. Inside of `ReadTogether`: False, and it is read later.
+
+    >>> any_set(torch.tensor([False, True]))
+    True
+    """
+    unread = _unread.get()
+    if unread is None:
+        return bool(marks.any())
+    unread.append(marks)
+    return False
+
+
+@dataclass
+class ReadTogether:
+    """Compute as if no mark were set and read all marks once; if one is set, compute again and read each.
+
+    A result is always the one that reading each mark gives, bit for bit. Where marks are set in each step, computing
+    twice would cost more than reading: after a failure some steps read each mark, after the next one twice as many.
+
+    Args:
+        pause: steps that read each mark after the next failure. left: of the present pause.
+
+    >>> read_together = ReadTogether()
+    >>> read_together(lambda: "few" if any_set(torch.tensor([True])) else "none")
+    'few'
+    """
+
+    pause: int = 1
+    left: int = 0
+
+    def __call__(self, compute: Callable[[], _Result]) -> _Result:
+        """The result of a function that has no effects, called once or twice."""
+        if self.left:
+            self.left -= 1
+            return compute()
+        unread: list[Tensor] = []
+        token = _unread.set(unread)
+        try:
+            result = compute()
+        finally:
+            _unread.reset(token)
+        if not _any_of(unread):
+            self.pause = 1
+            return result
+        del result  # its memory is needed again
+        self.left, self.pause = self.pause, min(2 * self.pause + 1, _LONGEST_PAUSE)
+        return compute()
+
+
+def _any_of(marks: list[Tensor]) -> bool:
+    """True if a mark is set; one read for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in marks:
+        by_device.setdefault(each.device, []).append(each.flatten())
+    return any(bool(torch.cat(each).any()) for each in by_device.values())

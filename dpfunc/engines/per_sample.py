@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines.cost import matrix
-from dpfunc.engines.marks import any_set
 from dpfunc.engines.numerics import (
     LONG,
     ROUNDINGS,
     TOLERATED,
     accumulation_dtype,
+    any_set,
     cancelling_samples,
     exact,
     in_pieces,
@@ -76,7 +76,6 @@ class Dense:
         return sq_sum(_flat(self.grads_B))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """One product of a vector and a matrix."""
         factors_B, grads_B = without_dropped(factors_B, self.grads_B)
         flat_BP = to_accumulation_dtype(_flat(grads_B))
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
@@ -156,7 +155,6 @@ class Outer:
         return sq_norms_B, reach_B
 
     def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
-        """Squared norms from products of pairs, see `of_pairs`."""
 
         def pair(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
             a_BTT = self._products_of_a(a) if a is a_BTp else _products(a)
@@ -359,12 +357,10 @@ class _Stack:
         return Outer(a, b, outers[0].shape)
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms: name -> (B,)."""
         norms_NB = self.joined.sq_norms().chunk(len(self.names))
         return dict(zip(self.names, norms_NB, strict=True))
 
     def weighted_sums(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums over the samples: name -> parameter shape."""
         own = [factors[name] for name in self.names]
         sums = self._together(own) if len(own) > 1 else None
         if sums is None:
@@ -447,7 +443,32 @@ class PerSample:
         return {name: found[name] for name in self.grads}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums over the samples: name -> parameter shape."""
         with exact(self.losses_B.device):
             found = {name: total for stack in self._stacks for name, total in stack.weighted_sums(factors).items()}
         return {name: found[name] for name in self.grads}
+
+
+@dataclass
+class Kept:
+    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
+
+    Args:
+        counts: name -> uses in the forward pass, with a rule. pieces: name -> gradients of its uses.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
+
+    def take(self, name: str, grad: PerSampleGrad) -> None:
+        """Take the gradients of one use of a parameter, in the backward pass."""
+        self.pieces.setdefault(name, []).append(grad)
+
+    def take_formed(self, grads: Mapping[str, Tensor]) -> None:
+        """Take gradients (B, *shape), by name."""
+        for name, grads_B in grads.items():
+            self.pieces.setdefault(name, []).append(Dense(grads_B))
+
+    def joined(self, name: str, param: Tensor, num_samples: int) -> PerSampleGrad:
+        """All of the gradient of a parameter; the pieces are given away."""
+        pieces = self.pieces.pop(name, [])
+        return add(pieces) if pieces else Zeros(num_samples, param)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfunc.engines.loop import loop
 from dpfunc.engines.per_sample import Dense
-from dpfunc.engines.row_pass import Passed
+from dpfunc.engines.reads import Passed
 from dpfunc.engines.rules import REGISTERED
 from dpfunc.engines.rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.vmap_grad import VmapGrad

@@ -7,44 +7,29 @@ grad. A mode of torch functions, active during the pass only, gives operations o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc.engines import four_bits
-from dpfunc.engines.cross_entropy import cross_entropy
 from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines.ghost import Source
-from dpfunc.engines.guards.earlier_rows import (
+from dpfunc.engines.guards.kept_state import (
     UNDECLARED,
     forget_gone,
     plain_memory,
     refuse_earlier,
     refuse_undeclared,
 )
-from dpfunc.engines.guards.lockstep import in_lockstep, told_of_transforms
-from dpfunc.engines.guards.loss import check_differentiable, refuse_reentrant
-from dpfunc.engines.guards.scope import backward_inside
-from dpfunc.engines.islands import (
-    FORMS,
-    NATIVE,
-    OTHER_FORMS,
-    TURNING,
-    native,
-    operation,
-    other_form,
-    recurrent,
-    registered,
-    turned,
-)
+from dpfunc.engines.guards.lockstep import told_of_transforms
+from dpfunc.engines.guards.loss import backward_inside, check_differentiable, refuse_reentrant
+from dpfunc.engines.islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines.levels import (
     Below,
     Levels,
@@ -53,18 +38,17 @@ from dpfunc.engines.levels import (
     is_row,
     levels,
     of_rows,
+    opened,
     run_backward,
     transforms_seen,
 )
 from dpfunc.engines.loop import is_warm
-from dpfunc.engines.opened import opened
-from dpfunc.engines.per_sample import PerSampleGrad
-from dpfunc.engines.reads import READS, Alone, Diverged, NoRules, Stop, numbers, stacked
+from dpfunc.engines.per_sample import Kept
+from dpfunc.engines.reads import READS, Alone, Handler, NoRules, Pass, Passed, numbers, stacked
+from dpfunc.engines.recurrent import RECURRENT_LAYERS
 from dpfunc.engines.rules import REGISTERED
 from dpfunc.engines.rules.composite import COMPOSITES
-from dpfunc.engines.rules.recurrent import RECURRENT
 from dpfunc.engines.rules.table import Use
-from dpfunc.engines.sequences import as_padded, layer_by_layer, pack, pad
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -110,24 +94,6 @@ class Settings:
     since: str = field(default="", compare=False)
 
 
-class FirstRead(Stop):
-    """The loss is about to be told numbers of rows, and nobody has noted what it keeps."""
-
-
-class Sink(Protocol):
-    """Place that takes the gradients of a pass.
-
-    Args:
-        counts: name -> uses of the parameter in the forward pass, with a rule.
-    """
-
-    counts: dict[str, int]
-
-    def take(self, name: str, grad: PerSampleGrad) -> None:
-        """Take the gradients of one use of a parameter, in the backward pass."""
-        ...
-
-
 @dataclass(frozen=True)
 class Rows:
     """Rows of a batch for one pass.
@@ -153,90 +119,21 @@ class Rows:
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 
 
-@dataclass(frozen=True)
-class Passed:
-    """Results of one pass over rows.
-
-    Args:
-        losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
-            graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
-        uses: that went to rules, in the order of the backward pass.
-    """
-
-    losses_B: Tensor
-    rest: Mapping[str, Tensor]
-    params: Params
-    disagreed: Diverged | None
-    uses: Sequence[Use]
-
-
-class RowPass(TorchFunctionMode):
+class _RowPass(Pass):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
 
     def __init__(
-        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], sink: Sink
+        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept
     ) -> None:
-        super().__init__()
-        self.watched = rows.watched and is_warm(rows.loss_fn, rows.batch)
-        self.take, self.counts = sink.take, sink.counts
-        self.disagreed: Diverged | None = None
+        leaves = {name: over.leaf(param) for name, param in params.items()}
+        watched = rows.watched and is_warm(rows.loss_fn, rows.batch)
+        super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
+        self.settings, self.draws, self._depth = settings, OwnDraws(positions_of(rows.positions)), 0
         self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
-        self._depth = 0
-        self.levels, self.settings, self.draws, self.uses = over, settings, OwnDraws(positions_of(rows.positions)), uses
-        self.noted: list[Use] = []
-        self.turned: dict[int, tuple[Tensor, Tensor]] = {}
-        self.leaves = {name: over.leaf(param) for name, param in params.items()}
-        with Below():
-            self.anchor = over.leaf(torch.zeros(()))
-        self.stopped: Stop | DPFuncError | None = None
-        self.in_backward = self.is_exact = False
-        self._params = {id(leaf): (name, params[name]) for name, leaf in self.leaves.items()}
-        self._stands = {id(params[name]): leaf for name, leaf in self.leaves.items()} if rows.source is not None else {}
-
-    def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
-        """Name and value of a parameter, if this is one."""
-        return self._params.get(id(leaf))
-
-    def stop(self, stop: Stop) -> NoReturn:
-        """End the pass, also where code of the loss catches the exception."""
-        self.stopped = self.stopped or stop
-        raise stop
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Count uses of parameters of the forward pass."""
-        if not self.in_backward:
-            for name in names:
-                self.counts[name] = self.counts.get(name, 0) + 1
-
-    def differ(self, stop: Diverged) -> None:
-        """End the pass where rows differ; in lockstep it goes on with the first row, since others wait for it."""
-        if in_lockstep():
-            self.disagreed = self.disagreed or stop
-        else:
-            self.stop(stop)
-
-    def reading(self, read: str) -> None:
-        """End the pass before Python learns anything of the rows, if what the loss keeps was not noted before it."""
-        if not self.watched:
-            self.stop(FirstRead(read))
-
-    def begin_backward(self, losses: object) -> None:
-        """Note that the backward pass of the losses begins."""
-        self.in_backward = True
-        transforms_seen(True)
-        self.is_exact = isinstance(losses, Tensor) and _is_exact(losses.device)
-
-    def backward_node(self) -> None:
-        """End the pass where a node runs in a backward pass that is not that of the losses."""
-        if not self.in_backward:
-            self.stop(NoRules("the loss has a backward pass of its own"))
+        self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if not self.settings.plain_functions or self.in_backward:
             return self._answer(func, args, kwargs)
@@ -257,8 +154,8 @@ class RowPass(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             refuse_earlier(args, kwargs)
-            if func in REGISTERED and self.settings.rules:
-                found = registered(self, func, args, kwargs, self._seen)
+            if func in REGISTERED and self.rules:
+                found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
             if handlers is None:
@@ -285,43 +182,29 @@ class RowPass(TorchFunctionMode):
             refuse_undeclared(func)
             name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
             if name not in _OURS and any(map(is_row, pytree.tree_leaves((args, kwargs)))):
-                known = _OF_LIBRARIES.get(name)
-                found = NotImplemented if known is None else known(self.levels, func, args, kwargs)
+                found = OF_LIBRARIES.get(name, _unknown)(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
                 self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
             return func(*args, **kwargs)
         parts = opened(func)
-        if parts is None:
-            return func(*args, **kwargs)
-        with self:
-            return parts(*args, **kwargs)
-
-    def _seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with self:
-            return func(*args, **kwargs)
-
-    def composite(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An operation that is made of others, with its parts seen."""
-        with self:
-            return COMPOSITES[func](*args, **kwargs)
+        return func(*args, **kwargs) if parts is None else self.seen(parts, args, kwargs)
 
     def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Random numbers of each row."""
         if kwargs.get("generator") is not None:
             self.stop(Alone("the loss draws from a generator of its own"))
         return random_operation(self.levels.row, self.draws, func, args, kwargs)
 
     def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A backward pass inside of the loss."""
-        if self.settings.rules and not self.in_backward:
+        if self.rules and not self.in_backward:
             self.stop(NoRules("the loss has a backward pass of its own"))
         return NotImplemented
 
     def hooked(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A hook on a parameter, or a node that is given away: hooks get gradients that a rule would not form."""
         given = args[0]
-        if self.settings.rules and (func is _GRAD_FN or self.plain(given) is not None or id(given) in self.turned):
+        if self.rules and (func is _GRAD_FN or self.plain(given) is not None or id(given) in self.turned):
             self.stop(NoRules("the loss has a hook on a parameter or a node"))
         return NotImplemented
 
@@ -380,32 +263,15 @@ def _is_memory_of(target: Tensor, param: Tensor) -> bool:
 _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
 
 
-def _experts(over: Levels, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The products of experts of Transformers where code is transformed, by torch's own operation."""
-    if func.__name__.split(".")[0] != "grouped_mm_fallback":
-        return NotImplemented
-    bound = dict(zip(("input", "weight", "offs"), args, strict=False), **kwargs)
-    return torch.nn.functional.grouped_mm(bound["input"], bound["weight"], offs=bound["offs"])
+def _unknown(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return NotImplemented
 
 
-_OF_LIBRARIES = {"bitsandbytes": four_bits.product, "transformers": _experts}
+def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return mode.seen(COMPOSITES[func], args, kwargs)
 
 
-def _recurrent(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    bound, packed = as_padded(mode, args, kwargs)
-    if bound["train"] and bound["dropout"] and bound["num_layers"] > 1 and "batch_sizes" not in bound:
-        found = mode._seen(layer_by_layer, (func, bound), {})
-    else:
-        found = recurrent(mode, func, bound) if mode.settings.rules else NotImplemented
-        if found is NotImplemented and packed:
-            found = func(*bound.values())
-    if not packed or found is NotImplemented:
-        return found
-    output, *lasts = found
-    return (output.squeeze(1), *lasts)
-
-
-def _data_set(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
     target, value = (plain_memory(each) for each in args)
     if target is None or value is None or not (torch._C._functorch.is_functorch_wrapped_tensor(args[0])):
@@ -414,11 +280,11 @@ def _data_set(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str
     return None if same and target.stride() == value.stride() else NotImplemented
 
 
-def _undeclared(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _undeclared(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return refuse_undeclared(func)
 
 
-def _requires_grad(mode: RowPass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _requires_grad(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args[0].requires_grad else NotImplemented
 
 
@@ -430,30 +296,20 @@ _FACTS = (
     ),
     Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel,
 )  # fmt: skip
-Handler = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], Any]
 _FACT: tuple[Handler, ...] = ()
 # Who answers a function, in this order: the first whose answer is not NotImplemented. The second one needs rules.
 _OWN: Mapping[Any, Handler] = {
-    **dict.fromkeys(_WRITES, RowPass.written),
-    **dict.fromkeys(_NESTED, RowPass.nested),
-    **dict.fromkeys(_HOOKING, RowPass.hooked),
-    **dict.fromkeys(_FACTORIES | _UNWRITTEN, RowPass.made),
-    **dict.fromkeys(RANDOM, RowPass.random),
-    torch._C._VariableFunctions._pack_padded_sequence: pack,
-    torch._C._VariableFunctions._pad_packed_sequence: pad,
-    torch._functorch.autograd_function.custom_function_call: RowPass.function,
+    **dict.fromkeys(_WRITES, _RowPass.written),
+    **dict.fromkeys(_NESTED, _RowPass.nested),
+    **dict.fromkeys(_HOOKING, _RowPass.hooked),
+    **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
+    **dict.fromkeys(RANDOM, _RowPass.random),
+    torch._functorch.autograd_function.custom_function_call: _RowPass.function,
     Tensor.requires_grad_: _requires_grad,
     _DATA.__set__: _data_set,
-    **dict.fromkeys(RECURRENT, _recurrent),
-    **dict.fromkeys(COMPOSITES, RowPass.composite),
+    **RECURRENT_LAYERS,
+    **dict.fromkeys(COMPOSITES, _composite),
     **dict.fromkeys(UNDECLARED, _undeclared),
-}
-_RULED: Mapping[Any, Handler] = {
-    **dict.fromkeys(NATIVE, native),
-    **dict.fromkeys(FORMS, operation),
-    **dict.fromkeys(OTHER_FORMS, other_form),
-    **dict.fromkeys(TURNING, turned),
-    torch.nn.functional.cross_entropy: cross_entropy,
 }
 
 
@@ -463,11 +319,11 @@ def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     return {**found, **dict.fromkeys(_FACTS, _FACT)}
 
 
-_WITH_RULES, _WITHOUT_RULES = _answered(_OWN, _RULED, READS), _answered(_OWN, READS)
+_WITH_RULES, _WITHOUT_RULES = _answered(_OWN, ISLANDS, READS), _answered(_OWN, READS)
 
 
-def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], sink: Sink) -> Passed:
-    """Losses of rows that go the same way; their gradients by rules go into the sink.
+def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept) -> Passed:
+    """Losses of rows that go the same way; their gradients by rules go to `kept`.
 
     Raises:
         Stop: they do not, or cannot be computed with these settings.
@@ -477,7 +333,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], sink: Sink
     tensors = rows.params if rows.source is None else rows.source.leaves(rows.params)
     params = {name: param.detach() for name, param in tensors.items()} if rows.source is None else tensors
     with levels(num_rows) as over:
-        mode = RowPass(rows, over, params, settings, uses, sink)
+        mode = _RowPass(rows, over, params, settings, uses, kept)
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
         given = mode.leaves if rows.source is None else tensors
@@ -504,15 +360,6 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], sink: Sink
         with Below():
             losses_B = _all_rows(losses_1, num_rows)[:, 0].detach()
     return Passed(losses_B, rest, params, mode.disagreed, mode.noted)
-
-
-def _is_exact(device: torch.device) -> bool:
-    """True if products are not shortened anyway, and nothing must be done for it."""
-    return (
-        device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-        and torch.get_float32_matmul_precision() == "highest"
-    )
 
 
 def _all_rows(value: Tensor, num_rows: int) -> Tensor:

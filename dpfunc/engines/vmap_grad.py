@@ -8,12 +8,12 @@ grad. A mode of torch functions, active during the call only, gives operations o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines.draws import positions_of
 from dpfunc.engines.ghost import Ghost, Measured, Source, Weighted, differs
+from dpfunc.engines.guards.kept_state import note_changed, python_state, refuse_kept
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_process
 from dpfunc.engines.guards.loss import parameters_unchanged
-from dpfunc.engines.guards.python_state import note_changed, python_state, refuse_kept
 from dpfunc.engines.levels import below_both
-from dpfunc.engines.loop import rows_alone, warm_up
+from dpfunc.engines.loop import loop, rows_alone, warm_up
 from dpfunc.engines.numerics import exact, precision_now
-from dpfunc.engines.per_sample import Dense, PerSample, PerSampleGrad, Zeros, add
-from dpfunc.engines.reads import Alone, Diverged, NoRules, Stop
-from dpfunc.engines.row_pass import ORDINARY, FirstRead, Passed, Rows, Settings, one_pass
+from dpfunc.engines.per_sample import Kept, PerSample
+from dpfunc.engines.reads import Alone, Diverged, FirstRead, NoRules, Passed, Stop
+from dpfunc.engines.row_pass import ORDINARY, Rows, Settings, one_pass
 from dpfunc.engines.rules.table import Use
 from dpfunc.errors import DPFuncError, UnsupportedModel
-from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
+from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
 
@@ -58,36 +59,17 @@ class Decision:
     reason: str
 
 
-@dataclass
-class _Kept:
-    """Gradients of one pass, each formed or as factors."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
-
-    def take(self, name: str, grad: PerSampleGrad) -> None:
-        self.pieces.setdefault(name, []).append(grad)
-
-    def finish(self, passed: Passed) -> PerSample:
-        """The gradients of all parameters."""
-        grads: dict[str, PerSampleGrad] = {}
-        for name, param in passed.params.items():
-            parts = self.pieces.get(name, [])
-            if name in passed.rest:
-                parts = [*parts, Dense(passed.rest[name])]
-            grads[name] = add(parts) if parts else Zeros(len(passed.losses_B), param)
-        return PerSample(passed.losses_B, grads)
-
-
-_Samples = PerSample | Ghost
-
-
 class _Part(NamedTuple):
-    """Rows of one pass: places in the batch, and gradients. `counted` is false where they stand for no rows."""
+    """Rows of one pass: places in the batch, and gradients.
+
+    Args:
+        counted: false where they stand for no rows. alone: why each was computed alone; empty if they were not.
+    """
 
     rows: Sequence[int]
-    samples: _Samples
+    samples: PerSample | Ghost
     counted: bool = True
+    alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,30 +88,44 @@ class Grouped:
         """True if weighted sums can be taken more than once without another pass."""
         return all(isinstance(part.samples, PerSample) for part in self.parts)
 
-    def _joined(self, values: Sequence[Tensor]) -> Tensor:
+    def _joined(self, values: Iterable[Tensor]) -> Tensor:
         """The values of the rows of each part that counts, in the order of the batch."""
-        order = torch.tensor([row for part in self.parts if part.counted for row in part.rows]).argsort()
-        own = [value for part, value in zip(self.parts, values, strict=True) if part.counted]
-        return torch.cat(own)[order.to(values[0].device)]
+        own = [(value, part.rows) for value, part in zip(values, self.parts, strict=True) if part.counted]
+        joined_B = torch.cat([value for value, _ in own])
+        order = torch.tensor([row for _, rows in own for row in rows]).argsort()
+        return joined_B[order.to(joined_B.device)]
 
     @property
     def losses_B(self) -> Tensor:
-        return self._joined([part.samples.losses_B for part in self.parts])
+        return self._joined(part.samples.losses_B for part in self.parts)
 
     def sq_norms(self) -> dict[str, Tensor]:
-        """Squared norms of the gradients of each sample: name -> (B,)."""
         found = [part.samples.sq_norms() for part in self.parts]
-        return {name: self._joined([norms[name] for norms in found]) for name in found[0]}
+        return {name: self._joined(norms[name] for norms in found) for name in found[0]}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums over all samples: name -> parameter shape."""
         total: dict[str, Tensor] = {}
-        for rows, part, counted in self.parts:
-            sums = part.weighted_sum(
-                {name: value[list(rows)] if counted else value.new_zeros(len(rows)) for name, value in factors.items()}
-            )
+        for rows, part, counted, _ in self.parts:
+            own = {n: value[list(rows)] if counted else value.new_zeros(len(rows)) for n, value in factors.items()}
+            sums = part.weighted_sum(own)
             total = {name: total[name] + value for name, value in sums.items()} if total else sums
         return total
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Facts about a loss from earlier batches; no result depends on them.
+
+    Args:
+        settings: with which its rows could be computed. decision: about its last step. read: name of a function by
+            which it was told numbers of rows. together: see `Measured`. uses: of parameters.
+    """
+
+    settings: Settings
+    decision: Decision | None = None
+    read: str = ""
+    together: frozenset[str] = frozenset()
+    uses: dict[object, Use] = field(default_factory=dict)
 
 
 class _Calls:
@@ -190,15 +186,7 @@ class VmapGrad:
     source: Source | None = field(default=None, repr=False)
     by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
     told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
-    _settings: MutableMapping[LossFn, Settings] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _uses: MutableMapping[LossFn, dict[object, Use]] = field(
-        default_factory=WeakIdKeyDictionary, repr=False, compare=False
-    )
-    _together: MutableMapping[LossFn, frozenset[str]] = field(
-        default_factory=WeakIdKeyDictionary, repr=False, compare=False
-    )
-    _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _reads: MutableMapping[LossFn, str] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _known: MutableMapping[LossFn, _Known] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients of all rows, in one pass where they go the same way."""
@@ -206,85 +194,88 @@ class VmapGrad:
         if not num_rows:
             return rows_alone(loss_fn, params, batch, ())
         refuse_kept(loss_fn)
-        calls = _Calls(loss_fn, torch.default_generator.get_state(), self._reads.get(loss_fn, ""))
-        before = self._decisions.pop(loss_fn, None)
-        every = Rows(loss_fn, params, batch, range(num_rows), self.source)
-        ended = False
+        known = self._known.setdefault(loss_fn, _Known(Settings(self.rules)))
+        calls = _Calls(loss_fn, torch.default_generator.get_state(), known.read)
+        every, ended = Rows(loss_fn, params, batch, range(num_rows), self.source), False
         try:
             with parameters_unchanged(params):
-                if self.source is None and any(is_dtensor(param) for param in params.values()):
-                    reason = "parameters are split over processes (tensor parallel)"
-                    parts = [_Part(range(num_rows), self._by_loop(every, calls.seed, reason))]
-                else:
-                    parts = self._parts(every, calls)
+                parts, read = self._parts(every, calls)
             ended = True
         finally:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        if loss_fn not in self._decisions:
-            slower = self._settings[loss_fn].since if self.rules and not self._settings[loss_fn].rules else ""
-            self._decide(loss_fn, "one pass", f"all rows together{slower and f', without rules, since {slower}'}")
-        self._tell(before, self._decisions[loss_fn])
+        decision = self._decision(loss_fn, parts, read)
+        if known.decision is None or known.decision.engine != decision.engine:
+            level = logging.WARNING if decision.engine == "loop" else logging.INFO
+            _log.log(level, "engine %s: %s", decision.engine, decision.reason)
+        if decision != known.decision:
+            self._learn(loss_fn, decision=decision)
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
-    def _parts(self, every: Rows, calls: _Calls) -> list[_Part]:
-        """Passes over rows that agree with each other. In lockstep all processes run as many."""
+    def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
+        """Passes over rows that agree with each other, and the read by which others do not.
+
+        In lockstep all processes run as many.
+        """
+        if self.source is None and any(is_dtensor(param) for param in every.params.values()):
+            return [self._by_loop(every, calls.seed, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""
         while on_any_process(bool(todo)):
             if passes == _MAX_PASSES:
                 rest = every.positions if in_lockstep() else [row for places in todo for row in places]
-                last = _Part(
-                    rest,
-                    self._by_loop(every.some(rest), calls.seed, f"rows do not agree on what Python reads ({read})"),
-                )
-                return [last] if in_lockstep() else [*done, last]
+                last = self._by_loop(every.some(rest), calls.seed, f"rows do not agree on what Python reads ({read})")
+                return [last] if in_lockstep() else [*done, last], read
             counted, places = bool(todo), todo.pop() if todo else [0]
             rows, passes = every.some(places), passes + 1
             try:
                 found = self._try(rows, calls)
             except Alone as stop:
                 if in_lockstep():
-                    return [_Part(every.positions, self._by_loop(every, calls.seed, str(stop)))]
-                found = self._by_loop(rows, calls.seed, str(stop))
+                    return [self._by_loop(every, calls.seed, str(stop))], read
+                done.append(self._by_loop(rows, calls.seed, str(stop)))
+                continue
             if isinstance(found, Diverged):
                 todo += [[places[place] for place in group] for group in found.groups] if counted else []
                 read = found.read
             else:
                 done.append(_Part(places, found, counted))
-        if read and every.loss_fn not in self._decisions:
-            told = f"{len(done)} groups of rows, which do not agree on what Python reads ({read})"
-            self._decide(every.loss_fn, "groups", told)
-        return done
+        return done, read
 
-    def _decide(self, loss_fn: LossFn, engine: str, reason: str) -> None:
-        self._decisions[loss_fn] = Decision(engine, reason)
+    def _learn(self, loss_fn: LossFn, **changes: Any) -> None:
+        self._known[loss_fn] = replace(self._known[loss_fn], **changes)
 
-    def _tell(self, before: Decision | None, now: Decision) -> None:
-        if before is None or before.engine != now.engine:
-            level = logging.WARNING if now.engine == "loop" else logging.INFO
-            _log.log(level, "engine %s: %s", now.engine, now.reason)
+    def _decision(self, loss_fn: LossFn, parts: Sequence[_Part], read: str) -> Decision:
+        for part in reversed(parts):
+            if part.alone:
+                return Decision("loop", f"rows alone, since {part.alone}")
+        if read:
+            told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
+            return Decision("groups", told)
+        settings = self._known[loss_fn].settings
+        slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
+        return Decision("one pass", f"all rows together{slower}")
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Decision about the last step of a loss function, and why; None before its first batch."""
-        return self._decisions.get(loss_fn)
+        return self._known[loss_fn].decision if loss_fn in self._known else None
 
-    def _try(self, rows: Rows, calls: _Calls) -> _Samples | Diverged:
+    def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
         """Gradients of these rows by the first settings that compute them; or the groups in which they can be computed.
 
         Raises:
             Alone: no settings do.
         """
         loss_fn, reason, unruled = rows.loss_fn, "", False
-        for tried in _from(self._settings.get(loss_fn, Settings(self.rules))):
+        for tried in _from(self._known[loss_fn].settings):
             if tried.rules and unruled:
                 continue
             calls.begin()
             try:
                 found = self._pass(replace(rows, watched=calls.watched), tried, calls)
             except FirstRead as stop:
-                self._reads[loss_fn] = str(stop)
+                self._learn(loss_fn, read=str(stop))
                 calls.build(rows, str(stop))
                 return self._try(rows, calls)
             except Diverged as stop:
@@ -299,33 +290,38 @@ class VmapGrad:
                 on_any_process(True)  # the next attempt is another message
                 continue
             calls.succeed()
-            self._settings[loss_fn] = replace(tried, since=reason) if reason else tried
+            if reason:
+                self._learn(loss_fn, settings=replace(tried, since=reason))
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)
 
-    def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> _Samples | Diverged:
+    def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
-        uses = self._uses.setdefault(rows.loss_fn, {})
+        uses = self._known[rows.loss_fn].uses
         if not self.two_passes or not settings.rules:
-            kept = _Kept()
+            kept = Kept()
             passed = one_pass(rows, settings, uses, kept)
-            if passed.disagreed is None and self.told is not None:
+            if passed.disagreed is not None:
+                return passed.disagreed
+            if self.told is not None:
                 self.told(passed)
-            return passed.disagreed or kept.finish(passed)
+            kept.take_formed(passed.rest)
+            grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
+            return PerSample(passed.losses_B, grads)
         while True:
-            together = self._together.get(rows.loss_fn, frozenset())
-            measured = Measured(together)
+            together = self._known[rows.loss_fn].together
+            measured = Measured(together=together)
             passed = one_pass(rows, settings, uses, measured)
             if passed.disagreed is not None:
                 return passed.disagreed
             with exact(passed.losses_B.device), torch.no_grad():
-                missed = measured.rest(passed.rest, passed.params, len(rows.positions))
+                missed = measured.rest(passed)
             if not missed:
                 around = precision_now(passed.losses_B.device)
                 again = partial(self._weigh, rows, settings, measured, calls.seed, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again)
-            self._together[rows.loss_fn] = together | missed
+            self._learn(rows.loss_fn, together=together | missed)
             calls.begin()
 
     def _weigh(
@@ -338,13 +334,14 @@ class VmapGrad:
         factors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Weighted sums, by another pass with the same random numbers and precision."""
-        weighted, after = Weighted(measured, factors, self._reduced), torch.default_generator.get_state()
-        calls = _Calls(rows.loss_fn, seed, self._reads.get(rows.loss_fn, ""))
+        weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
+        known, after = self._known[rows.loss_fn], torch.default_generator.get_state()
+        calls = _Calls(rows.loss_fn, seed, known.read)
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
                 again = replace(rows, watched=calls.watched)
-                passed = one_pass(again, settings, self._uses[rows.loss_fn], weighted)
+                passed = one_pass(again, settings, known.uses, weighted)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
@@ -354,7 +351,7 @@ class VmapGrad:
         if passed.disagreed is not None:
             raise differs(rows.params)
         with exact(passed.losses_B.device), torch.no_grad():
-            weighted.rest(passed.rest, passed.params, len(rows.positions))
+            weighted.rest(passed)
         return {name: weighted.sums[name] for name in rows.params}
 
     def _reduced(self, name: str, total: Tensor) -> Tensor:
@@ -363,11 +360,10 @@ class VmapGrad:
         with below_both(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
             return self.source.reduced(name, total)
 
-    def _by_loop(self, rows: Rows, seed: Tensor, reason: str) -> PerSample:
-        self._decide(rows.loss_fn, "loop", f"rows alone, since {reason}")
+    def _by_loop(self, rows: Rows, seed: Tensor, reason: str) -> _Part:
         torch.default_generator.set_state(seed)
         try:
-            return rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
+            found = rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
         except DPFuncError:
             raise
         except RuntimeError as error:
@@ -375,6 +371,7 @@ class VmapGrad:
             raise UnsupportedModel(
                 f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
             ) from error
+        return _Part(rows.positions, found, alone=reason)
 
 
 def _from(first: Settings) -> list[Settings]:
@@ -463,3 +460,25 @@ def ghost() -> VmapGrad:
     tensor([25.,  1.])
     """
     return VmapGrad(two_passes=True)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {"auto": auto, "ghost": ghost, "vmap": vmap, "loop": loop}
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """The engine with this name, or the engine itself.
+
+    Args:
+        engine: a name in `ENGINES`, or an engine.
+
+    Raises:
+        InvalidArgument: an unknown name.
+
+    >>> engine_of("rows")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected engine to be one of 'auto', 'ghost', 'vmap', 'loop', got engine='rows'.
+    """
+    if not isinstance(engine, str):
+        return engine
+    one_of("engine", engine, ENGINES)
+    return ENGINES[engine]()

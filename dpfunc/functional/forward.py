@@ -14,10 +14,8 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.collectives import initialized
-from dpfunc.engines.guards.lockstep import is_independent
-from dpfunc.engines.guards.loss import refuse_reentrant, unfollowed_code_is_an_error
-from dpfunc.engines.guards.scope import Scope, until_backward
+from dpfunc.engines.guards.lockstep import initialized, is_independent
+from dpfunc.engines.guards.loss import Scope, refuse_reentrant, unfollowed_code_is_an_error, until_backward
 from dpfunc.engines.levels import inside
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.fsdp import (

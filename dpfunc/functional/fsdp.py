@@ -7,7 +7,7 @@ parameter that it manages cannot be an argument of a function.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -196,8 +196,9 @@ def recovered(module: nn.Module) -> Iterator[None]:
         done = True
     finally:
         if not done:
-            for root in _roots(fsdp_parts(module)):
-                _reset(root)
+            parts = fsdp_parts(module)
+            for name in outermost(parts):
+                _reset(parts[name])
 
 
 def _reset(root: Any) -> None:
@@ -207,9 +208,14 @@ def _reset(root: Any) -> None:
         reset()
 
 
-def _roots(parts: dict[str, Any]) -> list[Any]:
-    return [
-        part
-        for name, part in parts.items()
-        if not any(other != name and (not other or name.startswith(f"{other}.")) for other in parts)
-    ]
+def outermost(names: Iterable[str]) -> list[str]:
+    """Names of modules that are in none of the others; parents come before their children.
+
+    >>> outermost(["a", "a.b", "ab"]), outermost(["", "a"])
+    (['a', 'ab'], [''])
+    """
+    kept: list[str] = []
+    for name in names:
+        if not any(not other or name.startswith(f"{other}.") for other in kept):
+            kept.append(name)
+    return kept

@@ -1,5 +1,6 @@
 """Noise: from a ClippedSum to something that may be published."""
 
-from dpfunc.noise.gaussian import Mechanism, add_gaussian, gaussian, noise_std
+from dpfunc.noise.gaussian import Gaussian, add_gaussian, gaussian, noise_std
+from dpfunc.noise.mechanism import Mechanism, Noise
 
-__all__ = ["Mechanism", "add_gaussian", "gaussian", "noise_std"]
+__all__ = ["Gaussian", "Mechanism", "Noise", "add_gaussian", "gaussian", "noise_std"]

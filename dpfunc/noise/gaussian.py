@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +15,13 @@ from dpfunc._utils.digests import checksum
 from dpfunc._utils.dtensor import Window, on_parts
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument, StateReused
+from dpfunc.noise.mechanism import Mechanism
 from dpfunc.noise.streams import SOURCES, Source, standard_normal
 from dpfunc.noise.tiles import Part
 from dpfunc.rng import Key, check_key, check_process, fingerprint
-from dpfunc.types import Allocation, ClippedSum, Params
+from dpfunc.types import Allocation, ClippedSum, Event, Schedule, schedule_at
 
 _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
-
-
-class Mechanism(NamedTuple):
-    """Noise as two functions: `init(params) -> state` and `add(clipped, state, key) -> (released, state)`.
-
-    The state is carried from step to step, for noise that is correlated between steps. It is secret, as the key is:
-    whoever knows earlier noise can subtract it. It has tensors, numbers, strings, lists, tuples and dicts, which a
-    checkpoint can hold, and is the same on all processes. Tensors under the name of a parameter (`{"previous": {name:
-    tensor}}`), of its shape, are laid out as that parameter when a checkpoint is loaded.
-
-    `add_share(clipped, windows, key)` is for noise that is a function of its key alone, and else None. It adds, in
-    place, the noise of some rows of each sum. Where several processes hold terms of a sum, each adds the noise of other
-    rows to its term, and the sum of all terms is what `add` would release. A term alone is not released.
-    """
-
-    init: Callable[[Params], Any]
-    add: Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]
-    add_share: Callable[[ClippedSum, Mapping[str, Window], Key], None] | None = None
 
 
 def _check_clipped(clipped: ClippedSum) -> None:
@@ -209,3 +194,29 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
             rows.add_(noise[name], alpha=stds[name])
 
     return Mechanism(lambda params: (), add, add_share)
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The Gaussian mechanism as the noise of a plan: independent in each step, of any sampler and schedule.
+
+    >>> from dpfunc.sampling import Poisson
+    >>> Gaussian().events(Poisson(100, 0.1), 2.0, 0, 5)
+    (Event(sampling_prob=0.1, noise_multiplier=2.0, num_steps=5),)
+    """
+
+    def check(self, sampler: Any, noise_multiplier: float | Schedule) -> None:
+        """Refuse nothing: each sampler says what steps with Gaussian noise cost."""
+
+    def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
+        """Those of the sampler, for each piece of the schedule."""
+        noise = noise_multiplier
+        changes = noise.starts() if isinstance(noise, Schedule) else ()
+        spans = sorted({start, stop} | {step for step in changes if start < step < stop})
+        return tuple(
+            event for a, b in itertools.pairwise(spans) for event in sampler.events(a, b, schedule_at(noise, a))
+        )
+
+    def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
+        """See `gaussian`."""
+        return gaussian(noise_multiplier, allocation=allocation, source=source)

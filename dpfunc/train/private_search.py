@@ -14,10 +14,19 @@ from typing import Any
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import fail, positive, unique_json
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search
-from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, RECORD_FILE, SECRET, SIZES
-from dpfunc.accounting.selection_record import SelectionRecord, refuse_replaced, search_cost
+from dpfunc.accounting.record import (
+    EXACT_SIZE,
+    GUESSABLE,
+    NOT_COVERED,
+    RECORD_FILE,
+    SECRET,
+    SIZES,
+    SelectionRecord,
+    refuse_replaced,
+    search_cost,
+)
 from dpfunc.checkpoint.chain import replace_file
-from dpfunc.checkpoint.format import remove, sweep
+from dpfunc.checkpoint.folder import remove, sweep
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.checkpoint.record import versions
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten

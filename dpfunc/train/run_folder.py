@@ -13,7 +13,7 @@ from dpfunc._utils.validation import shorten, unique_json
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.checkpoint.chain import replace_file
-from dpfunc.checkpoint.format import remove
+from dpfunc.checkpoint.folder import remove
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.files import JOURNAL, START, is_complete, newest, released

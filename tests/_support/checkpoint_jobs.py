@@ -77,29 +77,33 @@ def store(folder, values, ranks, optimizer, state, **changes):
     return write_checkpoint(Path(folder) / "c", params=values, state=state, ranks=ranks, **options)
 
 
-def train(folder, kind, stop, load=False, save=None, recharge=False, seen=None):
-    """A run up to a step, from the start or a checkpoint. What everybody may see: parameters, ledger, steps, releases."""
+def train(folder, kind, stop, load=False, save=(), recharge=False, seen=lambda step: None, rate=None):
+    """A run up to a step, from the start or a checkpoint. What everybody may see: parameters, ledger, steps, releases.
+
+    Args:
+        save: number of the step, or those, before which it is saved. seen: told of each step. rate: of this process.
+    """
     values, ranks, optimizer = start(kind)
-    journal = Journal(Path(folder) / "journal.jsonl", PLAN)
+    journal, saves = Journal(Path(folder) / "journal.jsonl", PLAN), (save,) if isinstance(save, int) else save
     dp_step = make_dp_step(loss_fn, PLAN, engine="auto", ranks=ranks, journal=journal)
     if load:
         state = load_into(folder, values, ranks, optimizer, recharge=recharge).state
     else:
         state = replay(dp_step.init(values, insecure_key(5)))
+    optimizer.param_groups[0]["lr"] = rate or 0.05
     first, records, releases = (state.step, state.charged), data(), []
     for indices in PLAN.batches(state, ranks):
         if state.step >= stop:
             break
-        if state.step == save:
+        if state.step in saves:
             store(folder, values, ranks, optimizer, state)
         grads, state, _ = dp_step(values, take(records, indices), state)
         for name, p in values.items():
             p.grad = grads[name]
         optimizer.step()
         releases.append(whole(grads["in.bias"]))
-        if seen:
-            print(f"step {state.step}", file=seen, flush=True)
-    if save == stop:
+        seen(state.step)
+    if stop in saves:
         store(folder, values, ranks, optimizer, state)
     return {name: whole(p) for name, p in values.items()}, state.ledger.to_json(), first, releases
 
@@ -113,20 +117,12 @@ def train_remembering(*args, **options):
 
 def odd_part(folder):
     """A resumed run where one process learns its own part at another rate, which nobody else holds."""
-    values, ranks, optimizer = start("rows")
-    dp_step = make_dp_step(loss_fn, PLAN, ranks=ranks, journal=Journal(Path(folder) / "journal.jsonl", PLAN))
-    state, records = load_into(folder, values, ranks, optimizer).state, data()
-    first = state.step
+    seen = []
     try:
-        for indices in PLAN.batches(state, ranks):
-            grads, state, _ = dp_step(values, take(records, indices), state)
-            for name, p in values.items():
-                p.grad = grads[name]
-            optimizer.param_groups[0]["lr"] = 0.05 if dist.get_rank() == 0 else 1.0
-            optimizer.step()
+        train(folder, "rows", 8, load=True, seen=seen.append, rate=0.05 if dist.get_rank() == 0 else 1.0)
     except DPFuncError as error:
-        return type(error).__name__, state.step - first
-    return "nothing", state.step - first
+        return type(error).__name__, len(seen)
+    return "nothing", len(seen)
 
 
 def read(folder, kind):
@@ -167,13 +163,14 @@ def trouble_while_saving(folder, moments):
     """Save, then save again while one process has trouble, once for each of (moment, rank, what happens)."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
+    from dpfunc.checkpoint import folder as folder_module
     from dpfunc.checkpoint import saving
 
     places = {
         "tensors": (filesystem.FileSystemWriter, "write_data"),
         "part": (saving, "_sign"),
         "commit": (saving, "_commit"),
-        "rename": (saving, "free_name"),
+        "rename": (folder_module, "free_name"),
     }
     values, ranks, optimizer = start("rows")
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
@@ -190,57 +187,43 @@ def trouble_while_saving(folder, moments):
 
         if dist.get_rank() == rank:
             setattr(owner, name, trouble)
-        try:
-            store(folder, values, ranks, optimizer, state, extra={"number": 1})
-            errors.append("none")
-        except Exception as error:  # noqa: BLE001  (told to the test)
-            errors.append(f"{type(error).__name__}: {error}")
-        finally:
-            setattr(owner, name, usual)
+        errors.append(told(lambda: store(folder, values, ranks, optimizer, state, extra={"number": 1})))
+        setattr(owner, name, usual)
     return errors
 
 
 def differing(folder, what):
     """One process passes something else."""
     values, ranks, optimizer = start("copies" if what == "copy" else "replicas")
-    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
-    changes = {}
-    if dist.get_rank() == 1:
-        if what == "parameter":
-            with torch.no_grad():
-                values["in.bias"][2] += 1e-7
-        elif what == "copy":
-            values["in.bias"].detach().to_local()[2] += 1e-7
-        elif what == "moment":
-            changes = {"optimizer_state": {"moments": torch.ones(3)}}
-        elif what == "step":
-            state = state._replace(step=1)
-        elif what == "plan":
-            changes = {"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.2))}
-        elif what == "extra":
-            changes = {"extra": {"loss": 0.3}}
-        elif what == "number":
-            changes = {"keep": 3}
-        elif what == "unsupported":
-            changes = {"optimizer_state": {"hook": print}}
-    if what == "moment" and dist.get_rank() == 0:
-        changes = {"optimizer_state": {"moments": torch.zeros(3)}}
+    state, odd = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5))), dist.get_rank() == 1
+    if odd and what in ("parameter", "copy"):
+        bias = values["in.bias"].detach()
+        (bias if what == "parameter" else bias.to_local())[2] += 1e-7
+    changes = {
+        "moment": {"optimizer_state": {"moments": torch.full((3,), float(odd))}},
+        "plan": {"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.2))},
+        "extra": {"extra": {"loss": 0.3}},
+        "number": {"keep": 3},
+        "unsupported": {"optimizer_state": {"hook": print}},
+    }.get(what, {})
+    state = state._replace(step=1) if odd and what == "step" else state
+    return told(lambda: store(folder, values, ranks, optimizer, state, **(changes if odd or what == "moment" else {})))
+
+
+def told(action):
+    """The error that an action raises, or nothing, for the test."""
     try:
-        store(folder, values, ranks, optimizer, state, **changes)
+        action()
     except Exception as error:  # noqa: BLE001  (told to the test)
         return f"{type(error).__name__}: {error}"
-    return "saved"
+    return ""
 
 
 def refused(folder, kind, changes_of_one):
     """Load where process 1 passes something else; what each process is told."""
     values, ranks, optimizer = start(kind)
     changes = changes_of_one if dist.get_rank() == 1 else {}
-    try:
-        load_into(folder, values, ranks, optimizer, **changes)
-    except Exception as error:  # noqa: BLE001  (told to the test)
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
+    return told(lambda: load_into(folder, values, ranks, optimizer, **changes))
 
 
 def without_ranks(folder):
@@ -248,16 +231,10 @@ def without_ranks(folder):
     values, ranks, optimizer = start("rows")
     state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
     store(Path(folder) / "good", values, ranks, optimizer, state)
-    told = []
-    for action in (
-        lambda: store(folder, values, None, optimizer, state),
-        lambda: load_into(Path(folder) / "good", values, None, optimizer),
-    ):
-        try:
-            action()
-        except DPFuncError as error:
-            told.append(type(error).__name__ if "Expected ranks with tensors" in str(error) else str(error))
-    return told
+    return [
+        told(lambda: store(folder, values, None, optimizer, state)),
+        told(lambda: load_into(Path(folder) / "good", values, None, optimizer)),
+    ]
 
 
 def guide(code, folder, stop):
@@ -277,21 +254,8 @@ if __name__ == "__main__":  # one process of a job that is started, and killed, 
     from datetime import timedelta
 
     torch.set_num_threads(1)
-    place, rank, size, save_every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), 2
+    place, number, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group(
-        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{place}/store", rank=number, world_size=size, timeout=timedelta(seconds=120)
     )
-    current, its_ranks, adam = start("rows")
-    step = make_dp_step(
-        loss_fn, PLAN, engine="auto", ranks=its_ranks, journal=Journal(Path(place) / "journal.jsonl", PLAN)
-    )
-    now, rows = step.init(current, insecure_key(5)), data()
-    for drawn in PLAN.batches(now, its_ranks):
-        if now.step % save_every == 0:
-            store(place, current, its_ranks, adam, now)
-        released, now, _ = step(current, take(rows, drawn), now)
-        for key, value in current.items():
-            value.grad = released[key]
-        adam.step()
-        if rank == 0:
-            print(now.step, flush=True)
+    train(place, "rows", 8, save=range(0, 8, 2), seen=lambda step: number or print(step, flush=True))

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfunc
 from dpfunc import clipping, engines
-from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.errors import DPFuncError
 
 
@@ -147,28 +146,3 @@ def data_parallel_module():
 
 def _of(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["x"]).mean(1), b["y"], reduction="none")
-
-
-def late_use(engine, independent):
-    """A use that the first batch does not have, in a loss that asks its batch: norms are those of rows alone."""
-
-    def losses(params, batch):
-        outputs = F.linear(batch, params["w"])
-        large_B1 = (batch > 100).any(1, keepdim=True)
-        if bool(large_B1.any()):
-            outputs = outputs + torch.where(large_B1, batch @ params["w"].T, 0.0)
-        return outputs.square().sum(1)
-
-    run, params = (
-        getattr(engines, engine)(),
-        {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0))},
-    )
-    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    with process_context(dist.group.WORLD, independent=independent):
-        try:
-            run(losses, params, batch).sq_norms()
-            found = run(losses, params, batch * 1000).sq_norms()["w"]
-        except DPFuncError as error:
-            return type(error).__name__, str(error)
-    torch.testing.assert_close(found, engines.loop()(losses, params, batch * 1000).sq_norms()["w"])
-    return "norms", ""

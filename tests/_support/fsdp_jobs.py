@@ -1,4 +1,4 @@
-"""What the workers of test_sharded_models.py and test_sharded_params.py do: a small run, sharded in one way or another."""
+"""What the workers of test_fsdp.py and test_params.py do: a small run, sharded in one way or another."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import dpfunc
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc.batches import take
-from dpfunc.distributed import collective_step, processes
-from dpfunc.distributed.fully_sharded import functionalize_managed
+from dpfunc.distributed import launch
+from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
@@ -142,31 +142,34 @@ def managed(mesh, hsdp=False, gradient_checkpointing=False, unused=False):
     return functionalize_managed(model, ranks_of(mesh))
 
 
-def managed_costs():
-    """All-gathers and reduce-scatters of one microbatch, and the most numbers that are whole at once, of how many."""
+def gathers_of(call, seen=lambda: None):
+    """How often layers are put together in a call, and its result; `seen` is called each time."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
+    original, calls = groups.foreach_all_gather, []
+
+    def gather(*args):
+        calls.append(seen())
+        return original(*args)
+
+    call()  # the first one makes what is kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "foreach_all_gather", gather)
+        found = call()
+    return calls, found
+
+
+def managed_costs():
+    """All-gathers of one microbatch, numbers of its sums here, and the most numbers that are whole at once, of how many."""
     forward, params, engine, _ = managed(mesh_of())
     batch, loss_fn = take(data(), torch.arange(6)), classes(forward)
     every = list(engine.forward.gathered.values())
-    gathers, sums, most = [], [], [0]
-
-    def gather(*args):
-        gathers.append(1)
-        most[0] = max(most[0], sum(p.numel() for p in every if p.untyped_storage().size()))
-        return original(*args)
-
-    def clipped():
-        found = engine(loss_fn, params, batch)
-        factors = dict.fromkeys(params, torch.ones(6))
-        return found.weighted_sum(factors)
-
-    clipped()
-    original, groups.foreach_all_gather = groups.foreach_all_gather, gather
-    total = clipped()
-    groups.foreach_all_gather = original
-    sums = sum(local(value).numel() for value in total.values())
-    return len(gathers), sums, most[0], sum(p.numel() for p in every)
+    calls, total = gathers_of(
+        lambda: engine(loss_fn, params, batch).weighted_sum(dict.fromkeys(params, torch.ones(6))),
+        lambda: sum(p.numel() for p in every if p.untyped_storage().size()),
+    )
+    kept = sum(local(value).numel() for value in total.values())
+    return len(calls), kept, max(calls), sum(p.numel() for p in every)
 
 
 def managed_refusals():
@@ -268,8 +271,7 @@ def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
     loss = loss_fn or classes(forward)
     with pytest.MonkeyPatch.context() as patch:
         if ranks is None:  # as if it could not be seen that there are others
-            for module in (collective_step, processes):
-                patch.setattr(module, "check_alone", lambda environment: None)
+            patch.setattr(launch, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
         state = replay(dp_step.init(params, insecure_key(1)))
         result = []
@@ -307,7 +309,6 @@ def refusals():
     found = {
         "managed": caught(dpfunc.functionalize, sharded, "norm"),
         "sharded later": caught(engine, classes(forward), params, batch),
-        "sharded later, vmap": caught(dpfunc.engines.vmap(), classes(forward), params, batch),
         "twice": caught(distributed.shard_frozen, sharded, mesh, trainable=LORA),
         "no layer": caught(distributed.shard_frozen, net(), mesh, layers="encoder", trainable=LORA),
         "unknown layer": caught(distributed.shard_frozen, net(), mesh, layers=["layers.9"], trainable=LORA),
@@ -322,24 +323,17 @@ def refusals():
 
 def what_is_held():
     """Numbers of frozen parameters that this process holds, and how often layers are put together in one step."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
     counts = {}
     for reshard in (None, False):
         model = net()
-        every = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+        frozen = {name for name, _ in model.named_parameters() if "lora_" not in name}
+        every = sum(model.get_parameter(name).numel() for name in frozen)
         distributed.shard_frozen(model, mesh_of(), trainable=LORA, reshard_after_forward=reshard)
-        held = sum(local(p).numel() for name, p in model.named_parameters() if "lora_" not in name)
+        held = sum(local(model.get_parameter(name)).numel() for name in frozen)
         forward, params = dpfunc.functionalize(model, LORA)
-        batch, engine, calls = take(data(), torch.arange(6)), dpfunc.engines.auto(), []
-        loss_fn = classes(forward)
-        engine(loss_fn, params, batch)
-        original = groups.foreach_all_gather
-        groups.foreach_all_gather = lambda *args: calls.append(1) or original(*args)  # noqa: B023  (called in this turn)
-        engine(loss_fn, params, batch)
-        groups.foreach_all_gather = original
-        after = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
-        counts[reshard] = (held / every, len(calls), after)
+        batch, engine, loss_fn = take(data(), torch.arange(6)), dpfunc.engines.auto(), classes(forward)
+        calls, _ = gathers_of(lambda: engine(loss_fn, params, batch))  # noqa: B023  (called in this turn)
+        counts[reshard] = (held / every, len(calls), all(is_dtensor(model.get_parameter(name)) for name in frozen))
     return counts
 
 
@@ -480,47 +474,6 @@ def an_error_of_one_with_parts():
         return plainly(p, b)
 
     return one_step(forward, params, distributed.data_parallel(), loss_fn=loss_fn, steps=2)
-
-
-def hugging_face(shard):
-    """A language model of Transformers with an adapter of PEFT and gradient checkpointing: two steps."""
-    import warnings
-
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from dpfunc.hf import peft as adapters
-    from dpfunc.hf.tasks import make_loss_fn
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=12, intermediate_size=18, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=16,
-        )  # fmt: skip
-        model = get_peft_model(
-            LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        )
-    mesh = mesh_of() if shard else None
-    if mesh is not None:
-        distributed.shard_frozen(model, mesh)
-    forward, params = adapters.functionalize(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers has renamed
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    records = {"input_ids": data()["ids"], "labels": data()["ids"], "attention_mask": torch.ones_like(data()["ids"])}
-    ranks = ranks_of(mesh) if shard else None
-    the_plan = plan(6.0, steps=2)
-    dp_step = make_dp_step(make_loss_fn(forward, "causal_lm"), the_plan, engine="auto", ranks=ranks)
-    state, repeated = replay(dp_step.init(params, insecure_key(7))), []
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, *_: repeated.append(type(module)))
-    for indices in the_plan.batches(state, ranks):
-        grads, state, _ = dp_step(params, take(records, indices), state)
-        params = {name: p - 0.3 * grads[name] for name, p in params.items()}
-    handle.remove()
-    names = [kind.__name__.removeprefix("FSDP") for kind in repeated]
-    return params, names.count("LlamaAttention") > 2 * names.count("LlamaModel")
 
 
 def guide(code, folder):

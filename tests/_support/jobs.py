@@ -9,6 +9,7 @@ import warnings
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -83,74 +84,61 @@ def train(seed, engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=T
     return current, state.ledger.to_json(), counts
 
 
-def one_step(**trouble):
-    """One step in which one process may behave differently; what a caller would see."""
-    rank = dist.get_rank()
-    mine = rank == trouble.get("rank", 1)
-
-    def unusual(name, usual):
-        return trouble[name] if mine and name in trouble else usual
-
-    ranks = distributed.data_parallel()
-    the_plan = plan(noise_multiplier=unusual("noise_multiplier", 1.0), sampler=sampling.Poisson(NUM_RECORDS, 0.5))
-    current, records = params(), data()
-    if mine and "ulp" in trouble:
-        value = current["in.bias"]
-        value[3] = torch.nextafter(value[3], torch.tensor(100.0))
-    calls = []
-
-    def loss(params, batch):
-        calls.append(1)
-        if mine and "raises" in trouble:
-            raise ValueError("the loss of this process fails")
-        if mine and trouble.get("killed") == "inside":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss_fn(params, batch)
-
-    written = []
-
-    def journal(after):
-        if mine and "journal" in trouble:
-            raise OSError("no space left")
-        written.append(after.step)
-
-    dp_step = make_dp_step(
-        loss, the_plan, ranks=ranks, journal=journal, engine=unusual("engine", "auto"),
-        reduction=unusual("reduction", "mean"),
-    )  # fmt: skip
-    state = replay(dp_step.init(current, insecure_key(unusual("seed", 3))))
-    if mine and "step" in trouble:
-        state = replay(state._replace(step=trouble["step"]))
-    indices = next(iter(the_plan.batches(state, ranks)))
-    if mine and "nan" in trouble:
-        current["in.bias"][0] = float("nan")
-    if mine and "drop" in trouble:
-        indices = indices[1:]
-    if mine and trouble.get("killed") == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if "stalls" in trouble:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    while mine and "stalls" in trouble and not os.path.exists(trouble["stalls"]):  # until the others have given up
-        time.sleep(0.05)
-    try:
-        grads, after, _ = dp_step(current, take(records, indices), state)
-    except (dpfunc.DPFuncError, RuntimeError, ValueError, OSError) as error:
-        if "stalls" in trouble:
-            open(trouble["stalls"], "w").close()
-        again = None
-        if trouble.get("again"):  # what failed may be tried again: nothing was spent
-            trouble.pop("raises", None)
-            grads, after, _ = dp_step(current, take(records, indices), state)
-            again = (grads["in.bias"], after.step)
-        return type(error).__name__, str(error), state.step, state.ledger.num_steps, written, again
-    return "ok", grads, after.step, after.ledger.num_steps, written, None
+def step_of(dp_step, state, ranks, current=None):
+    """One call with this process's share of the draw."""
+    share = take(data(), dp_step.plan.draw(state, state.step, ranks))
+    return dp_step(params() if current is None else current, share, state)
 
 
 def one_step_of(trouble):
-    """The same, with the trouble as one argument; also where this process has other versions installed."""
-    other = trouble.get("versions", {}) if dist.get_rank() == 1 else {}
-    with mock.patch("dpfunc.step.installed", return_value={**installed(), **other}):
-        return one_step(**trouble)
+    """One step in which one process may behave differently; what a caller would see."""
+    mine = dist.get_rank() == trouble.get("rank", 1)
+    own = trouble if mine else {}
+    ranks = distributed.data_parallel(dummy=trouble.get("dummy"))
+    the_plan = plan(noise_multiplier=own.get("noise_multiplier", 1.0), sampler=sampling.Poisson(NUM_RECORDS, 0.5))
+    current, records, written = params(), data(), []
+    if "ulp" in own:
+        current["in.bias"][3] = torch.nextafter(current["in.bias"][3], torch.tensor(100.0))
+
+    def loss(params, batch):
+        if "raises" in own:
+            raise ValueError("the loss of this process fails")
+        if own.get("killed") == "inside":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(params, batch)
+
+    def journal(after):
+        if own.get("journal") == "full":
+            raise OSError("no space left")
+        written.append(after.step)
+
+    options = {name: own[name] for name in ("engine", "reduction") if name in own}
+    dp_step = make_dp_step(
+        loss, the_plan, ranks=ranks, journal=None if own.get("journal") == "none" else journal, **options
+    )
+    state = replay(dp_step.init(current, insecure_key(own.get("seed", 3))))
+    state = replay(state._replace(step=own.get("step", 0)))
+    indices = the_plan.draw(state, state.step, ranks)[own.get("drop", 0) :]
+    if "nan" in own:
+        current["in.bias"][0] = float("nan")
+    if own.get("killed") == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "stalls" in trouble:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    while "stalls" in own and not os.path.exists(trouble["stalls"]):  # until the others have given up
+        time.sleep(0.05)
+    with mock.patch("dpfunc.step.installed", return_value={**installed(), **own.get("versions", {})}):
+        try:
+            grads, after, _ = dp_step(current, take(records, indices), state)
+        except (dpfunc.DPFuncError, RuntimeError, ValueError, OSError) as error:
+            if "stalls" in trouble:
+                open(trouble["stalls"], "w").close()
+            again = None
+            if own.pop("raises", None) or "raises" in trouble:  # what failed may be tried again: nothing was spent
+                grads, after, _ = dp_step(current, take(records, indices), state)
+                again = (grads["in.bias"], after.step)
+            return type(error).__name__, str(error), state.step, state.ledger.num_steps, written, again
+    return "ok", grads, after.step, after.ledger.num_steps, written, None
 
 
 def document(code):
@@ -167,19 +155,13 @@ def part_of_the_mesh():
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("rep", "shard"))
     ranks = distributed.sharded(mesh, data=("rep", "shard"))
     current = distributed.shard(params(), mesh["shard"], min_size=1)
-    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
-    dp_step = make_dp_step(loss_fn, the_plan, engine="auto", ranks=ranks)
-    state = replay(dp_step.init(current, insecure_key(3)))
-    return caught(dp_step, current, take(data(), next(iter(the_plan.batches(state, ranks)))), state)
+    dp_step = make_dp_step(loss_fn, plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5)), ranks=ranks)
+    return caught(step_of, dp_step, replay(dp_step.init(current, insecure_key(3))), ranks, current)
 
 
 def no_ranks():
     """A step of a process that does not know of the others."""
-    try:
-        make_dp_step(loss_fn, plan())
-    except dpfunc.DPFuncError as error:
-        return str(error)
-    return "ok"
+    return caught(make_dp_step, loss_fn, plan())[1]
 
 
 def shared_keys():
@@ -187,25 +169,6 @@ def shared_keys():
     ranks = distributed.data_parallel()
     known = distributed.shared_key(ranks, insecure_key(3) if ranks.writes else dpfunc.secure_key())
     return repr(known), known == insecure_key(3), repr(distributed.shared_key(ranks))
-
-
-def half_a_journal():
-    """Only one process passes a journal; what the step says."""
-    ranks = distributed.data_parallel()
-    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5))
-    journal = (lambda after: None) if ranks.writes else None
-    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks, journal=journal)
-    state = replay(dp_step.init(params(), insecure_key(3)))
-    return caught(dp_step, params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
-
-
-def bad_dummy():
-    """A dummy that is no row of the data, which no process needs; what the step says."""
-    ranks = distributed.data_parallel(dummy={"x": torch.zeros(1, 6), "y": torch.zeros(1)})
-    the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.9))
-    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks)
-    state = replay(dp_step.init(params(), insecure_key(3)))
-    return caught(dp_step, params(), take(data(), next(iter(the_plan.batches(state, ranks)))), state)
 
 
 def masks():
@@ -248,11 +211,12 @@ def endless():
 
 def noise_share(trouble=None):
     """One step in which the second process draws no noise, or fails to: what it releases, or how it ends; its tiles."""
-    from dpfunc.distributed import collective_step
+    from dpfunc.distributed import reduce
     from dpfunc.noise import streams
 
     ranks = distributed.data_parallel()
-    usual, windows, tile, drawn = streams.standard_normal, collective_step.noise_windows, streams.tile, []
+    windows, tile, drawn = reduce.noise_windows, streams.tile, []
+    own = {"missing": lambda *args: {}, "twice": lambda shapes, rank, size: windows(shapes, 0, 1)}
 
     def counted(key, name, number, *rest):
         drawn.append((name, number))
@@ -261,31 +225,23 @@ def noise_share(trouble=None):
     def full(*args):
         raise MemoryError("no room for noise")
 
-    streams.tile = counted
-    if ranks.rank == 1 and trouble == "missing":
-        collective_step.noise_windows = lambda *args: {}
-    if ranks.rank == 1 and trouble == "twice":
-        collective_step.noise_windows = lambda shapes, rank, size: windows(shapes, 0, 1)
-    if ranks.rank == 1 and trouble == "fails":
-        streams.secure_normal, usual = full, streams.secure_normal
-    try:
-        weights = {"w": torch.zeros(1100, 300), "b": torch.zeros(700), "s": torch.zeros(())}
-        the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.1))
-        dp_step = make_dp_step(
-            lambda p, batch: (p["w"] * 0 + p["s"] + p["b"].sum()).sum() * batch["x"].sum(1) * 0,
-            the_plan, ranks=ranks, engine="loop", reduction="sum",
-        )  # fmt: skip
-        state = replay(dp_step.init(weights, insecure_key(4)))
-        batch = take(data(), next(iter(the_plan.batches(state, ranks))))
+    weights = {"w": torch.zeros(1100, 300), "b": torch.zeros(700), "s": torch.zeros(())}
+    dp_step = make_dp_step(
+        lambda p, batch: (p["w"] * 0 + p["s"] + p["b"].sum()).sum() * batch["x"].sum(1) * 0,
+        plan(sampler=sampling.Poisson(NUM_RECORDS, 0.1)), ranks=ranks, engine="loop", reduction="sum",
+    )  # fmt: skip
+    state = replay(dp_step.init(weights, insecure_key(4)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "tile", counted)
+        if ranks.rank == 1 and trouble == "fails":
+            patch.setattr(streams, "secure_normal", full)
+        elif ranks.rank == 1 and trouble:
+            patch.setattr(reduce, "noise_windows", own[trouble])
         try:
-            released = dp_step(weights, batch, state).grads
+            released = step_of(dp_step, state, ranks, weights).grads
         except (DPFuncError, MemoryError) as error:
             return type(error).__name__, str(error), drawn
-        return "ok", {name: value.clone() for name, value in released.items()}, drawn
-    finally:
-        streams.tile, collective_step.noise_windows = tile, windows
-        if trouble == "fails" and ranks.rank == 1:
-            streams.secure_normal = usual
+    return "ok", {name: value.clone() for name, value in released.items()}, drawn
 
 
 def spoiled_sums(whole):
@@ -298,6 +254,6 @@ def spoiled_sums(whole):
     (sums["v"] if whole else sums["w"])[0] = float("nan")  # row 0 is of the first process
     try:
         parts = {**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}
-        return digest_of_all(parts, ranks, torch.tensor(False))[0]
+        return digest_of_all(parts, parts, ranks, torch.tensor(False))[0]
     except InvalidArgument as error:
         return str(error)

@@ -160,17 +160,17 @@ def trainer(folder):
 
 def killed(line, *arguments):
     """`dpfunc ARGUMENTS`, whose first process is killed when that line of its journal is on disk."""
-    from dpfunc.checkpoint import journal
+    from dpfunc.checkpoint import chain
     from dpfunc.cli.main import main
 
-    append = journal.append_chained
+    append = chain.append_chained
 
     def append_and_die(file, path, *rest):
         append(file, path, *rest)
         if len(path.read_text().splitlines()) == int(line):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    journal.append_chained = append_and_die
+    chain.append_chained = append_and_die
     main(list(arguments))
 
 

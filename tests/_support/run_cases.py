@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from cases import as_batch, linear_loss, params, random_rows
 
 from dpfunc import clipping, sampling
 from dpfunc.batches import take
-from dpfunc.checkpoint import save
+from dpfunc.checkpoint import Journal, journal_ledger, load, save
+from dpfunc.checkpoint.folder import sha256
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step
@@ -34,6 +37,41 @@ def start(ledger=None):
     return make_dp_step(linear_loss, PLAN).init(values, secure_key(), ledger), values, optimizer
 
 
+class Run:
+    """A run in a folder: its steps, its journal, its checkpoints.
+
+    Args:
+        folder: of all files. counts: its ledger has the steps of the journal that is there. journal: name of the file.
+    """
+
+    def __init__(self, folder, counts=False, journal="journal.jsonl", ledger=None):
+        self.folder, self.path = folder, folder / journal
+        ledger = journal_ledger(self.path) if counts else ledger
+        self.state, self.values, self.optimizer = start(ledger)
+
+    def step(self, count=1, journal=True, state=None):
+        """Take steps, with a journal of its own unless it is given one, or None."""
+        journal = Journal(self.path, PLAN) if journal is True else journal
+        self.state = steps(self.state if state is None else state, self.values, self.optimizer, count, journal)
+        return self
+
+    def save(self, **changes):
+        options = {"journal": self.path, "state": self.state, "values": self.values, "optimizer": self.optimizer}
+        return store(self.folder / "c", **{**options, **changes})
+
+    def load(self, **changes):
+        options = {"plan": PLAN, "params": self.values, "data": DATA, "journal": self.path}
+        return load(self.folder / "c", **{**options, **changes})
+
+    @property
+    def ledger(self):
+        return self.state.ledger
+
+    @property
+    def counted(self):
+        return journal_ledger(self.path)
+
+
 def folders(place):
     """The checkpoints in a directory, and what was begun there; without the file of notes."""
     return sorted(path for path in place.iterdir() if path.is_dir())
@@ -42,3 +80,10 @@ def folders(place):
 def store(folder, state, values, optimizer, **changes):
     options = {"params": values, "state": state, "plan": PLAN, "data": DATA, "optimizer_state": optimizer.state_dict()}
     return save(folder, **{**options, **changes})
+
+
+def rewrite(path, file, content):
+    """Change a file of a checkpoint, and its digest in the list of files."""
+    (path / file).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, file: sha256(path / file)}))

@@ -7,8 +7,7 @@ import os
 from types import SimpleNamespace
 
 from dpfunc.accounting import Ledger, RunCount
-from dpfunc.accounting.record import NOT_COVERED, SECRET, SIZES
-from dpfunc.accounting.selection_record import SelectionRecord, search_cost
+from dpfunc.accounting.record import NOT_COVERED, SECRET, SIZES, SelectionRecord, search_cost
 from dpfunc.rng import stream
 from dpfunc.types import Event
 

@@ -1,4 +1,4 @@
-"""What the workers of the tests of tensor parallelism do: each function runs on every rank and returns plain numbers."""
+"""What the workers of test_tensor_parallel.py do: each function runs on every rank and returns plain values."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 import dpfunc
-from dpfunc import engines
-from dpfunc._utils.dtensor import distributed, is_sharded, local
-from dpfunc.batches import rows
+from dpfunc import clipping, distributed, engines, sampling
+from dpfunc._utils.dtensor import distributed as whole_of
+from dpfunc.batches import rows, take
 from dpfunc.engines.guards.audit import rounded_params
 from dpfunc.errors import DPFuncError
+from dpfunc.plan import Plan
+from dpfunc.rng import insecure_key
+from dpfunc.state import replay
+from dpfunc.step import make_dp_step
 
 VOCAB, LENGTH, BATCH = 32, 6, 5
-CLIP = 0.5
 
 
 class MLP(nn.Module):
@@ -137,82 +136,6 @@ def mesh_of(name="tp"):
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
-def summed(sq_norms, params):
-    """What a step does: the parts of one gradient are on several ranks."""
-    return {name: _summed(norm) if is_sharded(params[name]) else norm for name, norm in sq_norms.items()}
-
-
-def _summed(tensor):
-    tensor = tensor.clone()
-    dist.all_reduce(tensor)
-    return tensor
-
-
-def clipped(engine, loss_fn, params, batch, sizes, sum_norms):
-    """Losses, norms and the clipped sum, in microbatches."""
-    losses, norms, sums, start = [], [], {}, 0
-    for size in sizes:
-        part = rows(batch, start, start + size)
-        start += size
-        result = engine(loss_fn, params, part)
-        norms_B = sum(sum_norms(result.sq_norms(), params).values()).sqrt()
-        factors_B = (CLIP / norms_B).clamp(max=1.0)
-        for name, value in result.weighted_sum(dict.fromkeys(params, factors_B)).items():
-            sums[name] = sums.get(name, 0) + value
-        losses.append(result.losses_B)
-        norms.append(norms_B)
-    return torch.cat(losses), torch.cat(norms), sums
-
-
-def relative(found, expected):
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def parity(name, engine_name, dtype_name="float64", sizes=(BATCH,), checkpointing=False):
-    """Differences, relative, to a loop over single samples in one process; and without the sum over ranks."""
-    dtype = getattr(torch, dtype_name)
-    batch = batch_of(dtype=dtype)
-    model = built(name, dtype)
-    forward, params = dpfunc.functionalize(model)
-    loss_fn = CASES[name][2](forward)
-    expected = clipped(engines.loop(), loss_fn, params, batch, (BATCH,), lambda norms, params: norms)
-
-    split = built(name, dtype)
-    CASES[name][1](split, mesh_of())
-    forward, parts = dpfunc.functionalize(split)
-    if checkpointing:
-        split.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        split.train()
-    loss_fn = CASES[name][2](forward)
-    engine = getattr(engines, engine_name)()
-    losses_B, norms_B, sums = clipped(engine, loss_fn, parts, batch, sizes, summed)
-    whole = {}
-    for key, value in sums.items():
-        found = distributed(value, parts[key])
-        whole[key] = found.full_tensor() if is_sharded(parts[key]) else local(found)
-    every = torch.cat([value.flatten() for value in whole.values()])
-    every_expected = torch.cat([value.flatten() for value in expected[2].values()])
-    unsummed = (
-        clipped(engine, loss_fn, parts, batch, (BATCH,), lambda norms, params: norms)
-        if engine_name != "ghost"
-        else None
-    )
-    plain = [not hasattr(value, "placements") for value in sums.values()]
-    return {
-        "losses": relative(losses_B, expected[0]),
-        "norms": relative(norms_B, expected[1]),
-        "sums": max(relative(whole[key], expected[2][key]) for key in whole if expected[2][key].abs().max() > 1e-9),
-        "all": relative(every, every_expected),
-        "without the sum": None if unsummed is None else relative(unsummed[1], expected[1]),
-        "plain": all(plain),
-        "local shapes": all(value.shape == local(parts[key].detach()).shape for key, value in sums.items()),
-        "sharded": sum(is_sharded(param) for param in parts.values()),
-        "dtypes": sorted({str(value.dtype) for value in sums.values()}),
-        "engine": engine.decision(loss_fn).engine if engine_name != "loop" else "loop",
-        "first": float(next(iter(whole.values())).flatten()[0]),
-    }
-
-
 def shaken_alike():
     """Parts of parameters that are moved by rounding, put together, against whole ones; whether they are DTensors."""
     whole, split = built("mlp", torch.float64), built("mlp", torch.float64)
@@ -250,23 +173,6 @@ class Table(nn.Module):
         return self.head(self.embed(ids)).mean(1)
 
 
-class Transposed(nn.Linear):
-    def forward(self, x):
-        return (DTensor.from_local(x, self.weight.device_mesh, [Replicate()]) @ self.weight.t()).to_local().mean(1)
-
-
-class Scaled(nn.Module):
-    """A split weight that is multiplied by, and not by a matrix product."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.head = nn.Parameter(torch.ones(6)), nn.Linear(6, 3)
-
-    def forward(self, x):
-        mesh = self.scale.device_mesh
-        return self.head((DTensor.from_local(x, mesh, [Replicate()]) * self.scale).full_tensor()).mean(1)
-
-
 class AcrossRecords(nn.Linear):
     """Each rank takes a part of the records."""
 
@@ -275,36 +181,20 @@ class AcrossRecords(nn.Linear):
         return F.linear(x, self.weight, self.bias).full_tensor().mean(1)
 
 
-def _replicate(part, mesh):
-    for name, param in list(part.named_parameters(recurse=False)):
-        part.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
-
-
-class WholeTransposed(nn.Linear):
-    def forward(self, x):
-        return (x @ self.weight.t()).mean(1)
-
-
-class WholeScaled(Scaled):
-    def forward(self, x):
-        return self.head(x * self.scale).mean(1)
-
-
 MODELS = {
-    "sequence": (MLP, MLP), "table": (Table, Table), "own heads": (Normed, Normed), "scaled": (Scaled, WholeScaled),
-    "transposed": (lambda: Transposed(6, 4), lambda: WholeTransposed(6, 4)),
+    "sequence": (MLP, MLP), "table": (Table, Table), "own heads": (Normed, Normed),
     "across records": (lambda: AcrossRecords(6, 3), lambda: nn.Linear(6, 3)),
 }  # fmt: skip
 
 
-def unusual(kind, engine="auto"):
+def unusual(kind):
     """Layers that are split in other ways: the error, or the relative difference to one process."""
     mesh, batch, loss = mesh_of(), batch_of(), pixels
     torch.manual_seed(0)
     split, whole = MODELS.get(kind, (MLP, MLP))
     model, whole = split(), whole()
     whole.load_state_dict(model.state_dict())
-    if kind in ("vmap", "frozen", "other records"):
+    if kind in ("frozen", "other records"):
         split_mlp(model, mesh)
     if kind == "frozen":
         for layer in (*(model.up, model.down), *(whole.up, whole.down)):
@@ -320,15 +210,16 @@ def unusual(kind, engine="auto"):
     if kind == "table":
         parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
         loss = ids
-    if kind in ("transposed", "scaled", "across records"):
-        _replicate(model, mesh)
+    if kind == "across records":
+        for name, param in list(model.named_parameters()):
+            model.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
         batch = rows(batch, 0, 4)
     if kind == "losses":
         parallelize_module(model, mesh, {"head": RowwiseParallel(input_layouts=Replicate(), use_local_output=False)})
         loss = squares
     forward, params = dpfunc.functionalize(model.double())
     try:
-        found = getattr(engines, engine)()(loss(forward), params, batch)
+        found = engines.auto()(loss(forward), params, batch)
     except DPFuncError as error:
         return type(error).__name__, str(error)
     forward, wholes = dpfunc.functionalize(whole.double())
@@ -337,8 +228,7 @@ def unusual(kind, engine="auto"):
     for factors_B in (torch.ones(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64)):
         sums, wanted = (each.weighted_sum(dict.fromkeys(params, factors_B)) for each in (found, expected))
         for name, value in sums.items():
-            value = distributed(value, params[name])
-            value = value.full_tensor() if isinstance(value, DTensor) else value
+            value = full(whole_of(value, params[name]))
             off = max(off, float((value - wanted[name]).abs().max()))
     return None, off
 
@@ -349,3 +239,129 @@ def ids(forward):
 
 def squares(forward):
     return lambda p, b: forward(p, b["x"]).square().sum(1)
+
+
+NUM_RECORDS = 24
+STEPS = 3
+KEY = insecure_key(24)  # 2.9 expected records: draws of 1, 0 and 4, so that some processes, and all, have none
+
+
+def _mesh(parts):
+    return init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
+
+
+def train(name, parts, more):
+    """Noisy steps; `parts` processes hold one replica. 0 is one whole model without ranks."""
+    return _train(name, parts, **more)
+
+
+def _train(
+    name, parts, engine="auto", microbatch_size=None, clip="flat", frozen_sharded=False, expected=2.9, dtype="float64",
+    checkpointing=False,
+):  # fmt: skip
+    dtype = getattr(torch, dtype)
+    model = built(name, dtype)
+    ranks = None
+    if parts:
+        mesh = _mesh(parts)
+        CASES[name][1](model, mesh["tp"])
+        ranks = distributed.sharded(mesh, data=("dp",), tensor=("tp",))
+        if frozen_sharded:
+            trained = {p for p in model.parameters() if p.requires_grad}
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh["dp"], ignored_params=trained)
+    forward, params = dpfunc.functionalize(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    groups = clipping.PerLayer() if clip == "layers" else clipping.AllParameters()
+    plan = Plan(
+        sampling.Poisson(NUM_RECORDS, expected / NUM_RECORDS), clipping.Flat(0.5, groups=groups), 1.0, STEPS, delta=1e-3
+    )
+    dp_step = make_dp_step(CASES[name][2](forward), plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
+    data, state = batch_of(NUM_RECORDS, dtype), replay(dp_step.init(params, KEY))
+    counts = []
+    for indices in plan.batches(state, ranks):
+        grads, state, _ = dp_step(params, take(data, indices), state)
+        assert all(type(grads[key]) is type(params[key]) for key in params)
+        params = {key: p - 0.2 * grads[key] for key, p in params.items()}
+        counts.append(len(indices))
+    return {key: full(p).detach() for key, p in params.items()}, state.ledger.to_json(), counts
+
+
+def without_the_sum_of_norms(name):
+    """The same run where each process clips by the norm of its own parts."""
+    from dpfunc import clipped
+
+    proper = clipped.full_norms
+    clipped.full_norms = lambda params, sq_norms, ranks: sq_norms
+    try:
+        return train(name, dist.get_world_size(), {})
+    finally:
+        clipped.full_norms = proper
+
+
+def trouble(kind):
+    """One step that must fail, on all processes: the type and text of what was raised."""
+    mesh = _mesh(2)
+    model = built("mlp", torch.float64)
+    CASES["mlp"][1](model, mesh["tp"])
+    forward, params = dpfunc.functionalize(model)
+    ranks = distributed.sharded(mesh, data=("dp",), tensor=("tp",))
+    if kind == "data parallel":
+        ranks = distributed.data_parallel(mesh["dp"].get_group())
+    if kind == "one process":
+        ranks = None
+    plan = Plan(sampling.Poisson(NUM_RECORDS, 0.5), clipping.Flat(0.5), 1.0, STEPS, delta=1e-3)
+    options = {"engine": "auto"}
+    mine = dist.get_rank() == dist.get_world_size() - 1
+    data = batch_of(NUM_RECORDS, torch.float64)
+    if kind == "other records" and mine:
+        data["x"][:] = data["x"] + 1
+    if kind == "one ulp" and mine:
+        params["norm.weight"][2] = torch.nextafter(params["norm.weight"][2], torch.tensor(9.0, dtype=torch.float64))
+    if kind == "one ulp of a part":  # sharded over processes with other records, alike over those with the same
+        part = distribute_tensor(params["norm.weight"], mesh["dp"], [Shard(0)])
+        params["norm.weight"] = part
+        if mine:
+            part.to_local()[0] = torch.nextafter(part.to_local()[0], torch.tensor(9.0, dtype=torch.float64))
+    if kind == "nan" and mine:
+        params["norm.weight"][2] = float("nan")
+    state = None
+    try:
+        if kind == "microbatches":
+            options["microbatch_size"] = "auto"
+        dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **options)
+        good = {key: torch.nan_to_num(p) if not isinstance(p, DTensor) else p for key, p in params.items()}
+        state = replay(dp_step.init(good, KEY))
+        (indices, *_) = plan.batches(state, ranks)
+        dp_step(params, take(data, indices), state)
+    except DPFuncError as error:
+        return type(error).__name__, str(error), 0 if state is None else state.ledger.num_steps
+    return "ok", "", 1
+
+
+def mesh_dims(data, tensor):
+    """What `sharded` says to dimensions of a mesh."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("dp", "tp", "cp"))
+    try:
+        distributed.sharded(mesh, data=data, tensor=tensor)
+    except DPFuncError as error:
+        return str(error)
+    return "ok"
+
+
+def common_start():
+    """What all processes hold after `replicate`, and who hears of a difference between any two."""
+    ranks = distributed.sharded(_mesh(2), data=("dp",), tensor=("tp",))
+    number = dist.get_rank()
+    tensor = torch.full((2, 3), float(number + 1))
+    distributed.replicate([tensor], ranks)
+    said = []
+    for odd in range(dist.get_world_size()):
+        try:
+            distributed.check_same("data", "other" if number == odd else "usual", ranks)
+        except DPFuncError as error:
+            said.append(type(error).__name__)
+    distributed.check_same("data", "usual", ranks)
+    return tensor, said

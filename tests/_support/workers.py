@@ -22,7 +22,7 @@ from typing import Any
 # Imported once, by the server that the workers are forked from: in each worker they would take most of the time.
 IMPORTED = [
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.distributed.checkpoint",
-    "transformers.models.llama.modeling_llama", "peft", "pytest", "dpfunc.distributed.fully_sharded",
+    "transformers.models.llama.modeling_llama", "peft", "pytest", "dpfunc.distributed.fsdp",
     "dpfunc.checkpoint",
 ]  # fmt: skip
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""The record of a run: read back exactly, and refused where it was changed."""
+"""The records of runs and of searches: read back exactly, refused where they were changed, shown, and checked."""
 
 from __future__ import annotations
 
@@ -7,84 +7,132 @@ import json
 import math
 
 import pytest
+import search_cases
+from click.testing import CliRunner
 from record_cases import RECORD, record
+from search_cases import search_record
 
 from dpfunc._utils.validation import signed
-from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import NEIGHBOURS, NOT_COVERED, Record, is_record, read_ledger
+from dpfunc.accounting import Ledger, RunCount
+from dpfunc.accounting.record import (
+    GUESSABLE,
+    NEIGHBOURS,
+    NOT_COVERED,
+    Record,
+    is_record,
+    read_ledger,
+    search_cost,
+)
+from dpfunc.cli.main import main
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Event
 
+SEARCH = search_cases.RECORD
+WITHOUT_NOISE = {"epsilon": math.inf, "epsilon_rdp": math.inf, "ledger": Ledger((Event(1.0, 0.0, 10),))}
+WRITTEN = {
+    "run": RECORD,
+    "run without noise": record(**WITHOUT_NOISE),
+    "run without a budget": record(target_epsilon=None),
+    "search": SEARCH,
+    "search without a result": search_record(chosen=None, chosen_score=None),
+    "search of Poisson": search_record(runs=RunCount(3.0, math.inf)),
+}
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"epsilon": math.inf, "epsilon_rdp": math.inf, "ledger": Ledger((Event(1.0, 0.0, 10),))},
-        {"target_epsilon": None},
-    ],
-)
-def test_a_record_reads_back_exactly(changes):
-    written = record(**changes)
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_record_reads_back_exactly(name):
+    written = WRITTEN[name]
     text = written.to_json()
-    assert Record.from_json(text) == written
-    assert read_ledger(text) == written.ledger
+    assert type(written).from_json(text) == written
     json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert json.loads(text)["neighbours"] == NEIGHBOURS["add_remove"]
+    if isinstance(written, Record):
+        assert read_ledger(text) == written.ledger
 
 
-def test_published_facts_are_in_sentences():
-    values = json.loads(RECORD.to_json())
-    assert values["schema"] == "dpfunc.accounting/2"
-    assert values["neighbours"] == NEIGHBOURS["add_remove"]
+def test_each_adjacency_has_its_sentence():
     assert set(NEIGHBOURS) == set(ADJACENCIES)
-    assert list(NOT_COVERED) == values["not_covered"]
+    assert list(NOT_COVERED) == json.loads(RECORD.to_json())["not_covered"]
 
 
-DAMAGED = {
+def without(name):
+    return lambda v: {k: x for k, x in v.items() if k != name}
+
+
+def changed(**values):
+    return lambda v: {**v, **values}
+
+
+COMMON = {
     "no JSON": lambda v: "{",
     "a list": lambda v: "[]",
-    "another schema": lambda v: {**v, "schema": "dpfunc.accounting/9"},
-    "no schema": lambda v: {k: x for k, x in v.items() if k != "schema"},
-    "a field less": lambda v: {k: x for k, x in v.items() if k != "unit"},
-    "a field more": lambda v: {**v, "comment": "fine"},
-    "negative epsilon": lambda v: {**v, "epsilon": -1.0},
-    "epsilon in words": lambda v: {**v, "epsilon": "3"},
-    "delta 0": lambda v: {**v, "delta": 0},
-    "steps in parts": lambda v: {**v, "global_step": 1.5},
-    "q above 1": lambda v: {**v, "sampling_prob": 1.5},
-    "other neighbours": lambda v: {**v, "adjacency": "replace_one"},
-    "other words for them": lambda v: {**v, "neighbours": NEIGHBOURS["zero_out"]},
-    "unknown key": lambda v: {**v, "noise_key": "fine"},
-    "control characters": lambda v: {**v, "unit": "one row\x1b[2K"},
-    "lines": lambda v: {**v, "not_covered": ["a\nb"]},
-    "not a list": lambda v: {**v, "not_covered": "nothing"},
-    "a list of numbers": lambda v: {**v, "not_covered": [1]},
-    "no versions": lambda v: {**v, "versions": {}},
-    "a ledger that lost its events": lambda v: {
-        **v,
-        "ledger": signed({"schema": "dpfunc.ledger/2", "adjacency": "add_remove"}),
-    },
-    "no ledger": lambda v: {**v, "ledger": None},
+    "another schema": lambda v: {**v, "schema": v["schema"].replace("/2", "/9")},
+    "no schema": without("schema"),
+    "a field less": without("unit"),
+    "a field more": changed(comment="fine"),
+    "negative epsilon": changed(epsilon=-1.0),
+    "other words for neighbours": changed(neighbours=NEIGHBOURS["zero_out"]),
+    "unknown key": changed(noise_key="fine"),
+    "control characters": changed(unit="one row\x1b[2K"),
+    "delta 0": changed(delta=0),
+    "lines": changed(not_covered=["a\nb"]),
+    "not a list": changed(not_covered="nothing"),
+    "a list of numbers": changed(not_covered=[1]),
+    "no versions": changed(versions={}),
+}
+OF_A_RUN = {
+    "epsilon in words": changed(epsilon="3"),
+    "steps in parts": changed(global_step=1.5),
+    "q above 1": changed(sampling_prob=1.5),
+    "other neighbours": changed(adjacency="replace_one"),
+    "a ledger that lost its events": changed(ledger=signed({"schema": "dpfunc.ledger/2", "adjacency": "add_remove"})),
+    "no ledger": changed(ledger=None),
+}
+OF_A_SEARCH = {
+    "no epsilon": changed(epsilon=None),
+    "no budget": changed(target_epsilon=None),
+    "no mean": changed(runs={"shape": 1.0}),
+    "half a run": changed(runs={"mean": 0.5, "shape": 1.0}),
+    "a candidate more than ledgers": lambda v: {**v, "candidates": [*v["candidates"], {"steps": 1}]},
+    "no candidates": changed(candidates=[], ledgers=[], chosen=None, chosen_score=None),
+    "candidates in words": changed(candidates=[{"steps": "one"}] * 2),
+    "another chosen one": changed(chosen=2),
+    "a score of nothing": changed(chosen=None),
+    "no score noise": changed(score_noise=0.0),
+    "a ledger that is none": changed(ledgers=[None, None]),
+    "ledgers that are none": changed(ledgers=3),
+    "replaced records": lambda v: {**v, "spent": signed({**v["spent"], "adjacency": "replace_one"})},
+}
+DAMAGED = {
+    f"{kind}: {name}": (whole, change)
+    for kind, whole, table in (("run", RECORD, OF_A_RUN), ("search", SEARCH, OF_A_SEARCH))
+    for name, change in {**COMMON, **table}.items()
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_records_are_refused(name):
-    changed = DAMAGED[name](json.loads(RECORD.to_json()))
+    whole, change = DAMAGED[name]
+    found = change(json.loads(whole.to_json()))
     with pytest.raises(DPFuncError):
-        Record.from_json(changed if isinstance(changed, str) else json.dumps(signed(changed)))
+        type(whole).from_json(found if isinstance(found, str) else json.dumps(signed(found)))
 
 
-def test_a_name_that_occurs_twice_is_refused():
-    text = RECORD.to_json().replace('"epsilon":', '"epsilon": 0.1, "epsilon":', 1)
+@pytest.mark.parametrize("whole", [RECORD, SEARCH], ids=["run", "search"])
+def test_a_name_that_occurs_twice_is_refused(whole):
+    text = whole.to_json().replace('"epsilon":', '"epsilon": 0.1, "epsilon":', 1)
     with pytest.raises(InvalidArgument, match="'epsilon' occurs twice"):
-        Record.from_json(text)
+        type(whole).from_json(text)
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Record)])
-def test_each_field_is_checked(name):
+@pytest.mark.parametrize(
+    ("whole", "name"),
+    [(whole, field.name) for whole in (RECORD, SEARCH) for field in dataclasses.fields(whole)],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_each_field_is_checked(whole, name):
     with pytest.raises(InvalidArgument, match=r"Expected|adjacency"):
-        record(**{name: object()})
+        dataclasses.replace(whole, **{name: object()})
 
 
 def test_a_ledger_that_is_read_from_other_files():
@@ -94,8 +142,56 @@ def test_a_ledger_that_is_read_from_other_files():
     with pytest.raises(InvalidArgument, match="or name its journal: before version 2 files had no digest"):
         read_ledger(json.dumps(old))
     assert is_record({"schema": "dpfunc.accounting/1"})
-    assert not is_record(old)
+    assert not any(map(is_record, (old, json.loads(Ledger().to_json()), json.loads(SEARCH.to_json()))))
     for other in ({"schema": 1, "ledger": ledger}, {"schema": "dpfunc.accounting/2", "ledger": ledger}, 3):
         with pytest.raises(InvalidArgument):
             read_ledger(json.dumps(signed(other) if isinstance(other, dict) else [other]))
-    assert not is_record(json.loads(Ledger().to_json()))
+    with pytest.raises(InvalidArgument, match="the record of a search"):  # whose cost is no sum over events
+        read_ledger(SEARCH.to_json())
+
+
+def test_the_score_is_counted_and_replaced_records_are_refused():
+    assert search_cost(SEARCH.runs, SEARCH.ledgers, 1.0, 1e-5, Ledger()).epsilon > 2 * SEARCH.epsilon
+    with pytest.raises(InvalidArgument, match="may go from those that are trained on"):
+        search_cost(SEARCH.runs, [Ledger((Event(1.0, 9.0, 1),), "replace_one")], 6.0, 1e-5, Ledger((), "replace_one"))
+
+
+def ledger(*arguments):
+    return CliRunner().invoke(main, ["ledger", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "privacy_accounting.json").write_text(SEARCH.to_json())
+    return tmp_path
+
+
+def test_a_search_is_shown(folder):
+    result = ledger("show", folder)
+    assert result.exit_code == 0, result.output
+    for text in ("8 on average", "learning_rate=0.3", "88.5", "one patient", "how many there"):
+        assert text in result.stdout, text
+    assert json.loads(ledger("show", folder, "--json").stdout)["chosen"] == 1
+    assert json.loads(ledger("show", folder, "--delta", 1e-3, "--json").stdout)["epsilon"] < SEARCH.epsilon
+    assert "rdp" in ledger("show", folder / "privacy_accounting.json", "--delta", 1e-3).stdout
+    assert ledger("show", folder, "--method", "prv").exit_code == 2
+
+
+WRONG = {
+    "nothing": {},
+    "epsilon": {"epsilon": SEARCH.epsilon * 0.99},
+    "delta": {"delta": 0.02},
+    "key": {"noise_key": GUESSABLE},
+    "budget": {"target_epsilon": 0.5},
+    "sampling": {"dataset_size": 99, "ledgers": (Ledger((Event(0.5, 20.0, 10),)),) * 2},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_in_a_search_is_found(name, folder):
+    (folder / "privacy_accounting.json").write_text(search_record(**WRONG[name]).to_json())
+    result = ledger("check", folder, "--json")
+    wrong = [each["check"] for each in json.loads(result.stdout)["checks"] if not each["agrees"]]
+    assert name in wrong if name != "nothing" else not wrong
+    assert result.exit_code == bool(wrong)
+    assert ledger("check", folder, "--epsilon", SEARCH.epsilon / 2).exit_code == 1

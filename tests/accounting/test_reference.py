@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ from accounting_oracle import (
     delta_bracket,
     delta_of_gaussian,
     epsilon_by_inversion,
-    epsilon_of_one_step,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,9 @@ MIXED = ((0.001, 0.8, 1000), (0.1, 4.0, 50), (0.01, 1.2, 500))
 REFERENCE = {
     "q=.01 T=1000": ([(0.01, 1.0, 1000)], 1e-5, 1.8282367, "tilted"),
     "delta 1e-30": ([(0.01, 1.0, 1000)], 1e-30, 9.3418956, "tilted"),
+    "delta 1e-12": ([(0.01, 1.0, 1000)], 1e-12, 3.914298, "tilted"),
+    "delta 1e-12, little noise": ([(1e-4, 0.3, 10**4)], 1e-12, 29.39003, "tilted"),
+    "much spent": ([(0.01, 1.0, 10**5)], 1e-10, 34.6170, "tilted"),
     "ten million steps": ([(1e-4, 1.0, 10**7)], 1e-5, 1.6196342, "tilted"),
     "no privacy left": ([(0.2, 0.5, 10**5)], 1e-10, 18368.764, "tilted"),
     "no sampling": ([(1.0, 5.0, 10)], 1e-5, 2.5943784, "gaussian"),
@@ -95,18 +99,15 @@ def test_zero_out_costs_what_add_remove_costs():
     assert zero_out.adjacency == "zero_out"
 
 
-def test_replace_one_without_sampling_is_the_gaussian_mechanism():
-    for sigma, steps in ((5.0, 10), (0.7, 1)):
-        found = epsilon(ledger_of((1.0, sigma, steps), adjacency="replace_one"), 1e-6)
-        assert found.method == "gaussian"
-        assert delta_of_gaussian(found.epsilon, math.sqrt(steps) / sigma) == pytest.approx(1e-6, rel=1e-6)
-
-
-def test_prv_of_no_sampling_agrees_with_the_exact_formula():
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize(("sigma", "steps"), [(5.0, 10), (0.7, 1)])
+def test_without_sampling_it_is_the_gaussian_mechanism(adjacency, sigma, steps):
     """One route through the FFT, one through the closed form."""
-    ledger = ledger_of((1.0, 5.0, 10))
-    exact, composed = epsilon(ledger, 1e-5, "gaussian").epsilon, epsilon(ledger, 1e-5, "prv").epsilon
-    assert exact <= composed <= exact + ABOVE
+    ledger = ledger_of((1.0, sigma, steps), adjacency=adjacency)
+    found = epsilon(ledger, 1e-5)
+    assert found.method == "gaussian"
+    assert delta_of_gaussian(found.epsilon, math.sqrt(steps) / sigma) == pytest.approx(1e-5, rel=1e-6)
+    assert found.epsilon <= epsilon(ledger, 1e-5, "prv").epsilon <= found.epsilon + 0.02 * found.epsilon + ABOVE
 
 
 def test_sampling_mixed_with_no_sampling():
@@ -114,16 +115,6 @@ def test_sampling_mixed_with_no_sampling():
     truth = epsilon_by_inversion([(0.01, 1.0, 500), (1.0, (3 / 64 + 2 / 100) ** -0.5, 1)], 1e-5)
     assert truth <= epsilon(ledger_of(*events), 1e-5, "prv").epsilon <= truth + ABOVE
     assert truth <= epsilon(ledger_of(*events), 1e-5).epsilon <= truth * (1 + TIGHT)
-
-
-@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-8, 1e-12, 1e-100])
-@pytest.mark.parametrize("mu", [1e-3, 0.1, 1.0, 20.0])
-def test_gaussian_is_exact(mu, delta):
-    found = epsilon(ledger_of((1.0, 1 / mu, 1)), delta, "gaussian").epsilon
-    if delta >= 1e-12 and found > 0:
-        assert delta_of_gaussian(found, mu) <= delta * (1 + 1e-9)
-        assert delta_of_gaussian(found * (1 - 1e-6), mu) > delta
-    assert 0 <= found <= mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta))
 
 
 steps_of_any_kind = st.tuples(st.floats(1e-3, 0.2), st.floats(0.7, 6.0), st.integers(100, 1500))
@@ -172,15 +163,6 @@ def test_few_steps_against_rounded_losses(events, delta, adjacency):
     assert high >= delta
 
 
-@settings(max_examples=12)
-@given(st.floats(1e-4, 0.9), st.floats(0.4, 5.0), st.sampled_from([1e-3, 1e-5, 1e-8]))
-def test_one_step_against_the_closed_form(q, sigma, delta):
-    found = epsilon(ledger_of((q, sigma, 1)), delta)
-    tv = q * math.erf(1 / sigma / 8**0.5)
-    truth = 0.0 if tv <= delta else epsilon_of_one_step(q, sigma, delta)
-    assert truth <= found.epsilon <= truth + ABOVE
-
-
 def old_conversion(q, sigma, steps, orders):
     """The figures of 2019-2021 were R(a) + log(1/delta) / (a - 1) over these orders, at delta = 1e-5."""
     from dpfunc.accounting.rdp import step_curve
@@ -216,3 +198,30 @@ def test_museum_closed_form_epsilon():
 def test_renyi_orders_reach_far_enough():
     """With orders up to 63 only, Renyi can never say less than 0.1 at delta = 1e-5, whatever the noise."""
     assert epsilon(ledger_of((0.01, 1000.0, 1)), 1e-5, "rdp").epsilon < 0.006
+
+
+PLANS = json.loads((Path(__file__).parent / "peer_epsilons.json").read_text())
+
+
+def test_random_plans_are_between_the_estimates_of_a_peer():
+    """Numbers of dp_accounting, by tools/accountant_fuzz.py: not below its optimistic estimate, hardly above the other."""
+    assert len(PLANS) >= 150
+    for q, sigma, steps, delta, low, high in PLANS:
+        found = epsilon(ledger_of((q, sigma, steps)), delta).epsilon
+        assert low * (1 - 1e-9) <= found <= high * 1.001, (q, sigma, steps, delta)
+
+
+# With much noise and many records the largest loss of direction add, -log(1 - q), has hardly any mass. Where t epsilon
+# is small, cells and the added Gaussian are made finer until nothing is gained.
+HARD = [
+    ((0.99, 15.76, 20, 1e-5), 1.053188), ((0.5, 50.0, 20, 1e-5), 0.1422338),
+    ((0.0158406, 0.46536, 11, 0.070997), 0.00796952), ((0.000576637, 0.47783, 12, 0.00167084), 0.00765375),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "limit"), HARD, ids=str)
+def test_plans_that_were_too_high_are_tight(plan, limit):
+    q, sigma, steps, delta = plan
+    found = epsilon(ledger_of((q, sigma, steps)), delta)
+    assert found.method == "tilted"
+    assert limit * (1 - 1e-4) <= found.epsilon <= limit * (1 + 5e-4)

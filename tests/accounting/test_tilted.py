@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import time
 
@@ -13,11 +12,12 @@ from accounting_oracle import Undecided, agreed_delta, delta_bracket, delta_of_o
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dpfunc.accounting import Ledger, calibrate_noise, epsilon
+from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting.gaussian import gaussian_epsilon
-from dpfunc.accounting.tilted import compose, discrete_laws, one_direction, one_step_delta, tilted_epsilon
+from dpfunc.accounting.tilted import discrete_laws, one_direction, one_step_delta, tilted_epsilon
 from dpfunc.accounting.tilted_aim import make_aim, saddle, sampled_losses
 from dpfunc.accounting.tilted_law import TiltedUnavailable, atoms_add_remove, atoms_replace, conserved, pair_masses
+from dpfunc.accounting.tilted_sum import compose
 from dpfunc.types import Event
 
 BOTH = ("remove", "add")
@@ -67,7 +67,7 @@ def test_many_random_ledgers_against_the_inversion(direction):
     assert check_against_the_inversion(2, 100, direction) >= 80
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(probs, st.floats(0.3, 8.0), st.integers(2, 30), deltas, directions)
 def test_few_steps_against_rounded_losses(q, sigma, steps, delta, direction):
     """Losses rounded down give a delta that is too low: the bound's must not be lower still."""
@@ -175,47 +175,6 @@ def test_extreme_deltas(direction):
     assert np.all(np.diff(found[3:]) < 0.35 * np.diff([20, 30, 60, 100, 150]) * math.log(10))
 
 
-def test_references_at_extremes():
-    """Values of an inversion in multiple ways, from the notes of an earlier prototype."""
-    for events, delta, truth in [
-        ([(0.01, 1.0, 1000)], 1e-30, 9.3418956),
-        ([(0.01, 1.0, 1000)], 1e-12, 3.914298),
-        ([(1e-4, 0.3, 10**4)], 1e-12, 29.39003),
-        ([(0.01, 1.0, 10**5)], 1e-10, 34.6170),
-        ([(0.2, 0.5, 10**5)], 1e-10, 18368.764),
-    ]:
-        found = tilted_epsilon(events, BOTH, delta).epsilon
-        assert truth * (1 - 3e-6) <= found <= truth * (1 + 1e-4)
-
-
-def test_order_and_splitting_change_nothing():
-    events = (Event(0.01, 1.0, 500), Event(0.02, 2.0, 300), Event(1.0, 9.0, 3))
-    once = epsilon(Ledger(events), 1e-6, "tilted")
-    split = Ledger((events[2], Event(0.01, 1.0, 200), events[1], Event(0.01, 1.0, 300)))
-    assert epsilon(split, 1e-6, "tilted") == once
-    kinds_of_it = [(0.02, 2.0, 300), (1.0, 9.0, 3), (0.01, 1.0, 500)]
-    assert tilted_epsilon(kinds_of_it, BOTH, 1e-6).epsilon == once.epsilon
-
-
-def test_a_thousand_kinds_are_between_their_extremes_and_near_their_mean():
-    def schedule(number):
-        return [(0.01, 2 - 1.2 * (i + 0.5) / number, 1000 // number) for i in range(number)]
-
-    fine, coarse = (tilted_epsilon(schedule(number), BOTH, 1e-5).epsilon for number in (1000, 125))
-    # the mean over 8 neighbours is a quadrature of order 2: an error of about (1/8)^-2 of that over 40 of them
-    middle = tilted_epsilon(schedule(25), BOTH, 1e-5).epsilon
-    assert coarse == pytest.approx(fine, rel=3e-4)
-    assert abs(coarse - fine) < abs(middle - fine) + 1e-4 * fine
-
-
-def test_more_kinds_than_are_served_are_rounded_up():
-    ledger = Ledger(tuple(Event(0.01, 1.0 + i / 5000, 1) for i in range(5000)))
-    found = epsilon(ledger, 1e-5, "tilted")
-    assert "5000 kinds of steps rounded to" in found.note
-    fair = tilted_epsilon([(0.01, 1.0 + (i + 0.5) / 100, 50) for i in range(100)], BOTH, 1e-5).epsilon
-    assert fair < found.epsilon < 1.002 * fair
-
-
 def test_removal_need_not_be_the_dearer_direction_for_the_bound():
     """Both are computed; where the second is not dearer, the answer is that of the first."""
     events = [(0.01, 1.0, 500), (0.3, 2.0, 30)]
@@ -223,25 +182,6 @@ def test_removal_need_not_be_the_dearer_direction_for_the_bound():
     alone = [one_direction(events, direction, 1e-5).epsilon for direction in BOTH]
     assert both == max(alone)
     assert tilted_epsilon(events, ("add", "remove"), 1e-5).epsilon == pytest.approx(both, rel=1e-4)
-
-
-def test_auto_takes_it_and_needs_no_opacus():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, dpfunc; from dpfunc.accounting import calibrate_noise; "
-        "l = dpfunc.Ledger((dpfunc.Event(0.01, 1.0, 1000),)); print(l.epsilon(1e-5).method, l.epsilon(1e-30).method); "
-        "calibrate_noise(epsilon=1.0, delta=1e-5, sampling_prob=0.01, num_steps=100); print('opacus' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["tilted", "tilted", "False"]
-
-
-def test_calibration_by_it():
-    sigma = calibrate_noise(epsilon=1.0, delta=1e-20, sampling_prob=0.01, num_steps=1000, method="tilted")
-    cost = [epsilon(Ledger((Event(0.01, s, 1000),)), 1e-20, "tilted").epsilon for s in (sigma, sigma * (1 - 4e-4))]
-    assert cost[0] <= 1.0 < cost[1]
 
 
 def test_speed_is_of_the_right_order():
@@ -256,37 +196,6 @@ def test_speed_is_of_the_right_order():
 def test_lost_mass_is_refused():
     with pytest.raises(TiltedUnavailable, match="sum to 1"):
         conserved(1.0, 1 - 1e-9)
-
-
-def check_against_dp_accounting(seed, number):
-    """Its losses rounded down and up bracket the truth; its own rounding is safe for delta >= 1e-8."""
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    def composed(events, pessimistic):
-        total = None
-        for q, sigma, steps in events:
-            one = pld.from_gaussian_mechanism(sigma, sampling_prob=q, pessimistic_estimate=pessimistic)
-            one = one.self_compose(steps)
-            total = one if total is None else total.compose(one)
-        return total
-
-    rng = np.random.default_rng(seed)
-    for _ in range(number):
-        events = [
-            (float(10 ** rng.uniform(-2.5, -0.3)), float(rng.uniform(0.8, 6.0)), int(10 ** rng.uniform(0.5, 3)))
-            for _ in range(rng.integers(1, 3))
-        ]
-        delta = float(10 ** rng.uniform(-8, -3))
-        found = tilted_epsilon(events, BOTH, delta).epsilon
-        above = composed(events, True).get_epsilon_for_delta(delta)
-        assert found <= above * (1 + 2e-4) + 1e-6, (events, delta)
-        assert found >= composed(events, False).get_epsilon_for_delta(delta) * (1 - 1e-9), (events, delta)
-
-
-if importlib.util.find_spec("dp_accounting"):  # not among the test requirements
-
-    def test_random_ledgers_against_dp_accounting():
-        check_against_dp_accounting(3, 20)
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])

@@ -6,19 +6,18 @@ import dataclasses
 import json
 import os
 import shutil
-from functools import partial
+import stat
 
 import pytest
 import torch
 from cases import linear_loss
 from journal_cases import line, written
-from run_cases import DATA, PLAN, start, steps, store
+from run_cases import DATA, PLAN, Run, start, steps, store
 
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
-from dpfunc.checkpoint import chain, load, save
-from dpfunc.checkpoint import journal as journal_module
+from dpfunc.checkpoint import chain, load
 from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, LedgerConflict, StateReused
@@ -33,34 +32,31 @@ def another(path):
     return written(path.with_name("other.jsonl"), *(line(step, run="b") for step in range(6)))
 
 
-def set_lines(path, lines):
-    path.write_bytes(b"".join(lines))
+def lines_as(change):
+    """Write the lines of a journal again, changed."""
+    return lambda path, lines: path.write_bytes(b"".join(change(lines)))
+
+
+def changed(number, old, new):
+    return lambda lines: [line.replace(old, new) if place == number else line for place, line in enumerate(lines)]
 
 
 DAMAGE = {
-    "first line lost": (lambda path, ls: set_lines(path, ls[1:]), "Expected line 1 .* written as line 2"),
-    "line in the middle lost": (lambda path, ls: set_lines(path, ls[:2] + ls[3:]), "Expected line 3 .* as line 4"),
-    "last line lost": (lambda path, ls: set_lines(path, ls[:5]), "Expected 6 lines .* got 5: line 6"),
-    "last lines lost": (lambda path, ls: set_lines(path, ls[:3]), "Expected 6 lines .* got 3: line 4"),
-    "end of the last line lost": (lambda path, ls: set_lines(path, [*ls[:5], ls[5][:-4]]), "Expected 6 lines"),
-    "all lines lost": (lambda path, ls: set_lines(path, []), "Expected 6 lines .* got 0: line 1"),
+    "first line lost": (lines_as(lambda ls: ls[1:]), "Expected line 1 .* written as line 2"),
+    "line in the middle lost": (lines_as(lambda ls: ls[:2] + ls[3:]), "Expected line 3 .* as line 4"),
+    "last line lost": (lines_as(lambda ls: ls[:5]), "Expected 6 lines .* got 5: line 6"),
+    "last lines lost": (lines_as(lambda ls: ls[:3]), "Expected 6 lines .* got 3: line 4"),
+    "end of the last line lost": (lines_as(lambda ls: [*ls[:5], ls[5][:-4]]), "Expected 6 lines"),
+    "all lines lost": (lines_as(lambda ls: []), "Expected 6 lines .* got 0: line 1"),
     "file lost": (lambda path, ls: path.unlink(), "Expected 6 lines .* got 0: line 1"),
-    "line twice": (lambda path, ls: set_lines(path, [*ls[:3], *ls[2:]]), "Expected line 4 .* written as line 3"),
-    "last line twice": (lambda path, ls: set_lines(path, [*ls, ls[-1]]), "Expected line 7 .* written as line 6"),
-    "lines swapped": (lambda path, ls: set_lines(path, [ls[0], ls[2], ls[1], *ls[3:]]), "Expected line 2 .* line 3"),
-    "line changed": (
-        lambda path, ls: set_lines(path, [*ls[:2], ls[2].replace(b"5.0", b"9.0"), *ls[3:]]),
-        "Line 4 .* does not follow .* line 3 was changed",
-    ),
-    "last line changed": (
-        lambda path, ls: set_lines(path, [*ls[:5], ls[5].replace(b"5.0", b"9.0")]), "Line 6 .* is not the one that",
-    ),
-    "line without its number": (
-        lambda path, ls: set_lines(path, [ls[0].replace(b'"line": 1, ', b""), *ls[1:]]), "Line 1 .* it lacks 'line'",
-    ),
+    "line twice": (lines_as(lambda ls: [*ls[:3], *ls[2:]]), "Expected line 4 .* written as line 3"),
+    "last line twice": (lines_as(lambda ls: [*ls, ls[-1]]), "Expected line 7 .* written as line 6"),
+    "lines swapped": (lines_as(lambda ls: [ls[0], ls[2], ls[1], *ls[3:]]), "Expected line 2 .* line 3"),
+    "line changed": (lines_as(changed(2, b"5.0", b"9.0")), "Line 4 .* does not follow .* line 3 was changed"),
+    "last line changed": (lines_as(changed(5, b"5.0", b"9.0")), "Line 6 .* is not the one that"),
+    "line without its number": (lines_as(changed(0, b'"line": 1, ', b"")), "Line 1 .* it lacks 'line'"),
     "name twice": (
-        lambda path, ls: set_lines(path, [ls[0].replace(b'"step": 0', b'"step": 0, "step": 7'), *ls[1:]]),
-        "Line 1 .* the name 'step' occurs twice",
+        lines_as(changed(0, b'"step": 0', b'"step": 0, "step": 7')), "Line 1 .* the name 'step' occurs twice",
     ),
     "head lost": (lambda path, ls: head_path(path).unlink(), "no such file: nobody can tell"),
     "head unreadable": (lambda path, ls: head_path(path).write_text("{"), r"jsonl.head cannot be read"),
@@ -70,7 +66,7 @@ DAMAGE = {
     ),
     "another journal": (lambda path, ls: path.write_bytes(another(path).read_bytes()), "Line 6 .* is not the one"),
     "lines of another journal": (
-        lambda path, ls: set_lines(path, [*ls[:3], *another(path).read_bytes().splitlines(True)[3:]]),
+        lambda path, ls: path.write_bytes(b"".join([*ls[:3], *another(path).read_bytes().splitlines(True)[3:]])),
         "Line 4 .* does not follow",
     ),
 }  # fmt: skip
@@ -94,6 +90,30 @@ def test_a_lost_or_changed_line_is_detected(tmp_path, damage):
     assert path.read_bytes() == before
 
 
+def test_an_incomplete_line_is_removed(tmp_path):
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    state = steps(state, values, optimizer, 2, journal)
+    with open(journal.path, "a") as file:
+        file.write('{"run": "x", "ste')
+    assert journal_ledger(journal.path).num_steps == 2
+    steps(state, values, optimizer, 1, journal)
+    assert journal_ledger(journal.path).num_steps == len(journal.path.read_text().splitlines()) == 3
+
+
+def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):
+    """Not only written: a power failure must not lose it either."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(stat.S_ISDIR(os.fstat(handle).st_mode)))
+    journal = Journal(tmp_path / "j.jsonl", PLAN)
+    state, values, optimizer = start()
+    begun, line, head = [False, True], [False], [False, True]  # True: of a folder
+    for expected in (begun + line + head, line + head, line + head):
+        synced.clear()
+        state = steps(state, values, optimizer, 1, journal)
+        assert synced == expected
+
+
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_crash_between_a_line_and_its_head_loses_nothing(tmp_path, after):
     """Nobody saw the gradients of that step; it counts, and the file can be appended to."""
@@ -102,36 +122,39 @@ def test_a_crash_between_a_line_and_its_head_loses_nothing(tmp_path, after):
     written(path, line(after))
     write_head(path, kept)
     assert journal_ledger(path).num_steps == after + 1
-    state, values, optimizer = start(journal_ledger(path))
-    steps(state, values, optimizer, 2, Journal(path, PLAN))
-    assert journal_ledger(path).num_steps == after + 3
-    assert read_head(path).lines == after + 3
+    Run(tmp_path, counts=True).step(2)
+    assert journal_ledger(path).num_steps == read_head(path).lines == after + 3
 
 
-def test_a_head_comes_before_the_first_line(tmp_path, monkeypatch):
-    """A crash right after the first line must not look like a head that was lost."""
+@pytest.mark.parametrize("begun", [0, 1])
+def test_kills_between_a_line_and_its_note(tmp_path, monkeypatch, begun):
+    """Each leaves one line that the head does not know, which must not look lost; the next process notes it first."""
+    run, real = Run(tmp_path).step(begun), chain.write_head
+    before = run.state
 
     def killed(path, head):
-        if head.lines:
+        if head.lines == lines:
             raise KeyboardInterrupt
-        write_head(path, head)
+        real(path, head)
 
     monkeypatch.setattr(chain, "write_head", killed)
-    with pytest.raises(KeyboardInterrupt):
-        written(tmp_path / "journal.jsonl", line(0))
-    assert journal_ledger(tmp_path / "journal.jsonl").num_steps == 1
+    for lines in range(begun + 1, begun + 4):  # noqa: B007  (read by `killed`)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(state=replay(before))
+        assert run.counted.num_steps == begun + 1
+    monkeypatch.undo()
+    assert run.step(state=replay(before)).ledger == run.counted
 
 
 def test_several_writers_of_one_journal(tmp_path):
     """Each reads what another one has written since."""
-    path, runs = tmp_path / "journal.jsonl", []
-    writers = [Journal(path, PLAN) for _ in range(2)]
+    writers, runs = [Journal(tmp_path / "journal.jsonl", PLAN) for _ in range(2)], []
     for number in range(2):
-        state, values, optimizer = start(journal_ledger(path) if number else None)
+        run = Run(tmp_path, counts=bool(number))
         for writer in (*writers, writers[1]):
-            state = steps(state, values, optimizer, 1, writer)
-        runs.append(fingerprint(state.key))
-    assert {run: len(taken) for run, taken in read_steps(path).items()} == dict.fromkeys(runs, 3)
+            run.step(journal=writer)
+        runs.append(fingerprint(run.state.key))
+    assert {run: len(taken) for run, taken in read_steps(writers[0].path).items()} == dict.fromkeys(runs, 3)
 
 
 def test_only_new_lines_are_read(tmp_path, monkeypatch):
@@ -143,10 +166,10 @@ def test_only_new_lines_are_read(tmp_path, monkeypatch):
         counts.append(len(lines))
         return position, lines
 
-    path = written(tmp_path / "journal.jsonl", *(line(step) for step in range(20)))
-    state, values, optimizer = start(journal_ledger(path))
-    monkeypatch.setattr(journal_module, "follow", counted)
-    steps(state, values, optimizer, 4, Journal(path, PLAN))
+    written(tmp_path / "journal.jsonl", *(line(step) for step in range(20)))
+    run = Run(tmp_path, counts=True)
+    monkeypatch.setattr(chain, "follow", counted)
+    run.step(4)
     assert counts == [20, 1, 1, 1]
 
 
@@ -170,289 +193,231 @@ def test_one_step_of_two_values_is_refused(tmp_path):
             journal_ledger(path)
 
 
-def saved_run(folder, path, state, values, optimizer):
-    store(folder / "c", state, values, optimizer, journal=path)
-    return lambda **options: load(folder / "c", plan=PLAN, params=values, data=DATA, **options)
-
-
 @pytest.mark.parametrize("kept", [3, 4])
 def test_a_checkpoint_remembers_the_end_of_the_journal(tmp_path, kept):
     """Also when the journal and its head went back together, as from a backup."""
-    path = tmp_path / "journal.jsonl"
-    steps(*start(), 1, Journal(path, PLAN))
-    state, values, optimizer = start(journal_ledger(path))
-    state = steps(state, values, optimizer, 3, Journal(path, PLAN))
-    steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))  # the last line is of another run
-    saved = saved_run(tmp_path, path, state, values, optimizer)
-    assert saved(journal=path, later_runs="ignore").state.ledger == PLAN.ledger(4)
-    lines = path.read_bytes().splitlines()
-    path.unlink()
-    head_path(path).unlink()
-    written(path, *(json.loads(each) for each in lines[:kept]))
-    assert journal_ledger(path).num_steps == kept
-    with pytest.raises(
-        CheckpointError, match="Expected at least 5 lines in the journal .* when the checkpoint was saved"
-    ):
-        saved(journal=path)
-    written(path, *(line(step) for step in range(3)))
+    Run(tmp_path).step()
+    run = Run(tmp_path, counts=True).step(3)
+    Run(tmp_path, counts=True).step()  # the last line is of another run
+    run.save()
+    assert run.load(later_runs="ignore").state.ledger == PLAN.ledger(4)
+    lines = run.path.read_bytes().splitlines()
+    run.path.unlink()
+    head_path(run.path).unlink()
+    written(run.path, *(json.loads(each) for each in lines[:kept]))
+    assert run.counted.num_steps == kept
+    with pytest.raises(CheckpointError, match="Expected at least 5 lines .* when the checkpoint was saved"):
+        run.load()
+    written(run.path, *(line(step) for step in range(3)))
     with pytest.raises(CheckpointError, match="Line 5 of the journal .* when the checkpoint was saved"):
-        saved(journal=path)
+        run.load()
 
 
 def test_a_journal_that_was_to_come_is_missed(tmp_path):
     """A checkpoint from before the first step: steps that were taken since are not forgotten with their journal."""
-    path = tmp_path / "journal.jsonl"
-    state, values, optimizer = start()
-    saved = saved_run(tmp_path, path, state, values, optimizer)
-    assert saved(journal=path).state.charged == 0
-    steps(state, values, optimizer, 2, Journal(path, PLAN))
-    path.unlink()
+    run = Run(tmp_path)
+    run.save()
+    assert run.load().state.charged == 0
+    run.step(2)
+    run.path.unlink()
     with pytest.raises(CheckpointError, match="Expected 2 lines"):
-        saved(journal=path)
-    head_path(path).unlink()
+        run.load()
+    head_path(run.path).unlink()
     with pytest.raises(CheckpointError, match="journal.jsonl.head beside it, as when the checkpoint was saved"):
-        saved(journal=path)
+        run.load()
 
 
 def test_without_a_journal_no_noise_is_used_again(tmp_path):
     """Nobody knows what was released after the checkpoint."""
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 3)
-    saved = saved_run(tmp_path, None, state, values, optimizer)
-    with pytest.raises(CheckpointError, match='nobody knows which steps were released.*without_journal="new_key"'):
-        saved()
-    with pytest.raises(InvalidArgument, match="got both"):
-        saved(journal=tmp_path / "journal.jsonl", without_journal="new_key")
-    with pytest.raises(InvalidArgument, match="without_journal to be one of"):
-        saved(without_journal="old_key")
-    first = saved(without_journal="new_key").state
+    run = Run(tmp_path).step(3, journal=None)
+    run.save(journal=None)
+    anew = {"journal": None, "without_journal": "new_key"}
+    for options, kind, message in (
+        ({"journal": None}, CheckpointError, 'nobody knows which steps were released.*without_journal="new_key"'),
+        ({"without_journal": "new_key"}, InvalidArgument, "got both"),
+        ({"journal": None, "without_journal": "old_key"}, InvalidArgument, "without_journal to be one of"),
+    ):
+        with pytest.raises(kind, match=message):
+            run.load(**options)
+    first = run.load(**anew).state
     with pytest.raises(CheckpointError, match='from which 1 did.*in no ledger.*pass later_runs="ignore"'):
-        saved(without_journal="new_key")
-    second = saved(without_journal="new_key", later_runs="ignore").state
-    assert len({state.key.secret, first.key.secret, second.key.secret}) == 3
+        run.load(**anew)
+    second = run.load(**anew, later_runs="ignore").state
+    assert len({run.state.key.secret, first.key.secret, second.key.secret}) == 3
     assert (first.step, first.charged, first.released, first.ledger) == (3, 3, (), PLAN.ledger(3))
-    final = steps(first, values, optimizer, 8)
-    assert final.ledger == PLAN.ledger()
+    assert run.step(8, journal=None, state=first).ledger == PLAN.ledger()
 
 
 def test_a_run_counts_those_before_it(tmp_path):
     """A second run in the journal begins with the cost of the first, also after a kill before the first checkpoint."""
     journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    steps(state, values, optimizer, 3, journal)
+    spent = Run(tmp_path).step(3, journal).counted
     text = journal.path.read_text()
-    dp_step = make_dp_step(linear_loss, PLAN, journal=journal)
-    spent = journal_ledger(journal.path)
     (event,) = spent.events
-    for ledger in (None, Ledger((dataclasses.replace(event, num_steps=2),))):
-        again = dp_step.init(values, secure_key(), ledger)
-        lacks = 3 if ledger is None else 1
+    for ledger, lacks in ((None, 3), (Ledger((dataclasses.replace(event, num_steps=2),)), 1)):
+        run = Run(tmp_path, ledger=ledger)
         for known in (journal, Journal(journal.path, PLAN)):
             with pytest.raises(LedgerConflict, match=f"all steps of earlier runs in its journal .* lacks {lacks}"):
-                steps(again, values, optimizer, 1, known)
+                run.step(journal=known)
     assert journal.path.read_text() == text
     for known in (journal, Journal(journal.path, PLAN)):
-        again = dp_step.init(values, secure_key(), journal_ledger(journal.path))
-        after = steps(again, values, optimizer, 2, known)
-        assert after.ledger == journal_ledger(journal.path)
-    assert after.ledger.num_steps == 7
+        run = Run(tmp_path, counts=True).step(2, known)
+        assert run.ledger == run.counted
+    assert run.ledger.num_steps == 7
 
 
 def test_steps_without_a_journal_do_not_pass_as_those_of_other_runs(tmp_path):
     """They cost the same: only their number tells them apart."""
-    path = tmp_path / "journal.jsonl"
-    steps(*start(), 5, Journal(path, PLAN))
-    text = path.read_text()
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 5, None)
+    Run(tmp_path).step(5)
+    run = Run(tmp_path).step(5, journal=None)
+    text = run.path.read_text()
     with pytest.raises(LedgerConflict, match=r"beside 5 of its own.* lacks 5.*journal_ledger\(path\)\.compose\(state"):
-        steps(state, values, optimizer, 1, Journal(path, PLAN))
-    assert path.read_text() == text
-    again, _, _ = start(journal_ledger(path).compose(state.ledger))  # what the message says
-    after = steps(again, values, optimizer, 1, Journal(path, PLAN))
-    assert after.ledger == journal_ledger(path)
-    assert after.ledger.num_steps == 11
+        run.step()
+    assert run.path.read_text() == text
+    again = Run(tmp_path, ledger=run.counted.compose(run.ledger)).step()  # what the message says
+    assert again.ledger == again.counted
+    assert again.ledger.num_steps == 11
 
 
 def test_nor_when_the_run_goes_on_with_a_new_key_and_is_loaded_with_the_journal(tmp_path):
-    path, folder = tmp_path / "journal.jsonl", tmp_path / "run"
-    steps(*start(), 3, Journal(path, PLAN))
-    state, values, optimizer = start()
-    store(folder, steps(state, values, optimizer, 3, None), values, optimizer)
-    options = {"plan": PLAN, "params": values, "data": DATA}
-    fresh = load(folder, journal=None, without_journal="new_key", **options).state
-    store(folder, fresh, values, optimizer)
+    Run(tmp_path).step(3)
+    run = Run(tmp_path).step(3, journal=None)
+    run.save(journal=None)
+    run.save(state=run.load(journal=None, without_journal="new_key").state, journal=None)
     with pytest.raises(CheckpointError, match="what it cost is not in this ledger"):
-        load(folder, journal=path, **options)
-    own = tmp_path / "own.jsonl"  # a journal of its own has nothing of others
-    again = load(folder, journal=None, without_journal="new_key", later_runs="ignore", **options).state
-    assert steps(again, values, optimizer, 1, Journal(own, PLAN)).ledger == journal_ledger(own) == PLAN.ledger(4)
+        run.load()
+    own = Journal(tmp_path / "own.jsonl", PLAN)  # a journal of its own has nothing of others
+    again = run.load(journal=None, without_journal="new_key", later_runs="ignore").state
+    assert run.step(journal=own, state=again).ledger == journal_ledger(own.path) == PLAN.ledger(4)
 
 
 def test_a_journal_of_a_run_that_went_on_says_how_to_count_both(tmp_path):
     """The run that continued the checkpoint, with a new key and a journal, ended before it saved anything."""
-    path, folder = tmp_path / "journal.jsonl", tmp_path / "run"
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 3, None)
-    store(folder, state, values, optimizer)
-    options = {"plan": PLAN, "params": values, "data": DATA}
-    fresh = load(folder, journal=None, without_journal="new_key", **options).state
-    steps(fresh, values, optimizer, 2, Journal(path, PLAN))
+    run = Run(tmp_path).step(3, journal=None)
+    run.save(journal=None)
+    saved = run.state
+    run.step(2, state=run.load(journal=None, without_journal="new_key").state)
     with pytest.raises(CheckpointError, match=r"counts all of it: begin a new run .*journal_ledger\(path\)\)"):
-        load(folder, journal=path, **options)
+        run.load()
     with pytest.raises(CheckpointError, match=r"journal if they had one: .*journal_ledger\(path\)\)"):
-        load(folder, journal=None, without_journal="new_key", **options)
-    again, _, _ = start(journal_ledger(path))  # what both messages say
-    assert steps(again, values, optimizer, 1, Journal(path, PLAN)).ledger == PLAN.ledger(6)
-    store(folder, steps(state, values, optimizer, 1, None), values, optimizer)  # which that run does not count
+        run.load(journal=None, without_journal="new_key")
+    assert Run(tmp_path, counts=True).step().ledger == PLAN.ledger(6)  # what both messages say
+    run.step(journal=None, state=saved).save(journal=None)  # which that run does not count
     with pytest.raises(CheckpointError, match="the journal of another run, or incomplete"):
-        load(folder, journal=path, **options)
+        run.load()
 
 
 def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 1, None)
-    state = steps(state, values, optimizer, 1, Journal(path, PLAN))  # the first line says what was before
-    assert journal_ledger(path).num_steps == 2
-    state = steps(state, values, optimizer, 2, None)
-    steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))  # another run, whose step costs as much as one of them
+    run = Run(tmp_path).step(journal=None).step()  # the first line says what was before
+    assert run.counted.num_steps == 2
+    run.step(2, journal=None)
+    Run(tmp_path, counts=True).step()  # another run, whose step costs as much as one of them
     with pytest.raises(CheckpointError, match=r"step 2 of this run next .* got step 4.*plan\.events\(2, 4\)"):
-        steps(state, values, optimizer, 1, Journal(path, PLAN))
+        run.step()
     without = Ledger(PLAN.events(2, 4), PLAN.adjacency)
-    again, _, _ = start(journal_ledger(path).compose(without))  # what the message says
-    after = steps(again, values, optimizer, 1, Journal(path, PLAN))
-    assert after.ledger == journal_ledger(path)
-    assert after.ledger.num_steps == 6
+    again = Run(tmp_path, ledger=run.counted.compose(without)).step()  # what the message says
+    assert again.ledger == again.counted
+    assert again.ledger.num_steps == 6
 
 
 def test_a_step_from_before_the_journal_is_not_repeated_into_it(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    first, values, optimizer = start()
-    state = steps(first, values, optimizer, 1, None)
-    steps(state, values, optimizer, 2, Journal(path, PLAN))
+    run = Run(tmp_path)
+    first = run.state
+    run.step(journal=None).step(2)
     with pytest.raises(CheckpointError, match=r"Expected step 3 of this run next .* got step 0, which the run took"):
-        steps(replay(first), values, optimizer, 1, Journal(path, PLAN))
+        run.step(state=replay(first))
 
 
 def test_a_second_phase_that_is_begun_again_counts_both(tmp_path):
     """Its journal says what the first phase had spent, of which the costs of its own steps cannot be told apart."""
-    first, second = (Journal(tmp_path / f"{name}.jsonl", PLAN) for name in ("first", "second"))
-    state, values, optimizer = start()
-    steps(state, values, optimizer, 4, first)
-    state, values, optimizer = start(journal_ledger(first.path))
-    steps(state, values, optimizer, 3, second)  # and is killed
-    state, values, optimizer = start(journal_ledger(first.path))
+    spent = Run(tmp_path, journal="first.jsonl").step(4).counted
+    Run(tmp_path, journal="second.jsonl", ledger=spent).step(3)  # and is killed
+    again = Run(tmp_path, journal="second.jsonl", ledger=spent)
     with pytest.raises(LedgerConflict, match="all steps of earlier runs in its journal .* lacks 3"):
-        steps(state, values, optimizer, 1, second)
-    assert journal_ledger(second.path) == PLAN.ledger(4).compose(PLAN.ledger(3))
+        again.step()
+    assert again.counted == PLAN.ledger(4).compose(PLAN.ledger(3))
     for count in (8, 9):
-        state, values, optimizer = start(journal_ledger(second.path))
-        after = steps(state, values, optimizer, 1, Journal(second.path, PLAN))
-        assert after.ledger == journal_ledger(second.path)
-        assert after.ledger.num_steps == count
-    assert sum(len(run) for run in read_steps(second.path).values()) == 5
+        run = Run(tmp_path, journal="second.jsonl", counts=True).step()
+        assert run.ledger == run.counted
+        assert run.ledger.num_steps == count
+    assert sum(len(steps) for steps in read_steps(run.path).values()) == 5
 
 
 def test_runs_in_one_journal_are_one_after_the_other(tmp_path):
     """A run that goes on after a later one began there would not count that one's steps."""
     journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    first, values, optimizer = start()
-    first = steps(first, values, optimizer, 1, journal)
-    store(tmp_path, first, values, optimizer, journal=journal.path)
-    options = {"plan": PLAN, "params": values, "data": DATA, "journal": journal.path}
-    loaded = load(tmp_path, **options).state
-    second, _, _ = start(journal_ledger(journal.path))
-    second = steps(second, values, optimizer, 2, Journal(journal.path, PLAN))
+    first = Run(tmp_path).step(1, journal)
+    first.save()
+    states = (first.state, first.load().state)
+    second = Run(tmp_path, counts=True).step(2)
     text = journal.path.read_text()
-    for state in (first, loaded):
+    for state in states:
         for known in (journal, Journal(journal.path, PLAN)):
             with pytest.raises(LedgerConflict, match="one after the other.*began before another one wrote there"):
-                steps(replay(state), values, optimizer, 1, known)
+                first.step(journal=known, state=replay(state))
     assert journal.path.read_text() == text
-    second = steps(second, values, optimizer, 1, journal)
-    assert second.ledger == journal_ledger(journal.path) == PLAN.ledger(1).compose(PLAN.ledger(3))
-    loaded = load(tmp_path, **options, later_runs="ignore").state  # they saw other records
-    loaded = steps(loaded, values, optimizer, 2, journal)
-    assert loaded.ledger == PLAN.ledger(3)
+    assert second.step(journal=journal).ledger == second.counted == PLAN.ledger(1).compose(PLAN.ledger(3))
+    loaded = first.load(later_runs="ignore").state  # they saw other records
+    assert first.step(2, journal, loaded).ledger == PLAN.ledger(3)
 
 
 def test_a_checkpoint_from_before_the_first_step_counts_who_came_since(tmp_path):
     """The journal has none of its steps, and so no place of its own in it."""
-    path = tmp_path / "journal.jsonl"
-    steps(*start(), 2, Journal(path, PLAN))
-    first, values, optimizer = start(journal_ledger(path))
-    store(tmp_path, first, values, optimizer, journal=path)
-    options = {"plan": PLAN, "params": values, "data": DATA, "journal": path}
-    assert load(tmp_path, **options).state.ledger == PLAN.ledger(2)  # it counts who came before
-    steps(*start(journal_ledger(path)), 5, Journal(path, PLAN))
+    Run(tmp_path).step(2)
+    run = Run(tmp_path, counts=True)
+    run.save()
+    assert run.load().state.ledger == PLAN.ledger(2)  # it counts who came before
+    Run(tmp_path, counts=True).step(5)
     with pytest.raises(CheckpointError, match="another run that began after this one"):
-        load(tmp_path, **options)
-    assert load(tmp_path, **options, later_runs="ignore").state.ledger == PLAN.ledger(2)
+        run.load()
+    assert run.load(later_runs="ignore").state.ledger == PLAN.ledger(2)
 
 
 def test_a_step_is_repeated_whoever_wrote_since(tmp_path):
     """It is in the journal, and costs nothing more."""
-    path = tmp_path / "journal.jsonl"
-    first, values, optimizer = start()
-    kept = {name: value.detach().clone() for name, value in values.items()}
-    steps(first, values, optimizer, 1, Journal(path, PLAN))
-    steps(*start(journal_ledger(path)), 1, Journal(path, PLAN))
-    again, batch = make_dp_step(linear_loss, PLAN, journal=Journal(path, PLAN)), next(iter(PLAN.batches(first)))
+    run = Run(tmp_path)
+    first, kept = run.state, {name: value.detach().clone() for name, value in run.values.items()}
+    run.step()
+    Run(tmp_path, counts=True).step()
+    again, batch = make_dp_step(linear_loss, PLAN, journal=Journal(run.path, PLAN)), next(iter(PLAN.batches(first)))
     assert again(kept, take(DATA, batch), replay(first)).state.step == 1
-    assert journal_ledger(path) == PLAN.ledger(1).compose(PLAN.ledger(1))
+    assert run.counted == PLAN.ledger(1).compose(PLAN.ledger(1))
 
 
 def test_a_folder_without_a_checkpoint_says_what_the_journal_has(tmp_path):
     """A run that was killed before its first checkpoint counts."""
-    path = tmp_path / "journal.jsonl"
-    state, values, optimizer = start()
-    steps(state, values, optimizer, 2, Journal(path, PLAN))
+    run = Run(tmp_path).step(2)
     with pytest.raises(CheckpointError, match="found none. Start a new run. The journal .* has 2 steps, which count"):
-        load(tmp_path / "run", plan=PLAN, params=values, data=DATA, journal=path)
-    options = {"plan": PLAN, "params": values, "data": DATA, "journal": Journal(path, PLAN)}
-    for call in (load, partial(save, state=state)):
+        run.load()
+    for call in (run.load, run.save):
         with pytest.raises(InvalidArgument, match="Expected the path of a journal.*Of a Journal pass journal.path"):
-            call(tmp_path / "run", **options)
+            call(journal=Journal(run.path, PLAN))
     with pytest.raises(InvalidArgument, match="Expected ledger to be a dpfunc.Ledger, got ledger of type str. Read a"):
-        start(str(path))
-
-
-def test_a_journal_stays_where_it_was(tmp_path, monkeypatch):
-    """Its path is absolute, for whoever asks for it after the process went elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    journal = Journal("journal.jsonl", PLAN)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    state, values, optimizer = start()
-    steps(state, values, optimizer, 1, journal)
-    assert journal_ledger(journal.path) == PLAN.ledger(1)
-    assert journal.path == journal.file == tmp_path / "journal.jsonl"
+        Run(tmp_path, ledger=str(run.path))
 
 
 def test_a_checkpoint_that_nobody_counts_is_refused(tmp_path):
     """Without a journal, the steps after an older state are in no file."""
-    begin, values, optimizer = start()
-    state = steps(begin, values, optimizer, 2)
+    run = Run(tmp_path)
+    begin = run.state
+    run.step(2, journal=None)
     with pytest.raises(StateReused, match="Expected the newest state of the run, after 2 steps"):
-        store(tmp_path, begin, values, optimizer)
+        run.save(state=begin, journal=None)
     with pytest.raises(InvalidArgument, match="Expected a state of this plan"):
-        store(tmp_path, state, values, optimizer, plan=dataclasses.replace(PLAN, num_steps=9))
+        run.save(plan=dataclasses.replace(PLAN, num_steps=9), journal=None)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
     """A checkpoint of a resumed run that had not caught up: the steps in its ledger are not free for another key."""
-    plan = Plan(
-        sampling.Poisson(60, 0.3), clipping.Flat(1.0), 1.0, num_steps=8, delta=1e-3, epsilon=PLAN.guarantee().epsilon
-    )
-    state, values, _ = start()
+    plan = dataclasses.replace(PLAN, epsilon=PLAN.guarantee().epsilon)
+    _, values, optimizer = start()
     dp_step = make_dp_step(linear_loss, plan)
     state = first = dp_step.init(values, secure_key())
     for indices in list(plan.batches(state))[:4]:
         state = dp_step(values, take(DATA, indices), state).state
     behind = replay(first)._replace(charged=4, ledger=state.ledger)
-    store(tmp_path, behind, values, torch.optim.Adam(values.values()), plan=plan)
+    store(tmp_path, behind, values, optimizer, plan=plan)
     found = load(tmp_path, plan=plan, params=values, data=DATA, without_journal="new_key").state
     assert (found.step, found.charged, found.limit) == (0, 0, 4)  # 8 steps in all
     for indices in plan.batches(found):
@@ -460,70 +425,6 @@ def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
     assert found.ledger == plan.ledger()
     with pytest.raises(BudgetExhausted):
         dp_step(values, take(DATA, torch.arange(3)), found)
-
-
-def test_an_epoch_gets_no_new_key_in_its_middle(tmp_path):
-    plan = Plan(
-        sampling.Shuffled(60, 20),
-        clipping.Flat(1.0),
-        noise_multiplier=1.0,
-        num_steps=6,
-        delta=1e-3,
-        adjacency="zero_out",
-    )
-    _, values, optimizer = start()
-    dp_step = make_dp_step(linear_loss, plan)
-    state = dp_step.init(values, secure_key())
-    for indices in list(plan.batches(state))[:4]:
-        state = dp_step(values, take(DATA, indices), state).state
-        store(tmp_path / f"{state.step}", state, values, optimizer, plan=plan)
-    for step, refused in ((2, True), (3, False), (4, True)):
-        options = {"plan": plan, "params": values, "data": DATA, "without_journal": "new_key"}
-        if refused:
-            with pytest.raises(CheckpointError, match="an epoch of 3 shuffled steps cannot be drawn anew"):
-                load(tmp_path / f"{step}", **options)
-        else:
-            assert load(tmp_path / f"{step}", **options).state.ledger == Ledger(plan.events(0, 3), "zero_out")
-
-
-@pytest.mark.parametrize("file", ["state.json", "plan.json"])
-def test_a_name_that_occurs_twice_is_refused(tmp_path, file):
-    """Readers would differ in which of the values counts; a manifest that fits does not help."""
-    from dpfunc.checkpoint.format import sha256
-
-    state, values, optimizer = start()
-    path = store(tmp_path, state, values, optimizer)
-    text = (path / file).read_text()
-    name = {"state.json": "charged", "plan.json": "delta"}[file]
-    (path / file).write_text(text.replace(f'"{name}":', f'"{name}": 0,\n "{name}":', 1))
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, file: sha256(path / file)}))
-    with pytest.raises(CheckpointError, match=f"{file} cannot be read: the name '{name}' occurs twice"):
-        load(tmp_path, plan=PLAN, params=values, data=DATA, without_journal="new_key")
-
-
-def test_two_kills_between_a_line_and_its_note(tmp_path, monkeypatch):
-    """Each leaves one line that the head does not know; the next process notes it before it writes another."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 1, journal)
-    real = chain.write_head
-
-    def killed(path, head):
-        if head.lines == lines:
-            raise KeyboardInterrupt
-        real(path, head)
-
-    monkeypatch.setattr(chain, "write_head", killed)
-    for lines in (2, 3, 4):  # noqa: B007  (read by `killed`)
-        before = state
-        with pytest.raises(KeyboardInterrupt):
-            steps(replay(before), values, optimizer, 1, Journal(journal.path, PLAN))
-        assert journal_ledger(journal.path).num_steps == 2
-    monkeypatch.undo()
-    assert steps(replay(state), values, optimizer, 1, Journal(journal.path, PLAN)).ledger == journal_ledger(
-        journal.path
-    )
 
 
 def steps_of(tmp_path, monkeypatch, what, path="run/journal.jsonl"):

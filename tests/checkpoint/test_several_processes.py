@@ -119,7 +119,7 @@ def test_other_layouts_pay_again(tmp_path):
     first = run(2, "checkpoint_jobs:train", tmp_path, "rows", 6, False, 3)[0]
     with pytest.raises(CheckpointError, match=r"data processes: saved 2, now 1.*Steps 3 to 5.*recharge=True"):
         train(tmp_path, "alone", 8, True)
-    _, ledger, at, drawn = train(tmp_path, "alone", 8, True, None, True)
+    _, ledger, at, drawn = train(tmp_path, "alone", 8, True, recharge=True)
     assert at == (3, 3)
     assert (
         Ledger.from_json(ledger) == PLAN.ledger(6).compose(PLAN.ledger(5)) == journal_ledger(tmp_path / "journal.jsonl")
@@ -161,17 +161,12 @@ def test_an_error_while_saving(tmp_path):
 def test_processes_that_differ_save_nothing(tmp_path, what):
     found = run(2, "checkpoint_jobs:differing", tmp_path, what)
     kinds = [text.partition(":")[0] for text in found]
-    named = {
-        "parameter": "params/in.bias",
-        "copy": "params/in.bias",
-        "moment": "optimizer_state/0",
-    }
-    named = {**named, "number": "keep"}.get(what, "state.json")
+    named = {"parameter": "params/in.bias", "copy": "params/in.bias", "moment": "optimizer_state/0", "number": "keep"}
     if what in ("unsupported", "plan"):  # of another plan than the state is
         assert kinds == ["CheckpointError", "InvalidArgument"]
     else:
         assert kinds == ["RankMismatch", "RankMismatch"]
-        assert all(f"disagree about {named}" in text for text in found)
+        assert all(f"disagree about {named.get(what, 'state.json')}" in text for text in found)
     assert not (tmp_path / "c").exists()
 
 
@@ -193,7 +188,8 @@ def test_what_one_process_refuses_all_refuse(saved_by_four, tmp_path):
 
 def test_parts_without_ranks_are_refused(tmp_path):
     """One process would write, or read, its own parts only."""
-    assert run(2, "checkpoint_jobs:without_ranks", tmp_path) == [["InvalidArgument", "InvalidArgument"]] * 2
+    for errors in run(2, "checkpoint_jobs:without_ranks", tmp_path):
+        assert all(error.startswith("InvalidArgument: Expected ranks with tensors") for error in errors)
     assert not (tmp_path / "c").exists()
 
 
@@ -237,7 +233,7 @@ def test_kill_loses_no_accounting(killed, tmp_path, again):
             assert charged >= killed[1]
             assert ledger == PLAN.ledger().to_json()
     else:
-        (_, ledger, (step, _), _) = train(tmp_path, "alone", 8, True, None, True)
+        (_, ledger, (step, _), _) = train(tmp_path, "alone", 8, True, recharge=True)
         assert Ledger.from_json(ledger) == spent.compose(Ledger(PLAN.events(step, 8), PLAN.adjacency))
         assert Ledger.from_json(ledger).num_steps >= 8
     assert journal_ledger(tmp_path / "journal.jsonl").to_json() == ledger

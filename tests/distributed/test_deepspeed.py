@@ -35,16 +35,17 @@ def test_a_partitioned_model_gives_the_same(stage, engine):
         assert "engine.module" in text
 
 
-def test_what_patches_linear_layers_is_refused():
-    """ZeRO-3 with its default `memory_efficient_linear` hides them: an error on all, and not zeros."""
-    for _, step, refused in run(2, "deepspeed_jobs:zero", 3, "auto", True):
-        kind, text = refused["steps"]
-        assert (kind, step) == ("UnsupportedModel", 0)
-        assert "custom autograd.Function" in text
+REFUSED = {
+    # of ZeRO-3: engine, `memory_efficient_linear`, words of the error
+    "linear layers that are patched": ("auto", True, "custom autograd.Function"),  # its default hides them
+    "vmap": ("vmap", False, 'engine="auto"'),
+}
 
 
-def test_vmap_says_what_to_use():
-    for _, step, refused in run(2, "deepspeed_jobs:zero", 3, "vmap"):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_gradients_is_refused_by_all(name):
+    engine, efficient, words = REFUSED[name]
+    for _, step, refused in run(2, "deepspeed_jobs:zero", 3, engine, efficient):
         kind, text = refused["steps"]
         assert (kind, step) == ("UnsupportedModel", 0)
-        assert 'engine="auto"' in text
+        assert words in text

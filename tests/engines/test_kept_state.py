@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.engines.guards.python_state import python_state
+from dpfunc.engines.guards.kept_state import python_state
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 

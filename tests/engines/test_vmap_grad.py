@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.engines import auto
-from dpfunc.engines.by_name import ENGINES
-from dpfunc.engines.vmap_grad import Decision
+from dpfunc.engines.vmap_grad import ENGINES, Decision
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, torch_seed

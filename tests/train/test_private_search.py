@@ -17,7 +17,7 @@ from search_cases import MadeUpRuns
 from text_job import write_job
 
 from dpfunc.accounting import RunCount, selection_epsilon
-from dpfunc.accounting.selection_record import SelectionRecord
+from dpfunc.accounting.record import SelectionRecord
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import candidates

@@ -6,6 +6,7 @@ gradient, what a loss keeps from call to call, operations that torch computes ot
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +21,10 @@ from dpfunc._utils.dtensor import local, shard_like
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines.draws import positions_of
+from dpfunc.engines.guards.kept_state import python_state
 from dpfunc.engines.guards.lockstep import failed, in_lockstep, on_any_rank
-from dpfunc.engines.guards.python_state import python_state
-from dpfunc.engines.loop import row_gradients
-from dpfunc.engines.numerics import COARSE, TOLERANCES, accumulation_dtype, tolerance_of
-from dpfunc.engines.per_sample import Dense, PerSample
+from dpfunc.engines.loop import Alone, row_gradients
+from dpfunc.engines.numerics import COARSE, TOLERANCES, accumulation_dtype, lengths, tolerance_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
@@ -34,7 +34,7 @@ TIME_SHARE = 0.01
 ROWS_IN = 100
 FIRST_ROWS = 2
 # Processes in lockstep, each of which has a clock of its own: one row in so many steps.
-STEPS_IN = 100
+_STEPS_IN = 100
 # A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
 _TRIES = 8
 _ROUNDING_UNITS = 8
@@ -68,7 +68,7 @@ class Audits:
         if self.counting:
             return 1
         if in_lockstep():
-            return int(not step % STEPS_IN)
+            return int(not step % _STEPS_IN)
         share = TIME_SHARE * seconds / self.row_seconds if self.row_seconds else 0.0
         return min(most, int(share + chance))
 
@@ -98,14 +98,11 @@ def _number(key: Key) -> int:
 
 def _random_rows(source: Key, count: int, wanted: int) -> list[int]:
     """Rows of a batch, drawn from the key without replacement."""
-    chosen: list[int] = []
-    number = 0
+    chosen: dict[int, None] = {}
+    draws = (_number(fold_in(source, number)) % count for number in itertools.count())
     while len(chosen) < wanted:
-        row = _number(fold_in(source, number)) % count
-        number += 1
-        if row not in chosen:
-            chosen.append(row)
-    return chosen
+        chosen[next(draws)] = None
+    return list(chosen)
 
 
 @dataclass(frozen=True)
@@ -171,16 +168,13 @@ class _Rows(NamedTuple):
     batch: Batch
     credited: Credited
 
-    def alone(self, row: int, params: Params | None = None) -> tuple[PerSample, bool]:
-        """A row at its position, with its own random numbers; true if there were numbers of 16 bits."""
+    def alone(self, row: int, params: Params | None = None) -> Alone:
+        """A row at its position, with its own random numbers; gradients of all parameters."""
         params = self.params if params is None else params
         with with_generator_state(self.credited.seed):
             found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
-        grads = {
-            name: Dense((found.grads[name] if name in found.grads else torch.zeros_like(local(param.detach())))[None])
-            for name, param in params.items()
-        }
-        return PerSample(found.losses_1, grads, alone=True), found.coarse
+        unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
+        return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
 
 
 class _Unstable(NamedTuple):
@@ -195,19 +189,17 @@ _STABLE = _Unstable(0.0, {})
 
 def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
-    alone: dict[int, PerSample] = {}
-    coarse = False
+    alone: dict[int, Alone] = {}
     for number, row in enumerate(chosen):
         compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
         before = python_state(rows.loss_fn) if compared else ()
-        alone[row], of_16_bits = rows.alone(row)
-        coarse |= of_16_bits
+        alone[row] = rows.alone(row)
         if compared:  # the first row alone may build what the second finds
             audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
             if audits.counting and number:
                 break
     dtypes = (rows.credited.losses_B.dtype, *(param.dtype for param in rows.params.values()))
-    tolerance = COARSE if coarse else tolerance_of(*dtypes)
+    tolerance = COARSE if any(row.coarse for row in alone.values()) else tolerance_of(*dtypes)
     problem = _compare(rows, alone, {}, tolerance)
     if problem and audits.counting:  # more calls would show its state, not rounding
         return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
@@ -218,11 +210,11 @@ def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
     if not on_any_rank(rows.params, bool(problem)):
         return problem
     # a loss that is another one each time draws random numbers of other libraries
-    first, second = (rows.alone(chosen[0])[0].losses_B.nan_to_num() for _ in range(2))
+    first, second = (rows.alone(chosen[0]).losses_1.nan_to_num() for _ in range(2))
     return problem if torch.equal(first, second) else ""
 
 
-def _unstable(rows: _Rows, row: int, alone: PerSample) -> _Unstable:
+def _unstable(rows: _Rows, row: int, alone: Alone) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
@@ -230,16 +222,19 @@ def _unstable(rows: _Rows, row: int, alone: PerSample) -> _Unstable:
     """
     loss, gradients = 0.0, dict.fromkeys(rows.params, 0.0)
     for number in range(_TRIES):
-        again, _ = rows.alone(row, rounded_params(rows.params, _ROUNDING_UNITS, number))
-        loss = _larger(loss, float((again.losses_B[0] - alone.losses_B[0]).abs()))
+        again = rows.alone(row, rounded_params(rows.params, _ROUNDING_UNITS, number))
+        loss = _larger(loss, float((again.losses_1 - alone.losses_1).abs()))
         for name, grad in again.grads.items():
-            off = float(torch.linalg.vector_norm((grad.dense()[0] - alone.grads[name].dense()[0]).flatten()))
-            gradients[name] = _larger(gradients[name], off)
+            gradients[name] = _larger(gradients[name], _norm(grad - alone.grads[name]))
     return _Unstable(loss, gradients)
 
 
 def _larger(value: float, other: float) -> float:
     return max(value, other) if math.isfinite(other) else value  # an infinite change would allow any difference
+
+
+def _norm(grad: Tensor) -> float:
+    return float(lengths(grad.reshape(1, -1), 1))
 
 
 def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]:
@@ -257,15 +252,14 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     return moved
 
 
-def _compare(rows: _Rows, alone: Mapping[int, PerSample], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
+def _compare(rows: _Rows, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
     """The first difference, in words; empty if there is none."""
     finite: dict[int, float] = {}
     for row, single in alone.items():
-        squares = {name: value[0] for name, value in single.sq_norms().items()}
-        norm = float(torch.stack(list(squares.values())).sum().sqrt())
-        change = unstable.get(row, _STABLE)
-        difference = _compare_losses(rows.credited.losses_B[row], single.losses_B[0], row, change, tolerance)
-        difference = difference or _compare_norms(rows, row, squares, norm, change, tolerance)
+        norms = {name: _norm(single.grads[name]) for name in rows.params}
+        norm, change = math.hypot(*norms.values()), unstable.get(row, _STABLE)
+        difference = _compare_losses(rows.credited.losses_B[row], single.losses_1, row, change, tolerance)
+        difference = difference or _compare_norms(rows, row, norms, norm, change, tolerance)
         if difference:
             return difference
         if math.isfinite(norm):
@@ -276,36 +270,32 @@ def _compare(rows: _Rows, alone: Mapping[int, PerSample], unstable: Mapping[int,
 
 
 def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unstable, tolerance: float) -> str:
-    scale = max(abs(float(by_itself)), abs(float(together)), 1e-6)
-    finite = bool(torch.isfinite(together))
-    off, allowed = abs(float(together) - float(by_itself)), tolerance * scale + 2 * change.loss
-    if finite != bool(torch.isfinite(by_itself)) or (finite and off > allowed):
-        return f"row {row} has the loss {float(by_itself):.6g} alone, {float(together):.6g} beside the others"
+    beside, own = float(together), float(by_itself)
+    allowed = tolerance * max(abs(own), abs(beside), 1e-6) + 2 * change.loss
+    if math.isfinite(beside) != math.isfinite(own) or (math.isfinite(own) and abs(beside - own) > allowed):
+        return f"row {row} has the loss {own:.6g} alone, {beside:.6g} beside the others"
     return ""
 
 
 def _compare_norms(
-    rows: _Rows, row: int, squares: Mapping[str, Tensor], norm: float, change: _Unstable, tolerance: float
+    rows: _Rows, row: int, norms: Mapping[str, float], norm: float, change: _Unstable, tolerance: float
 ) -> str:
-    """The first parameter with another norm; `squares` and `norm` are those of the row alone."""
-    given = torch.stack([rows.credited.sq_norms[name][row].to(squares[name].dtype) for name in rows.params])
-    beside = bool(torch.isfinite(given).all())
+    """The first parameter with another norm; `norms` and `norm` are those of the row alone."""
+    squares = torch.stack([rows.credited.sq_norms[name][row].double() for name in norms]).tolist()
+    beside = all(map(math.isfinite, squares))
     if beside != math.isfinite(norm):
         alone_is, beside_is = ("not ", "") if beside else ("", " not")
         return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
-    for name, value in zip(rows.params, given, strict=True) if beside else ():
-        off = abs(float(value.clamp(min=0).sqrt() - squares[name].sqrt()))
-        if off > tolerance * norm + 2 * change.gradients.get(name, 0.0) + 1e-12:
-            return (
-                f"row {row} has a gradient of {name!r} with norm {float(squares[name].sqrt()):.6g} alone, "
-                f"{float(value.clamp(min=0).sqrt()):.6g} beside the others"
-            )
+    for (name, own), square in zip(norms.items(), squares, strict=True) if beside else ():
+        given = math.sqrt(max(0.0, square))
+        if abs(given - own) > tolerance * norm + 2 * change.gradients.get(name, 0.0) + 1e-12:
+            return f"row {row} has a gradient of {name!r} with norm {own:.6g} alone, {given:.6g} beside the others"
     return ""
 
 
 def _compare_sums(
     per_sample: PerSampleGrads,
-    alone: Mapping[int, PerSample],
+    alone: Mapping[int, Alone],
     finite: Mapping[int, float],
     unstable: Mapping[int, _Unstable],
     tolerance: float,
@@ -315,17 +305,14 @@ def _compare_sums(
     expected: dict[str, Tensor] = {}
     for index, row in enumerate(finite):
         sign = signs_B[row] = -1.0 if index % 2 else 1.0
-        for name, grad in alone[row].grads.items():
-            part = grad.dense()[0]  # of the first row as it is: a table of embeddings is large
-            expected[name] = torch.add(expected[name], part, alpha=sign) if name in expected else part
+        for name, grad in alone[row].grads.items():  # that of the first row as it is: a table of embeddings is large
+            expected[name] = torch.add(expected[name], grad, alpha=sign) if name in expected else grad
     combined = per_sample.weighted_sum(dict.fromkeys(expected, signs_B))
-    scale = max(finite.values()) * len(alone) ** 0.5
+    largest = max(finite.values())
     for name, value in expected.items():
-        off = float(torch.linalg.vector_norm(combined[name].to(value.dtype).sub_(value).flatten()))
+        off = _norm(combined[name].to(value.dtype).sub_(value))
         change = sum(row.gradients[name] for row in unstable.values())
-        if not off <= 2 * tolerance * scale + 1e-12 + 2 * change:
-            return (
-                f"the gradients of {name!r} of rows {sorted(alone)} differ by {off:.3g} "
-                f"(norms up to {max(finite.values()):.3g})"
-            )
+        if not off <= 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12 + 2 * change:
+            rows = sorted(alone)
+            return f"the gradients of {name!r} of rows {rows} differ by {off:.3g} (norms up to {largest:.3g})"
     return ""

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines.guards.lockstep import initialized
 from dpfunc.engines.numerics import COARSE, TOLERANCES, lengths
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
@@ -54,13 +55,7 @@ _SPLITTING = {
 }
 
 
-def initialized() -> bool:
-    """True if torch.distributed runs, so that there may be other ranks to communicate with."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _collective(func: object) -> str | None:
-    """The name of a collective operation, or None."""
     if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
     namespace, _, name = str(func).partition(".")
@@ -73,7 +68,6 @@ def _within(module: str, prefixes: Sequence[str]) -> bool:
 
 
 def _caller() -> tuple[str, int]:
-    """Module and line of the code that calls a collective."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "?"))
@@ -132,11 +126,7 @@ class CollectiveRecorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         _check_own(func)
         if getattr(func, "overloadpacket", None) in _PRODUCTS:  # an operation of a layer

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines.guards.collectives import initialized
 from dpfunc.engines.levels import transformed
 from dpfunc.errors import StepAborted, UnsupportedModel
 from dpfunc.types import Params
@@ -89,11 +88,7 @@ class AllGather:
 
 
 def over_gloo() -> bool:
-    """True in lockstep with processes whose messages a thread of the host waits for.
-
-    >>> over_gloo()
-    False
-    """
+    """True in lockstep with processes whose messages a thread of the host waits for."""
     context = _context.get()
     return context is not None and not context.independent and dist.get_backend(context.group) == "gloo"
 
@@ -144,22 +139,19 @@ def failed(error: BaseException | None) -> None:
     raise StepAborted(broken[context.group]) from error
 
 
-def is_independent() -> bool:
-    """True if nothing inside of the loss may communicate.
+def initialized() -> bool:
+    """True if torch.distributed runs, so that there may be other ranks to communicate with."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    >>> is_independent()
-    False
-    """
+
+def is_independent() -> bool:
+    """True if nothing inside of the loss may communicate."""
     context = _context.get()
     return context is not None and context.independent
 
 
 def in_lockstep() -> bool:
-    """True if all processes must run the same forward and backward passes.
-
-    >>> in_lockstep()
-    False
-    """
+    """True if all processes must run the same forward and backward passes."""
     context = _context.get()
     return context is not None and not context.independent
 
@@ -170,11 +162,7 @@ def told_of_transforms() -> AbstractContextManager[None]:
 
 
 def on_any_process(flag: bool) -> bool:
-    """True if a flag is set on this process, or on one with other records that runs in lockstep with it.
-
-    >>> on_any_process(True)
-    True
-    """
+    """True if a flag is set on this process, or on one with other records that runs in lockstep with it."""
     context = _context.get()
     if context is None or context.independent:
         return flag
@@ -186,11 +174,7 @@ def on_any_process(flag: bool) -> bool:
 
 
 def on_any_rank(params: Params, flag: bool) -> bool:
-    """The same, or on a rank that holds other parts of these parameters.
-
-    >>> on_any_rank({"w": torch.zeros(1)}, False)
-    False
-    """
+    """The same, or on a rank that holds other parts of these parameters."""
     count = torch.tensor([flag], dtype=torch.float32)
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
         for dim in range(mesh.ndim):

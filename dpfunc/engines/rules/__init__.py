@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dpfunc.engines.rules import convolution, embedding, linear, norms, recurrent
+from dpfunc.engines.rules import convolution, linear, norms, recurrent
 from dpfunc.engines.rules.table import Rule
 
-FAMILIES = (linear, recurrent, convolution, embedding, norms)
+FAMILIES = (linear, recurrent, convolution, norms)
 RULES: dict[Callable[..., Any], Rule] = {op: rule for family in FAMILIES for rule in family.RULES for op in rule.ops}
 REGISTERED: dict[Callable[..., Any], Rule] = {}
 """Rules of users; see `dpfunc.engines.register_rule`."""

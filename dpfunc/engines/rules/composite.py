@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines.opened import without_dispatch
+from dpfunc.engines.levels import without_dispatch
 from dpfunc.engines.rules.recurrent import CELLS
 
 

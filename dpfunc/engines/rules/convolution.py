@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 from typing import Any
 
@@ -33,13 +33,13 @@ from dpfunc.engines.numerics import (
     without_dropped,
 )
 from dpfunc.engines.per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
 
 # Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
 _PIECE = SCRATCH // 16
 
-Sizes = int | Sequence[int]
+_Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,6 @@ class Convolved:
         return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     def kernel(self) -> Kernel:
-        """The kernel for the cost model, by shapes."""
         moved, still = self._sides(self.g_BmP, self.x_BmC)
         images = moved.shape[1]
         positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
@@ -184,8 +183,7 @@ class Convolved:
             for side in self._sides(g_BmP, x_BmC)
         )
         ones = moved.new_ones(args.groups, 1, *args.shape[2:])
-        run = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
-        windows = run(moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
+        windows = _CONVOLUTIONS[axes - 1](moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
         for axis, size in enumerate(still.shape[2:], 2):
             windows = windows.narrow(axis, 0, size)  # output_padding may reach further
         reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
@@ -275,33 +273,32 @@ def _products(side: Tensor) -> Tensor:
 
 
 def _costs(use: Use) -> Costs:
-    """Costs of the kernel; gradients of a bias are formed."""
     if "weight" not in use.shapes:
         return summed(sum(math.prod(shape) for shape in use.shapes.values()))
     shape, options, transposed = use.shapes["weight"], use.options, "output_padding" in use.options
     size = use.output.numel() // max(1, use.num_samples * use.output[1])
-    stride = per_axis(options["stride"], len(shape) - 2)
+    stride = _per_axis(options["stride"], len(shape) - 2)
     if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
         return matrix(size, shape[0], shape[1])
     positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
     return Kernel(positions, cells, shape, stride, options["groups"]).costs()
 
 
-def per_axis(value: Sizes, axes: int) -> tuple[int, ...]:
+def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:
     """One number for each axis."""
     return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
 
 
 def _convolution(
-    use: Use, grad: Tensor, input: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
-    output_padding: Sizes | None = None, **_: Any,
+    use: Use, grad: Tensor, input: Tensor, stride: _Sizes, padding: _Sizes, dilation: _Sizes, groups: int,
+    output_padding: _Sizes | None = None, **_: Any,
 ) -> Grads:  # fmt: skip
     """Gradients of weight and bias; a transposed convolution has an output_padding."""
     grads: dict[str, PerSampleGrad] = {}
     g_BmP, axes = use.split(grad), grad.ndim - 2
     if "weight" in use.wanted:
-        step, pad, gap = (per_axis(value, axes) for value in (stride, padding, dilation))
-        further = () if output_padding is None else per_axis(output_padding, axes)
+        step, pad, gap = (_per_axis(value, axes) for value in (stride, padding, dilation))
+        further = () if output_padding is None else _per_axis(output_padding, axes)
         args = ConvolutionArgs(tuple(use.shapes["weight"]), step, pad, gap, groups, output_padding is not None, further)
         x_BmC = use.split(input)
         if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(pad):
@@ -316,11 +313,44 @@ def _convolution(
     return grads
 
 
-CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
-TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-_NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
-_COMMON = {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0}
+def _run(run: Callable[..., Tensor], bound: Bound) -> tuple[Tensor, Any]:
+    return run(**bound), bound["input"].shape
+
+
+def _input_grad(bound: Bound, grad: Tensor, shape: torch.Size) -> Tensor:
+    weight, further = bound["weight"].to(grad.dtype), bound.get("output_padding")
+    stride, padding, dilation, beyond = (
+        _per_axis(value, weight.ndim - 2)
+        for value in (bound["stride"], bound["padding"], bound["dilation"], further or 0)
+    )
+    given = bound["input"]  # only its shape counts: no copy where there is none
+    like = grad.new_empty(1).expand(shape) if given is None else given
+    options = (stride, padding, dilation, further is not None, beyond, bound["groups"], [True, False, False])
+    found: Tensor = torch.ops.aten.convolution_backward(grad, like, weight, None, *options)[0]
+    return found
+
+
+def _padding_in_numbers(bound: Bound) -> bool:
+    """True for a padding in numbers; those of "same" are found where it is symmetric."""
+    padding, weight = bound["padding"], bound["weight"]
+    if not isinstance(padding, str):
+        return True
+    dilation = _per_axis(bound["dilation"], weight.ndim - 2)
+    totals = [step * (taps - 1) for step, taps in zip(dilation, weight.shape[2:], strict=True)]
+    bound["padding"] = [0] * len(totals) if padding == "valid" else [total // 2 for total in totals]
+    return padding == "valid" or not any(total % 2 for total in totals)
+
+
+def _rule(op: Callable[..., Tensor], axes: int, options: Mapping[str, Any]) -> Rule:
+    arguments = {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, **options}
+    needs: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
+    form = Form("input", partial(_run, op), _input_grad, _padding_in_numbers, lambda bound: axes + 1)
+    return Rule((op,), arguments, _convolution, needs, _costs, form)
+
+
+_CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+_TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 RULES = (
-    Rule(CONVOLUTIONS, {**_COMMON, "dilation": 1, "groups": 1}, _convolution, _NEEDS, _costs),
-    Rule(TRANSPOSED, {**_COMMON, "output_padding": 0, "groups": 1, "dilation": 1}, _convolution, _NEEDS, _costs),
+    *(_rule(op, axes, {"dilation": 1, "groups": 1}) for axes, op in enumerate(_CONVOLUTIONS, 1)),
+    *(_rule(op, axes, {"output_padding": 0, "groups": 1, "dilation": 1}) for axes, op in enumerate(_TRANSPOSED, 1)),
 )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dpfunc.engines.numerics import to_accumulation_dtype
 from dpfunc.engines.per_sample import Dense
-from dpfunc.engines.rules.table import REQUIRED, Grads, Rule, Use
+from dpfunc.engines.rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
 
 
 def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
@@ -46,9 +46,64 @@ def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: flo
     return {name: Dense(use.split(summed[name].reshape(rows, channels)).sum(1)) for name in use.wanted}
 
 
+def _run_layer_norm(bound: Bound) -> tuple[Tensor, Any]:
+    shape = list(bound["normalized_shape"])
+    out, *statistics = torch.native_layer_norm(bound["input"], shape, bound["weight"], bound["bias"], bound["eps"])
+    return out, statistics
+
+
+def _layer_norm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
+    shape, arguments = list(bound["normalized_shape"]), (bound["weight"], bound["bias"], [True, False, False])
+    found: Tensor = torch.ops.aten.native_layer_norm_backward(grad, bound["input"], shape, *left, *arguments)[0]
+    return found
+
+
+def _sizes(bound: Bound) -> tuple[int, int, int, int]:
+    x = bound["input"]
+    return len(x), x.shape[1], x[0, 0].numel(), bound["num_groups"]
+
+
+def _run_group_norm(bound: Bound) -> tuple[Tensor, Any]:
+    bound["input"] = bound["input"].contiguous()
+    out, *statistics = torch.native_group_norm(
+        bound["input"], bound["weight"], bound["bias"], *_sizes(bound), bound["eps"]
+    )
+    return out, statistics
+
+
+def _group_norm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
+    found: Tensor = torch.ops.aten.native_group_norm_backward(
+        grad.contiguous(), bound["input"].contiguous(), *left, bound["weight"], *_sizes(bound), [True, False, False]
+    )[0]
+    return found
+
+
+def _same_dtype(bound: Bound) -> bool:
+    return bound["weight"] is None or bound["weight"].dtype == bound["input"].dtype
+
+
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
 _OPTIONS = {"weight": None, "bias": None, "eps": 1e-5}
 RULES = (
-    Rule((F.layer_norm,), {"input": REQUIRED, "normalized_shape": REQUIRED, **_OPTIONS}, _layer_norm, _NEEDS),
-    Rule((F.group_norm,), {"input": REQUIRED, "num_groups": REQUIRED, **_OPTIONS}, _group_norm, _NEEDS),
+    Rule(
+        (F.layer_norm,),
+        {"input": REQUIRED, "normalized_shape": REQUIRED, **_OPTIONS},
+        _layer_norm,
+        _NEEDS,
+        form=Form("input", _run_layer_norm, _layer_norm_input, _same_dtype, reads_input=True),
+    ),
+    Rule(
+        (F.group_norm,),
+        {"input": REQUIRED, "num_groups": REQUIRED, **_OPTIONS},
+        _group_norm,
+        _NEEDS,
+        form=Form(
+            "input",
+            _run_group_norm,
+            _group_norm_input,
+            _same_dtype,
+            lambda bound: bound["input"].ndim - 1,
+            reads_input=True,
+        ),
+    ),
 )

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
 from dpfunc.engines.cost import Costs, matrix
 from dpfunc.engines.per_sample import Outer, PerSampleGrad
@@ -30,22 +29,13 @@ _State = tuple[Tensor, ...]
 
 
 def gates(
-    input: Tensor,
-    state: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    input: Tensor, state: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
     """Gates of all steps (T, B, G), as a linear of inputs (T, B, d) and states (T, B, H), which are joined.
 
     Both matrices see one gradient. So there is one product of matrices, and what both norms need of that gradient is
     computed once.
     """
-    tensors = [tensor for tensor in (input, state, w_ih, w_hh, b_ih, b_hh) if tensor is not None]
-    if has_torch_function(tensors):
-        made: Tensor = handle_torch_function(gates, tensors, input, state, w_ih, w_hh, b_ih, b_hh)
-        return made
     bias = b_ih if b_ih is None or b_hh is None else b_ih + b_hh
     return F.linear(torch.cat([input, state], -1), torch.cat([w_ih, w_hh], 1), bias)
 
@@ -81,10 +71,14 @@ class _Weights:
 
 
 def _layers(
-    kind: Kind, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool,
-    num_layers: int, bidirectional: bool,
+    kind: Kind, run: Callable[..., Tensor], x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor],
+    has_biases: bool, num_layers: int, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """A recurrent function of torch on (T, B, d): outputs (T, B, P), then the last states (L, B, H)."""
+    """A recurrent function of torch on (T, B, d): outputs (T, B, P), then the last states (L, B, H).
+
+    Args:
+        run: of an operation on parameters, `gates` or `linear`, and its arguments.
+    """
     directions, each = 2 if bidirectional else 1, len(params) // num_layers
     states = [hx] if isinstance(hx, Tensor) else hx
     lasts: list[_State] = []
@@ -97,7 +91,7 @@ def _layers(
         outputs = []
         for index, direction in enumerate(_weights(weights, has_biases, directions)):
             state = tuple(first[index] for first in own)
-            output, last = _over_time(kind, x_TBd, state, direction, index == 1, known[index])
+            output, last = _over_time(kind, run, x_TBd, state, direction, index == 1, known[index])
             outputs.append(output)
             lasts.append(last)
         x_TBd = torch.cat(outputs, 2) if bidirectional else outputs[0]
@@ -105,20 +99,21 @@ def _layers(
 
 
 def _over_time(
-    kind: Kind, x_TBd: Tensor, state: _State, weights: _Weights, reverse: bool, known_TBP: Tensor
-) -> tuple[Tensor, _State]:
+    kind: Kind, run: Callable[..., Tensor], x_TBd: Tensor, state: _State, weights: _Weights, reverse: bool,
+    known_TBP: Tensor,
+) -> tuple[Tensor, _State]:  # fmt: skip
     """One layer in one direction: the outputs (T, B, P) and the last state."""
     before_TBP = before(known_TBP, state[0].detach().to(known_TBP.dtype), reverse)
     own = (weights.inputs, weights.state, weights.inputs_bias, weights.state_bias)
     if kind.adds:
-        shares = [gates(x_TBd, before_TBP, *own)]
+        shares = [run(gates, x_TBd, before_TBP, *own)]
     else:
-        shares = [F.linear(x_TBd, *own[::2]), F.linear(before_TBP, *own[1::2])]
+        shares = [run(F.linear, x_TBd, *own[::2]), run(F.linear, before_TBP, *own[1::2])]
     inner_TBP, proj = None, weights.proj
     steps = Steps(before_TBP, known_TBP, reverse, proj is not None)
     walked = walk(kind, steps, [share.detach() for share in shares], [cell.detach() for cell in state[1:]])
     if proj is not None and walked.inner_TBH is not None:
-        inner_TBP = F.linear(walked.inner_TBH, proj)
+        inner_TBP = run(F.linear, walked.inner_TBH, proj)
     h_TBP, *cells = replay(kind, steps, walked, (*shares, inner_TBP, *state), (weights.state.detach(), proj))
     return h_TBP, (h_TBP[0 if reverse else -1], *cells)
 

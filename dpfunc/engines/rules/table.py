@@ -1,4 +1,4 @@
-"""Rules for the per-sample gradients of one operation's use of a parameter."""
+"""Rules: one entry for each operation that takes a parameter: per-sample gradients, kernel, gradient of its input."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from dpfunc.engines.cost import BUDGET, Choice, Costs, summed
 from dpfunc.engines.per_sample import PerSampleGrad
 
+Bound = dict[str, Any]
+"""Arguments of an operation by name."""
+
 Grads = Mapping[str, PerSampleGrad]
 
 REQUIRED = object()
@@ -27,7 +30,7 @@ class Use:
     Args:
         rule: what applies. name: of the operation. num_samples: B.
         wanted: argument of the operation -> name of the parameter. shapes: -> shape of the parameter there.
-        options: the operation's other arguments, without the tensors that the rule does not need.
+        options: the operation's other arguments, None for tensors.
         output: shape of the result. axis: of the samples, in the result and in the inputs.
         images: positions of each sample on axis 0, of operations that have an axis of images.
     """
@@ -44,7 +47,6 @@ class Use:
 
     @cached_property
     def costs(self) -> Costs:
-        """Costs of its gradients, by shapes."""
         numbers = sum(math.prod(shape) for shape in self.shapes.values())
         return summed(numbers) if self.rule.costs is None else self.rule.costs(self)
 
@@ -66,17 +68,39 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Rule that computes per-sample gradients from the gradient of an operation's result.
+class Form:
+    """An operation as a function of one input, with the gradient of that input in closed form.
 
     Args:
-        ops: the functions it is for, as torch calls them.
-        arguments: of the operation, in its order: name -> default, or REQUIRED.
-        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`. Tensors that `needs` does not name are None
-            there.
+        input: name of the argument that differs from row to row. run: of the arguments, with the input of all rows; the
+            result, and what `input_grad` gets of it. input_grad: `(arguments, gradient, what run left)` -> gradient;
+            None for inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input
+            without that of images, where the kernel has one; None where it takes any axes before its own.
+        reads_input: `input_grad` needs the input itself.
+        positions: every axis between that of rows and the last one is one of positions.
+    """
+
+    input: str
+    run: Callable[[Bound], tuple[Tensor, Any]]
+    input_grad: Callable[[Bound, Tensor, Any], Tensor] | None
+    takes: Callable[[Bound], bool] = lambda bound: True
+    images: Callable[[Bound], int] | None = None
+    reads_input: bool = False
+    positions: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """All that is known of an operation that takes a parameter.
+
+    Args:
+        ops: the functions it is for, as torch calls them. arguments: in their order: name -> default, or REQUIRED.
+        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`: per-sample gradients from the gradient of the
+            result. Tensors that `needs` does not name are None there.
         needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
         costs: of a use, by its shapes: they decide whether gradients are formed or kept as factors. None where the
             gradients of the rule are formed already.
+        form: how the operation runs; None where its caller runs it.
     """
 
     ops: tuple[Callable[..., Any], ...]
@@ -84,11 +108,29 @@ class Rule:
     grads: Callable[..., Grads]
     needs: Mapping[str, tuple[str, ...]]
     costs: Callable[[Use], Costs] | None = None
+    form: Form | None = None
 
     @cached_property
     def _defaults(self) -> dict[str, Any]:
         return {name: default for name, default in self.arguments.items() if default is not REQUIRED}
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
         """The operation's arguments by name, defaults included."""
         return {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def use(
+        self,
+        name: str,
+        num_samples: int,
+        wanted: Mapping[str, tuple[str, Tensor]],
+        bound: Bound,
+        output: torch.Size,
+        *,
+        axis: int = 0,
+        images: int = 1,
+    ) -> Use:
+        """One use, from its arguments; `wanted`: argument -> name and value of the parameter."""
+        names = {argument: parameter for argument, (parameter, _) in wanted.items()}
+        shapes = {argument: value.shape for argument, (_, value) in wanted.items()}
+        options = {argument: None if isinstance(value, Tensor) else value for argument, value in bound.items()}
+        return Use(self, name, num_samples, names, shapes, options, output, axis, images)

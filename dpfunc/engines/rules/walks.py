@@ -21,7 +21,6 @@ from torch import Tensor
 
 
 def _times(length: int, reverse: bool) -> range:
-    """The times of a walk, in its order."""
     return range(length - 1, -1, -1) if reverse else range(length)
 
 
@@ -127,7 +126,6 @@ def _gru(shares: Sequence[Tensor], steps: Steps) -> _Walked:
 
 
 def _gru_back(reverse: bool, saved: Sequence[Any], grad_TBH: Tensor) -> Sequence[Tensor | None]:
-    """The gradients of both shares and of the first state."""
     gates_TBG, n_TBH, own_TBH, before_TBH, weight, _ = saved
     r, z = gates_TBG.chunk(2, 2)
     new_TBH = (1 - z) * (1 - n_TBH * n_TBH)
@@ -155,7 +153,6 @@ def _rnn(shares: Sequence[Tensor], steps: Steps) -> _Walked:
 def _rnn_back(
     slope: Callable[[Tensor], Tensor], reverse: bool, saved: Sequence[Any], grad_TBH: Tensor
 ) -> Sequence[Tensor | None]:
-    """The gradients of the gates and of the first state."""
     h_TBH, weight, _ = saved
     grads, each = grad_TBH.unbind(0), slope(h_TBH).unbind(0)
     shares: list[Tensor] = []

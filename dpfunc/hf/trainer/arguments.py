@@ -12,7 +12,7 @@ from dpfunc._utils.validation import boolean, fail, integer, named, one_of, open
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Automatic, Flat
-from dpfunc.engines.by_name import ENGINES
+from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES

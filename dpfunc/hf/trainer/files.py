@@ -11,8 +11,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.chain import RESTORE, replace_file
-from dpfunc.checkpoint.format import (
-    Checkpoint,
+from dpfunc.checkpoint.folder import (
     complete_checkpoints,
     read_json,
     remove,
@@ -22,6 +21,7 @@ from dpfunc.checkpoint.format import (
     verify,
     write_json,
 )
+from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
 from dpfunc.distributed.object_collectives import all_or_none

@@ -18,7 +18,7 @@ from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
 from dpfunc.batches import batch_size
 from dpfunc.checkpoint.format import Checkpoint
-from dpfunc.distributed.fully_sharded import functionalize_managed
+from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel

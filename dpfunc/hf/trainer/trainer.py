@@ -22,12 +22,12 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
-from dpfunc.checkpoint.format import Checkpoint, remove
+from dpfunc.checkpoint.folder import remove
+from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed.launch import check_same_data
-from dpfunc.distributed.object_collectives import all_or_none, shared
+from dpfunc.distributed.object_collectives import all_or_none, check_same_data, shared
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import checks, fsdp

@@ -1,4 +1,4 @@
-"""Models whose frozen base is sharded by FSDP2: the step is that of one process without sharding."""
+"""Models sharded by FSDP2, their frozen base or all of them: the step is that of one process without sharding."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from sharded_cases import check, close, expected
 from workers import outcomes, run
 
 CASES = [
-    # way, engine, options of the model, microbatch size, tolerance
-    ("by hand", "auto", {}, None, 1e-6),
-    ("by hand", "vmap", {}, 2, 1e-6),
-    ("helper", "ghost", {"reshard": False}, None, 1e-6),
-    ("helper", "loop", {}, 1, 1e-6),
-    ("helper", "auto", {}, 1, 1e-6),
-    ("attach", "auto", {}, None, 1e-6),
-    ("helper", "auto", {"gradient_checkpointing": True}, None, 1e-6),
-    ("helper", "ghost", {"gradient_checkpointing": True}, 2, 1e-6),
-    ("helper", "auto", {"bf16": True}, None, 2e-2),
-    ("helper", "vmap", {"bf16": True}, None, 2e-2),
+    # processes, way, engine, microbatch size, options of the model, tolerance
+    (2, "by hand", "auto", None, {}, 1e-6),
+    (2, "helper", "vmap", 2, {}, 1e-6),
+    (2, "helper", "ghost", None, {"reshard": False}, 1e-6),
+    (2, "helper", "loop", 1, {}, 1e-6),
+    (2, "attach", "auto", None, {}, 1e-6),
+    (2, "helper", "auto", None, {"gradient_checkpointing": True}, 1e-6),
+    (2, "helper", "ghost", 2, {"gradient_checkpointing": True}, 1e-6),
+    (2, "helper", "auto", None, {"bf16": True}, 2e-2),
+    (4, "helper", "auto", None, {"hsdp": True}, 1e-6),
+]
+MANAGED = [
+    # processes, microbatch size, options
+    (2, 1, {}),
+    (2, 2, {"gradient_checkpointing": True}),
+    (4, None, {"hsdp": True}),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*case[:2], *case[2]]))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*case[1:3], *case[4]]))
 def test_a_sharded_base_gives_the_same(case):
-    """Eight noisy steps of two processes, with 2.9 records expected in a step."""
-    way, engine, options, microbatch_size, tolerance = case
-    found = run(
-        2, "fsdp_jobs:train_with", {"way": way, "engine": engine, "microbatch_size": microbatch_size, **options}
-    )
-    check(found, expected(way, "loop"), tolerance)
+    """Eight noisy steps, with 2.9 records expected in a step; with HSDP two replicas, each sharded in two."""
+    size, way, engine, microbatch_size, options, tolerance = case
+    settings = {"way": way, "engine": engine, "microbatch_size": microbatch_size, **options}
+    check(run(size, "fsdp_jobs:train_with", settings), expected(way, "loop"), tolerance)
 
 
-def test_replicas_of_parts():
-    """HSDP: two replicas, each sharded in two."""
-    found = run(4, "fsdp_jobs:train_with", {"way": "helper", "engine": "auto", "hsdp": True})
-    check(found, expected("helper", "loop"))
-
-
-def test_transformers_and_peft_with_gradient_checkpointing():
-    (wanted, _), *_ = run(1, "fsdp_jobs:hugging_face", False)
-    for params, repeated in run(2, "fsdp_jobs:hugging_face", True):
-        close(params, wanted)
-        assert repeated
+@pytest.mark.parametrize("case", MANAGED, ids=str)
+def test_a_managed_model_gives_the_same(case):
+    """Eight noisy steps with AdamW, of which each process holds parts."""
+    size, microbatch_size, options = case
+    settings = {"way": "managed", "engine": None, "microbatch_size": microbatch_size, "adam": True, **options}
+    found, wanted = run(size, "fsdp_jobs:train_with", settings), expected("full", "loop", adam=True)
+    check(found, wanted)
+    assert all(sharded >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (sharded, held) in found)
 
 
 def test_each_process_holds_its_part():
@@ -53,7 +53,7 @@ def test_each_process_holds_its_part():
         assert counts[False][1:] == (3, True)
 
 
-@pytest.mark.parametrize(("engine", "alone"), [("vmap", False), ("auto", False), ("auto", True), ("loop", True)])
+@pytest.mark.parametrize(("engine", "alone"), [("auto", False), ("loop", True)])
 def test_steps_without_lockstep_must_not_communicate(engine, alone):
     """`data_parallel()`, or no ranks, with a sharded model: an error on all, before anything is computed or spent."""
     for [(kind, text)], step, spent, calls in run(2, "fsdp_jobs:refuse_to_communicate", engine, alone):
@@ -66,7 +66,6 @@ def test_steps_without_lockstep_must_not_communicate(engine, alone):
 REFUSED = {
     "managed": ("UnsupportedModel", "layers.0.norm.weight.*managed by fully_shard.*distributed.shard"),
     "sharded later": ("UnsupportedModel", "managed by fully_shard"),
-    "sharded later, vmap": ("UnsupportedModel", "managed by fully_shard"),
     "twice": ("UnsupportedModel", "not sharded, got one with parts that fully_shard was called on"),
     "no layer": ("InvalidArgument", "at least one layer"),
     "unknown layer": ("InvalidArgument", "unknown layers.9"),
@@ -76,7 +75,7 @@ REFUSED = {
 }
 
 
-def test_refusals():
+def test_refusals_of_modules():
     for found in run(2, "fsdp_jobs:refusals"):
         assert found.keys() == REFUSED.keys()
         for name, (kind, text) in found.items():
@@ -84,10 +83,9 @@ def test_refusals():
             assert all(part in text for part in REFUSED[name][1].split(".*")), (name, text)
 
 
-@pytest.mark.parametrize("engine", ["auto", "vmap"])
-def test_older_versions_of_torch(engine):
+def test_older_versions_of_torch():
     """Their hooks are unknown to torch.func: rows are computed one by one."""
-    assert [found[0] for found in run(2, "fsdp_jobs:without_new_hooks", engine)] == [[("ok", "")]] * 2
+    assert [found[0] for found in run(2, "fsdp_jobs:without_new_hooks", "auto")] == [[("ok", "")]] * 2
 
 
 LIMIT = 60.0  # seconds, of the group; those that wait for another process must not wait for it
@@ -141,3 +139,24 @@ def test_the_original_of_an_adapter_is_left_alone():
     for kept, whole, sharded, difference, constants in run(2, "fsdp_jobs:an_adapter_is_sharded"):
         assert (kept, whole, sharded, constants) == (True, True, True, 2)
         assert difference < 1e-6
+
+
+def test_a_managed_model_needs_its_engine_and_its_ranks():
+    """Any other would give no gradient, or that of one process: an error on all, nothing is spent."""
+    for found, difference, sharded in run(2, "fsdp_jobs:managed_refusals"):
+        for case, (errors, step, spent) in found.items():
+            kind, text = errors[0]
+            assert kind in ("UnsupportedModel", "InvalidArgument"), (case, kind, text)
+            assert (step, spent) == (0, 0)
+        assert "does not use the trained parameters" in found["unused"][0][0][1]
+        assert "does not manage them" in found["ignored"][0][0][1]
+        assert difference < 1e-6
+        assert sharded
+
+
+def test_one_layer_is_gathered_at_a_time():
+    """Each layer is put together four times, forward and backward for norms and for sums; half of the sums is kept."""
+    for gathers, kept, most, every in run(2, "fsdp_jobs:managed_costs"):
+        assert gathers == 10  # two layers four times, and what is outside of them twice
+        assert kept < 0.6 * every
+        assert most < 0.75 * every

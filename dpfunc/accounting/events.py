@@ -1,0 +1,90 @@
+"""Kinds of events: the table that ledgers, accountants and files read them by.
+
+A kind is a frozen dataclass: `Event`, or a subclass of it with more fields and a `law` of its own. In a ledger, events
+that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is released as a whole,
+over many steps of a run, is one step of a kind whose fields describe all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from dpfunc._utils.validation import apart, fail
+from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.types import Event
+
+KINDS: dict[str, type[Event]] = {"": Event}
+"""Name in files -> class. A new kind of event is a file with its class, and a line here."""
+
+OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
+_Counts = Mapping[tuple[str, tuple[Any, ...]], int]  # name of the kind, other fields -> number of steps
+
+
+def name_of(event: object) -> str:
+    """The name of the kind of an event."""
+    for name, kind in KINDS.items():
+        if type(event) is kind:
+            return name
+    raise fail("every element of events to be an Event", "events", event)
+
+
+def canonical(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The same events sorted, those that differ in the number of steps only as one."""
+    return _made(_counted(events))
+
+
+def surplus(events: Iterable[Event], others: Iterable[Event]) -> tuple[Event, ...]:
+    """The steps of some events that others do not contain."""
+    known = _counted(others)
+    left = {kind: count - known.get(kind, 0) for kind, count in _counted(events).items()}
+    return _made({kind: count for kind, count in left.items() if count > 0})
+
+
+def _counted(events: Iterable[Event]) -> _Counts:
+    steps: dict[tuple[str, tuple[Any, ...]], int] = {}
+    for event in events:
+        name = name_of(event)
+        q, sigma, count, *more = vars(event).values()
+        kind = (name, (q, sigma, *more))
+        steps[kind] = steps.get(kind, 0) + count
+    return steps
+
+
+def _made(counts: _Counts) -> tuple[Event, ...]:
+    return tuple(KINDS[name](q, sigma, count, *more) for (name, (q, sigma, *more)), count in sorted(counts.items()))
+
+
+def to_values(event: Event) -> dict[str, Any]:
+    """An event as a JSON object."""
+    name = name_of(event)
+    return {**({"kind": name} if name else {}), **vars(event)}
+
+
+def from_values(values: object) -> Event:
+    """The event from `to_values`.
+
+    Raises:
+        InvalidArgument: an unknown kind, or a field that is missing, unknown or outside its domain.
+    """
+    if not isinstance(values, dict):
+        raise fail("an event as a JSON object", "event", values)
+    kind = KINDS.get(str(values.get("kind", "")))
+    if kind is None:
+        raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
+    given = {name: value for name, value in values.items() if name != "kind"}
+    check_fields("event", given, kind.__match_args__)
+    try:
+        return kind(**given)
+    except DPFuncError as error:
+        raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
+
+
+def check_fields(what: str, values: Collection[str], expected: Collection[str]) -> None:
+    """Raise an error unless a JSON object has exactly the expected fields."""
+    missing, unknown = set(expected) - set(values), set(values) - set(expected)
+    if missing or unknown:
+        raise InvalidArgument(
+            f"Expected the fields {', '.join(sorted(expected))} in a {what}, got it {apart(missing, unknown)}. An "
+            "unknown field may mean something that this version would ignore."
+        )
