@@ -88,12 +88,9 @@ def _gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
     return result
 
 
-def zeros(params: Params, device: str | None = None) -> dict[str, Tensor]:
+def zeros(params: Params) -> dict[str, Tensor]:
     """Clipped sums of no rows, of which this process has the parts that it has of the parameters."""
-    return {
-        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype), device=device)
-        for name, param in params.items()
-    }
+    return {n: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype)) for n, param in params.items()}
 
 
 def release(
