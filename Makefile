@@ -79,8 +79,8 @@ bench: export MALLOC_MMAP_MAX_ := 0
 bench: export MALLOC_TRIM_THRESHOLD_ := 1000000000000
 bench: $(VENV)/dev
 	-$(MAKE) jax
-	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/noise_cost.py
+	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.noise_cost
 	$(BIN)/python -m benchmarks.small_steps
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.loader
@@ -90,7 +90,6 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.engines --cases layer:lstm --append
 	$(BIN)/python -m benchmarks.engines.plots benchmarks/results/engines.json
 	$(BIN)/python -m benchmarks.scaling
-	$(BIN)/python -m benchmarks.scaling.accelerator
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.rows
 	$(BIN)/python -m benchmarks.targets

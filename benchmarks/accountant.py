@@ -1,4 +1,4 @@
-"""Epsilon by each accountant, its time, and its distance from the truth: `python benchmarks/accountant.py`.
+"""Epsilon by each accountant, its time, and its distance from the truth: `python -m benchmarks.accountant`.
 
 Times are processor time of one process without caches, the best of several rounds, after the imports. The truth is an
 inversion of the Laplace transform, or a closed form; it shares no code with the accountants. PRV and most of Renyi come
@@ -7,26 +7,22 @@ from opacus.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy
-import scipy
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import timed
+from benchmarks.results import FOLDER, write
 from dpfunc.accounting import Ledger, calibrate_noise, epsilon
 from dpfunc.accounting.accountant import cached_epsilon
 from dpfunc.accounting.rdp import step_curve
 from dpfunc.errors import DPFuncError
 from dpfunc.types import Event
 
-RESULT = Path(__file__).parent / "results" / "accountant.json"
+RESULT = FOLDER / "accountant.json"
+METHODS = ("tilted", "prv", "rdp")
 ROUNDS = 5
 SLOW = 5.0  # seconds; not repeated
 
@@ -43,18 +39,17 @@ CASES: dict[str, tuple[list[tuple[float, float, int]], float, Any, float | None]
     "q=.01, sigma=.5, T=1000, replace-one": ([(0.01, 0.5, 1000)], 1e-5, "replace_one", None),
     "1,000 kinds, one step each": ([(0.01, 2 - 1.2 * i / 1000, 1) for i in range(1000)], 1e-5, "add_remove", None),
 }
+CALIBRATED = ((0.1, 0.01, 1000), (1.0, 0.01, 1000), (8.0, 0.04, 2000))  # epsilon, q, T
 
 
-def best_time(compute: Callable[[], object]) -> float:
-    """Processor seconds of the best round."""
+def best_milliseconds(compute: Callable[[], object]) -> float:
+    """Processor time of the best round."""
     times: list[float] = []
     while len(times) < ROUNDS and (not times or times[-1] < SLOW):
         cached_epsilon.cache_clear()
         step_curve.cache_clear()
-        start = time.process_time()
-        compute()
-        times.append(time.process_time() - start)
-    return min(times)
+        times.append(timed(compute)["cpu_seconds"])
+    return round(1e3 * min(times), 1)
 
 
 def measure(ledger: Ledger, delta: float, method: str, truth: float | None) -> dict[str, Any]:
@@ -63,37 +58,30 @@ def measure(ledger: Ledger, delta: float, method: str, truth: float | None) -> d
         found = epsilon(ledger, delta, method).epsilon
     except DPFuncError as error:
         return {"refused": str(error).split(".")[0][:80]}
-    seconds = best_time(lambda: epsilon(ledger, delta, method))
-    row: dict[str, Any] = {"epsilon": float(f"{found:.9g}"), "milliseconds": round(1e3 * seconds, 1)}
-    return row if truth is None else row | {"relative_excess": float(f"{found / truth - 1:.2g}")}
+    row = {"epsilon": found, "milliseconds": best_milliseconds(lambda: epsilon(ledger, delta, method))}
+    return row if truth is None else row | {"relative_excess": found / truth - 1}
+
+
+def calibration(target: float, q: float, steps: int) -> dict[str, float]:
+    """The noise of a budget, and the time that it takes to find it."""
+
+    def calibrate() -> float:
+        return calibrate_noise(epsilon=target, delta=1e-5, sampling_prob=q, num_steps=steps)
+
+    return {"noise_multiplier": round(calibrate(), 5), "milliseconds": best_milliseconds(calibrate)}
 
 
 def main() -> None:
     """Measure, write the result file, print the table."""
-    machine = {
-        "cores": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2), "python": platform.python_version(),
-        "numpy": numpy.__version__, "scipy": scipy.__version__,
-    }  # fmt: skip
-    report: dict[str, Any] = {"machine": machine, "cases": {}, "calibration": {}}
-    table = Table("case", *(f"{method} {what}" for method in ("tilted", "prv", "rdp") for what in ("epsilon", "ms")))
+    cases: dict[str, Any] = {}
+    table = Table("case", *(f"{method} {what}" for method in METHODS for what in ("epsilon", "ms")))
     for name, (events, delta, adjacency, truth) in CASES.items():
         ledger = Ledger(tuple(Event(*event) for event in events), adjacency)
-        rows = {method: measure(ledger, delta, method, truth) for method in ("tilted", "prv", "rdp")}
-        report["cases"][name] = {"delta": delta, "truth": truth} | rows
-        cells = [str(row.get(key, "-")) for row in rows.values() for key in ("epsilon", "milliseconds")]
-        table.add_row(name, *cells)
-    for target, q, steps in ((0.1, 0.01, 1000), (1.0, 0.01, 1000), (8.0, 0.04, 2000)):
-
-        def calibrate(target: float = target, q: float = q, steps: int = steps) -> float:
-            return calibrate_noise(epsilon=target, delta=1e-5, sampling_prob=q, num_steps=steps)
-
-        noise, seconds = calibrate(), best_time(calibrate)
-        report["calibration"][f"epsilon={target:g}, q={q:g}, T={steps}"] = {
-            "noise_multiplier": round(noise, 5),
-            "milliseconds": round(1e3 * seconds, 1),
-        }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+        rows = {method: measure(ledger, delta, method, truth) for method in METHODS}
+        cases[name] = {"delta": delta, "truth": truth} | rows
+        table.add_row(name, *(str(row.get(key, "-")) for row in rows.values() for key in ("epsilon", "milliseconds")))
+    calibrated = {f"epsilon={e:g}, q={q:g}, T={steps}": calibration(e, q, steps) for e, q, steps in CALIBRATED}
+    write(RESULT, {"cases": cases, "calibration": calibrated}, digits=9)
     Console(width=160).print(table)
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
+from benchmarks.results import DOCS, markdown
 from dpfunc.engines.guards.audit import Audits
 
-RESULT = Path(__file__).parents[1] / "docs" / "results" / "audit_power.json"
+RESULT = DOCS / "results" / "audit_power.json"
 SIZES = (32, 256, 1024, 8192)
 SHARES = ("one row", 0.01, 0.1, 1.0)
 STEPS = (1, 100, 1000, 10000)
@@ -92,22 +92,17 @@ def main() -> None:
     """The table in Markdown; the numbers in a file."""
     table = results()
     RESULT.write_text(json.dumps({"results": table}, indent=1) + "\n")
+    heads = ("B", "faulty rows", "first step", *(f"{k} steps" for k in STEPS), "99 % after")
     for kind in KINDS:
-        print(
-            f"\n{kind}\n\n| B | faulty rows | first step | "
-            + " | ".join(f"{k} steps" for k in STEPS)
-            + " | 99 % after |"
-        )
-        print("|---|---|---|" + "---|" * (len(STEPS) + 1))
+        rows = []
         for row in table:
             if row["step"] == kind:
                 certain = row["faulty"] == row["batch"]
                 share = row["share"] if isinstance(row["share"], str) else percent(row["share"], certain)
-                cells = [percent(row["found_after"][k], certain) for k in STEPS]
-                print(
-                    f"| {row['batch']} | {share} ({row['faulty']}) | {percent(row['found_in_first_step'], certain)} | "
-                    f"{' | '.join(cells)} | {row['steps_for_99_percent']} |"
-                )
+                found = [row["found_in_first_step"], *(row["found_after"][k] for k in STEPS)]
+                shown = [percent(value, certain) for value in found]
+                rows.append([row["batch"], f"{share} ({row['faulty']})", *shown, row["steps_for_99_percent"]])
+        print(f"\n{kind}\n\n{markdown(heads, rows)}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ backend is nccl.
 
 from __future__ import annotations
 
-import statistics
+import json
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import dpfunc
 from benchmarks.engines.cases import CASES
 from benchmarks.engines.problem import Problem
-from benchmarks.engines.report import machine, versions, write
-from benchmarks.pages import filled, markdown
+from benchmarks.measure import in_turn, statistics_of, timed
+from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.digests import checksum
 from dpfunc.distributed.agreement import agree, summarize
@@ -42,10 +41,13 @@ from dpfunc.distributed.reduce import sum_over
 from dpfunc.noise import gaussian, streams
 from dpfunc.types import ClippedSum
 
-RESULT = Path(__file__).parent / "results" / "distributed.json"
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "distributed.md"
+RESULT, GUIDE = FOLDER / "distributed.json", DOCS / "guides" / "distributed.md"
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce")
-Steps = Mapping[str, Callable[[], object]]
+PARTS = ("clipped sum", "handshake", "all-reduce", "noise", "checksum")
+HEADS = (
+    "case", "processes", "plain ms", "dp_step ms", "ratio", "CPU ratio", *(f"{part} ms" for part in PARTS),
+    "collectives", "million normals",
+)  # fmt: skip
 
 
 def plain_step(problem: Problem) -> Callable[[], object]:
@@ -91,16 +93,13 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
     }
 
 
-def seconds_together(step: Callable[[], object], device: str) -> tuple[float, float]:
-    """How long the slowest process takes, and the most CPU seconds that one needs."""
+def timed_together(step: Callable[[], object], device: str) -> dict[str, float]:
+    """What the slowest process takes, and the most CPU seconds that one needs."""
     dist.barrier()
-    start, cpu = time.perf_counter(), time.process_time()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    taken = torch.tensor([time.perf_counter() - start, time.process_time() - cpu], device=device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken[0]), float(taken[1])
+    found = timed(step, device)
+    most = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return dict(zip(found, most.tolist(), strict=True))
 
 
 def counted(step: Callable[[], object]) -> dict[str, int]:
@@ -127,71 +126,42 @@ def work(rank: int, size: int, folder: str, case: str, rounds: int, device: str,
     problem = CASES[case].problem(quick=quick)
     share = replace(problem, inputs=problem.inputs[rank::size], targets=problem.targets[rank::size]).to(device)
     steps = {"plain": plain_step(share), **private_steps(share, rounds)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        for name, step in steps.items():
-            taken = seconds_together(step, device)
-            if number:
-                found[name].append(taken)
+    found = in_turn({name: partial(timed_together, step, device) for name, step in steps.items()}, rounds)
     counts = counted(steps["dp_step"])
     if rank == 0:
-        torch.save((found, counts), f"{folder}/found.pt")
+        Path(folder, "found.json").write_text(json.dumps([found, counts]))
     steps.clear()  # the plain one holds the group
     distributed.shutdown()
 
 
 def measure(case: str, size: int, rounds: int, device: str, quick: bool) -> dict[str, Any]:
-    """Medians of seconds, and of the ratios to the plain step of the same round."""
+    """Steps of so many processes, with ratios to the plain step of the same round."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (size, folder, case, rounds, device, quick), nprocs=size)
-        found, counts = torch.load(f"{folder}/found.pt", weights_only=True)
-    wall, cpu = ({name: [pair[i] for pair in pairs] for name, pairs in found.items()} for i in range(2))
-    return {
-        "case": case,
-        "processes": size,
-        **CASES[case].problem(quick=quick).sizes(),
-        "seconds": {name: statistics.median(values) for name, values in wall.items()},
-        "ratio": _ratios(wall),
-        "cpu_seconds": {name: statistics.median(values) for name, values in cpu.items()},
-        "cpu_ratio": _ratios(cpu),
-        "counts": counts,
-    }
+        found, counts = json.loads(Path(folder, "found.json").read_text())
+    contestants = {name: {"status": "ok", **each} for name, each in statistics_of(found, "plain").items()}
+    sizes = CASES[case].problem(quick=quick).sizes()
+    return {"case": case, "processes": size, **sizes, "counts": counts, "contestants": contestants}
 
 
-def _ratios(found: Mapping[str, list[float]]) -> dict[str, float]:
-    base = found["plain"]
-    return {n: statistics.median(a / b for a, b in zip(v, base, strict=True)) for n, v in found.items()}
-
-
-def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+def rows(cases: Mapping[str, Any]) -> list[list[str]]:
     """A line for each measurement: milliseconds, ratios to the plain step, CPU milliseconds of the parts, counts."""
-    parts = ("clipped sum", "handshake", "all-reduce", "noise", "checksum")
-    return [
-        [
-            row["case"], str(row["processes"]), f"{1e3 * row['seconds']['plain']:.0f}",
-            f"{1e3 * row['seconds']['dp_step']:.0f}", f"{row['ratio']['dp_step']:.2f}",
-            f"{row['cpu_ratio']['dp_step']:.2f}", *(f"{1e3 * row['cpu_seconds'][part]:.1f}" for part in parts),
-            str(row["counts"]["collectives"]), f"{row['counts']['normals'] / 1e6:.2f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
+    lines = []
+    for record in cases.values():
+        who, counts = record["contestants"], record["counts"]
+        lines.append([
+            record["case"], str(record["processes"]),
+            *(f"{1e3 * who[name]['time']['median_seconds']:.0f}" for name in ("plain", "dp_step")),
+            *(f"{who['dp_step'][number]['ratio']:.2f}" for number in ("time", "cpu")),
+            *(f"{1e3 * who[part]['cpu']['median_seconds']:.1f}" for part in PARTS),
+            str(counts["collectives"]), f"{counts['normals'] / 1e6:.2f}",
+        ])  # fmt: skip
+    return lines
 
 
-HEADS = [
-    "case",
-    "processes",
-    "plain ms",
-    "dp_step ms",
-    "ratio",
-    "CPU ratio",
-    "clipped sum ms",
-    "handshake ms",
-    "all-reduce ms",
-    "noise ms",
-    "checksum ms",
-    "collectives",
-    "million normals",
-]
+def tables(cases: Mapping[str, Any]) -> dict[str, str]:
+    """Of the guide."""
+    return {"processes": markdown(HEADS, rows(cases))}
 
 
 @click.command(context_settings={"show_default": True})
@@ -204,20 +174,14 @@ HEADS = [
 @click.option("--document", default=GUIDE, type=click.Path(path_type=Path), help="Where the table goes.")
 def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out: Path, document: Path) -> None:
     """Measure, print a table, write the result file and the table of the guide."""
-    facts = {"machine": machine(1, device), "versions": versions(), "rounds": rounds, "device": device}
-    rows = []
-    console = Console()
+    found, console = {}, Console()
     for case in cases.split(","):
         for size in map(int, processes.split(",")):
             with console.status(f"{case}, {size} processes"):
-                rows.append(measure(case, size, rounds, device, quick))
-    write({**facts, "rows": rows}, out)
-    shown = Table(*HEADS, title="a step on several processes")
-    for line in table(rows):
-        shown.add_row(*line)
-    console.print(shown)
-    document.write_text(filled(document.read_text(), {"processes": markdown(HEADS, table(rows))}))
-    console.print(f"Written to {out} and {document}")
+                found[f"{case} x {size}"] = measure(case, size, rounds, device, quick)
+            console.print(show(f"{case} x {size}", found[f"{case} x {size}"]))
+    write(out, {"rounds": rounds, "device": device, "quick": quick, "cases": found}, device=device)
+    fill(document, tables(found))
 
 
 if __name__ == "__main__":

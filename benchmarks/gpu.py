@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,11 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.engines.report import machine, rounded, versions, write
-from benchmarks.engines.timing import seconds_of
-from benchmarks.pages import markdown
+from benchmarks.measure import ROOT, timed_in_turn
+from benchmarks.results import DOCS, FOLDER, machine, markdown, versions, write
 from dpfunc.noise.streams import Source, standard_normal
 from dpfunc.rng import fold_in, insecure_key
 
-ROOT = Path(__file__).parent.parent
-RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "results"
 LIMIT_SECONDS = 600.0
 NO_GPU = 2
 ROUNDS = 11
@@ -60,21 +58,14 @@ def run(command: Sequence[str], seconds: float) -> dict[str, Any]:
 def noise(device: str, numbers: Sequence[int] = NUMBERS, rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Seconds of noise on a device from each source: drawn by the host and copied, or drawn by the GPU."""
     sources: tuple[Source, ...] = ("secure", "device") if device.startswith("cuda") else ("secure",)
-    return [
-        {"numbers": size, "source": source, "best_ns": 1e9 * _best_seconds(size, source, device, rounds) / size}
-        for size in numbers
-        for source in sources
-    ]
-
-
-def _best_seconds(size: int, source: Source, device: str, rounds: int) -> float:
-    like, keys = {"w": torch.zeros(size, device=device)}, count()
-
-    def draw() -> object:
-        return standard_normal(fold_in(insecure_key(0), next(keys)), like, source)
-
-    draw()  # warms up
-    return min(seconds_of(draw, device) for _ in range(rounds))
+    keys, rows = (fold_in(insecure_key(0), number) for number in count()), []
+    for size in numbers:
+        like = {"w": torch.zeros(size, device=device)}
+        draws = {source: partial(lambda like, source: standard_normal(next(keys), like, source), like, source)
+                 for source in sources}  # fmt: skip
+        for source, found in timed_in_turn(draws, rounds, device=device).items():
+            rows.append({"numbers": size, "source": source, "best_ns": 1e9 * found["time"]["best_seconds"] / size})
+    return rows
 
 
 def page(report: dict[str, Any]) -> str:
@@ -99,21 +90,19 @@ def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], floa
         "machine": machine(torch.get_num_threads(), "cuda"),
         "versions": versions(),
         "parts": parts,
-        "noise": rounded(noise("cuda")),
+        "noise": noise("cuda"),
     }
     for name, command in commands(results, pages).items():
-        parts[name] = rounded(runner(command, end - time.monotonic()))
-        write(report, results / "gpu.json")
+        parts[name] = runner(command, end - time.monotonic())
+        write(results / "gpu.json", report)
     pages.mkdir(parents=True, exist_ok=True)
     (pages / "gpu.md").write_text(page(json.loads((results / "gpu.json").read_text())))
     return 0 if all(part["status"] == "ok" for part in parts.values()) else 1
 
 
 @click.command(help=__doc__.splitlines()[0])
-@click.option(
-    "--results", default=RESULTS, type=click.Path(file_okay=False, path_type=Path), help="For the JSON files."
-)
-@click.option("--pages", default=PAGES, type=click.Path(file_okay=False, path_type=Path), help="For the pages.")
+@click.option("--results", default=FOLDER, type=click.Path(file_okay=False, path_type=Path), help="For JSON files.")
+@click.option("--pages", default=DOCS / "results", type=click.Path(file_okay=False, path_type=Path))
 def main(results: Path, pages: Path) -> None:
     """Run everything that needs a GPU, or say that there is none."""
     if not torch.cuda.is_available():

@@ -1,40 +1,31 @@
 """Growth of time and memory with the work: `python -m benchmarks.growth`.
 
 Llama-style decoders in which one size grows and the others stay: positions, samples, parameters, rank. At each point
-the clipped sum of `auto` and the step without privacy, with LoRA and with all parameters, in interleaved rounds
-of one process; the best round counts. Memory is the peak of torch's allocator over the built model. An exponent p says
-that cost grows as size^p: the slope of a line through the three largest points, logarithms on both axes.
+the clipped sum of `auto` and the step without privacy, with LoRA and with all parameters; the best round counts. An
+exponent p says that cost grows as size^p: the slope of a line through the three largest points, in logarithms.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
-from rich.console import Console
 
-from benchmarks.engines import report
-from benchmarks.engines.cases import SEED
-from benchmarks.engines.contestants import Contestant, ours, plain
-from benchmarks.engines.memory import MIB, allocated
-from benchmarks.engines.problem import Problem
-from benchmarks.engines.timing import interleaved
-from benchmarks.engines.transformer_nets import decoder
-from benchmarks.pages import filled, markdown
+from benchmarks.engines import nets
+from benchmarks.engines.__main__ import measure_cases, measures
+from benchmarks.engines.cases import Case
+from benchmarks.engines.runner import Settings
+from benchmarks.results import DOCS, FOLDER, fill, markdown
 
-RESULT = Path(__file__).parent / "results" / "growth.json"
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-PICTURE = Path(__file__).parent.parent / "docs" / "results" / "growth.png"
-ROUNDS = 3
+RESULT, PAGE, PICTURE = FOLDER / "growth.json", DOCS / "performance.md", DOCS / "results" / "growth.png"
 FITTED = 3
 TUNINGS = {"LoRA": True, "all parameters": False}
-CONTESTANTS = ("plain", "private")
+NUMBERS = {"time": "best_seconds", "memory": "peak_mib"}
+CONTESTANTS = ("plain", "auto")
 
 
 @dataclass(frozen=True)
@@ -51,16 +42,15 @@ class Axis:
     fixed: Mapping[str, int]
     tunings: tuple[str, ...] = tuple(TUNINGS)
 
-    def problem(self, size: int, tuning: str) -> Problem:
+    def case(self, size: int, tuning: str) -> Case:
         """The model and the batch of one point."""
         numbers = {"vocabulary": 500, **self.fixed, **self.sizes[size]}
-        samples, width = numbers.pop("samples"), numbers["width"]
-        hidden = 16 * round(width / 6)  # 8 / 3, as in Llama
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(SEED)
-            return decoder(samples, hidden=hidden, norm="rms", lora=TUNINGS[tuning], **numbers)
+        samples, hidden = numbers.pop("samples"), 16 * round(numbers["width"] / 6)  # 8 / 3 of it, as in Llama
+        sizes = {"hidden": hidden, "norm": "rms", "lora": TUNINGS[tuning], **numbers}
+        return Case(f"{self.title}: {size}, {tuning}", nets.decoder, samples, sizes, {**sizes, "layers": 1})
 
 
+WIDTHS = ((128, 5), (256, 4), (384, 6), (640, 6), (1024, 8), (1536, 11))
 AXES = {
     "T": Axis(
         "positions", {size: {"length": size} for size in (128, 256, 512, 1024, 2048, 4096)},
@@ -72,10 +62,7 @@ AXES = {
     ),
     "P": Axis(
         "parameters of the layers",
-        {
-            12 * width * width * layers: {"width": width, "layers": layers}
-            for width, layers in ((128, 5), (256, 4), (384, 6), (640, 6), (1024, 8), (1536, 11))
-        },
+        {12 * width * width * layers: {"width": width, "layers": layers} for width, layers in WIDTHS},
         {"samples": 2, "length": 32},
     ),
     "r": Axis(
@@ -83,22 +70,10 @@ AXES = {
         {"samples": 8, "length": 128, "layers": 4, "width": 384}, ("LoRA",),
     ),
 }  # fmt: skip
-
-
-def measure(problem: Problem, rounds: int) -> dict[str, Any]:
-    """Best seconds and peak MiB of both steps."""
-    contestants: dict[str, Contestant] = {
-        "plain": plain(problem.copy()),
-        "private": ours(problem, "auto", "none"),
-    }
-    seconds = interleaved({name: each.step for name, each in contestants.items()}, rounds)
-    found = {}
-    for name, each in contestants.items():
-        each.clear()
-        _, used = allocated(each.step)
-        each.clear()
-        found[name] = {"best_seconds": min(seconds[name]), "peak_mib": used.peak / MIB}
-    return found
+ALL_CASES = {
+    f"{name}/{tuning}/{size}": axis.case(size, tuning)
+    for name, axis in AXES.items() for tuning in axis.tunings for size in axis.sizes
+}  # fmt: skip
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
@@ -113,78 +88,68 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return covariance / sum((a - mean_x) ** 2 for a in x)
 
 
-def curves(found: Mapping[str, Any]) -> dict[tuple[str, str, str, str], tuple[list[int], list[float]]]:
-    """(axis, tuning, number, contestant) -> sizes and values."""
-    return {
-        (axis, tuning, number, who): ([int(size) for size in points], [p[who][number] for p in points.values()])
-        for axis, tunings in found.items()
-        for tuning, points in tunings.items()
-        for number in ("best_seconds", "peak_mib")
-        for who in CONTESTANTS
-    }
+def lines(cases: Mapping[str, Any]) -> Iterator[tuple[str, str, list[int], dict[str, list[list[float]]]]]:
+    """Axis, tuning, sizes, and of each number the values of both contestants."""
+    for axis, tuning in dict.fromkeys(tuple(name.split("/")[:2]) for name in cases):
+        found = {int(n.split("/")[2]): c["contestants"] for n, c in cases.items() if n.startswith(f"{axis}/{tuning}/")}
+        values = {
+            number: [[each[who][number][key] for each in found.values()] for who in CONTESTANTS]
+            for number, key in NUMBERS.items()
+        }
+        yield axis, tuning, list(found), values
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(cases: Mapping[str, Any]) -> str:
     """A line for each axis and tuning: exponents, and the ratio to the plain step at the smallest and largest size."""
-    lines = []
-    every = curves(found)
-    for axis, tunings in found.items():
-        for tuning in tunings:
-            line = [AXES[axis].title, tuning]
-            sizes = every[axis, tuning, "best_seconds", "plain"][0]
-            line.append(f"{sizes[0]:.2g} - {sizes[-1]:.2g}" if sizes[-1] > 1e4 else f"{sizes[0]} - {sizes[-1]}")
-            for number in ("best_seconds", "peak_mib"):
-                before, private = (every[axis, tuning, number, who][1] for who in CONTESTANTS)
-                line += [f"{exponent(sizes, values):.2f}" for values in (before, private)]
-                line.append(f"{private[0] / before[0]:.2f} - {private[-1] / before[-1]:.2f}")
-            lines.append(line)
+    rows = []
+    for axis, tuning, sizes, values in lines(cases):
+        ends = f"{sizes[0]:.2g} - {sizes[-1]:.2g}" if sizes[-1] > 1e4 else f"{sizes[0]} - {sizes[-1]}"
+        row = [AXES[axis].title, tuning, ends]
+        for before, private in values.values():
+            row += [f"{exponent(sizes, each):.2f}" for each in (before, private)]
+            row.append(f"{private[0] / before[0]:.2f} - {private[-1] / before[-1]:.2f}")
+        rows.append(row)
     heads = (
         "what grows", "trained", "from - to", "time: plain", "private", "ratio, first - last", "memory: plain",
         "private", "ratio, first - last",
     )  # fmt: skip
-    return markdown(heads, lines)
+    return markdown(heads, rows)
 
 
-def picture(found: Mapping[str, Any], path: Path) -> None:
+def picture(cases: Mapping[str, Any], path: Path) -> None:
     """A row for time and one for memory, a column for each axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(found), 7), layout="constrained")
-    grid = figure.subplots(2, len(found), squeeze=False)
-    for (axis, tuning, number, who), (sizes, values) in curves(found).items():
-        axes = grid[int(number == "peak_mib")][list(found).index(axis)]
-        style = {"linestyle": "-" if who == "private" else "--", "marker": "o" if who == "private" else "x"}
-        color = f"C{list(TUNINGS).index(tuning)}"
-        axes.plot(sizes, values, label=f"{tuning}, {who}", color=color, **style)
-        axes.set(xscale="log", yscale="log", xlabel=AXES[axis].title)
-        axes.set_ylabel("peak, MiB" if number == "peak_mib" else "a step, s")
-        axes.legend(fontsize=7)
+    axes_of = list(dict.fromkeys(name.split("/")[0] for name in cases))
+    figure = Figure(figsize=(4 * len(axes_of), 7), layout="constrained")
+    grid = figure.subplots(2, len(axes_of), squeeze=False)
+    for axis, tuning, sizes, values in lines(cases):
+        for place, (number, label) in enumerate({"time": "a step, s", "memory": "peak, MiB"}.items()):
+            axes = grid[place][axes_of.index(axis)]
+            for who, style, series in zip(("plain", "private"), ("x--", "o-"), values[number], strict=True):
+                color = f"C{list(TUNINGS).index(tuning)}"
+                axes.plot(sizes, series, style, label=f"{tuning}, {who}", color=color)
+            axes.set(xscale="log", yscale="log", xlabel=AXES[axis].title, ylabel=label)
+            axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 
-@click.command(help=__doc__.splitlines()[0])
-@click.option("--axes", default=",".join(AXES), help="Names with commas.", show_default=True)
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--axes", default=",".join(AXES), help="Names with commas.")
 @click.option("--points", default=0, type=click.IntRange(0), help="Only so many of the smallest sizes; 0 is all.")
-@click.option("--rounds", default=ROUNDS, type=click.IntRange(1), show_default=True)
-@click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch.", show_default=True)
-@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--page", default=PAGE, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--plot", default=PICTURE, type=click.Path(dir_okay=False, path_type=Path))
-def main(axes: str, points: int, rounds: int, threads: int, out: Path, page: Path, plot: Path) -> None:
+@measures(RESULT, rounds=3)
+def main(axes: str, points: int, page: Path, plot: Path, settings: Settings, out: Path) -> None:
     """Measure, and write the result file after each point; then the picture and the table."""
-    torch.set_num_threads(threads)
-    found: dict[str, Any] = {}
-    result = {"machine": report.machine(threads, "cpu"), "versions": report.versions(), "rounds": rounds, "axes": found}
-    for name in axes.split(","):
-        for tuning in AXES[name].tunings:
-            for size in list(AXES[name].sizes)[: points or None]:
-                record = report.rounded(measure(AXES[name].problem(size, tuning), rounds))
-                found.setdefault(name, {}).setdefault(tuning, {})[str(size)] = record
-                report.write(result, out)
-                Console().print(name, tuning, size, record)
-    written = json.loads(out.read_text())["axes"]
-    picture(written, plot)
-    page.write_text(filled(page.read_text(), {"growth": table(written)}))
+    names = [
+        f"{name}/{tuning}/{size}"
+        for name in axes.split(",") for tuning in AXES[name].tunings
+        for size in list(AXES[name].sizes)[: points or None]
+    ]  # fmt: skip
+    found = measure_cases(names, CONTESTANTS, settings, out, cases="benchmarks.growth")["cases"]
+    picture(found, plot)
+    fill(page, {"growth": table(found)})
 
 
 if __name__ == "__main__":

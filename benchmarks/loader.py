@@ -2,21 +2,14 @@
 
 Both draw the same records and make the same batches, which is compared first; what is over 1 is the check that rows are
 made of their own records alone (`dpfunc/sampling/own_rows.py`), in one of 100 steps, the first one included, and the
-seeds of each step. Rounds of both loaders in turn, in CPU time; the largest resident memory is that of a process which
-makes the data set and has one of the loaders. No step is taken and no model is there. The case `hugging_face` needs the
-package `datasets`.
+seeds of each step. CPU time; the resident memory is that of a process which makes the data set and has both loaders. No
+step is taken and no model is there. The case `hugging_face` needs the package `datasets`.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,15 +23,13 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import dpfunc
-from benchmarks.engines import report
-from benchmarks.engines.__main__ import listed
-from benchmarks.engines.memory import MIB, peak_resident
+from benchmarks.measure import Contestant, Numbers, Spec, compete
+from benchmarks.results import FOLDER, write
 from dpfunc import clipping, sampling
 from dpfunc.rng import insecure_key
 
-RESULT = Path(__file__).parent / "results" / "loader.json"
-ROOT = Path(__file__).parents[1]
-MARK, STEPS, SPANS = "result: ", 100, (1, 20, 100)
+RESULT = FOLDER / "loader.json"
+STEPS, SPANS = 100, (1, 20, 100)
 LOADERS = ("plain", "dpfunc")
 HEADS = ("case", "records", "batch", *(f"{span} steps" if span > 1 else "first batch" for span in SPANS), "memory")
 
@@ -156,104 +147,68 @@ def loaders(case: Case, quick: bool) -> dict[str, Callable[[], Iterable[Any]]]:
     size, batch = (max(20, case.size // 200), 8) if quick else (case.size, case.batch)
     dataset = case.make(size)
     plan = dpfunc.Plan(sampling.Poisson(size, batch / size), clipping.Flat(1.0), 1.0, STEPS, 1e-6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the key, which is known
-        state = dpfunc.make_dp_step(lambda params, batch: batch, plan).init({"w": torch.zeros(1)}, insecure_key(0))
+    state = dpfunc.make_dp_step(lambda params, batch: batch, plan).init({"w": torch.zeros(1)}, insecure_key(0))
     return {
         "plain": lambda: DataLoader(dataset, batch_sampler=_Batches(plan, state), collate_fn=case.collate),
         "dpfunc": lambda: plan.loader(dataset, state, collate_fn=case.collate),
     }
 
 
-def spans(loader: Iterable[Any]) -> list[float]:
-    """CPU seconds until the batches of `SPANS` are there."""
-    start, times = time.process_time(), []
-    for _ in loader:
-        times.append(time.process_time() - start)
-    return [times[span - 1] for span in SPANS]
+def contestant(spec: Spec) -> Contestant:
+    """For `measure`: all batches of one of the loaders; CPU seconds until those of `SPANS` are there."""
+    both = loaders(CASES[spec["case"]], spec["quick"])
+    if spec["contestant"] == "dpfunc":  # warms up, too
+        for one, other in zip(*(make() for make in both.values()), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    make = both[spec["contestant"]]
+
+    def step() -> Numbers:
+        start, times = time.process_time(), []
+        for _ in make():
+            times.append(time.process_time() - start)
+        return Numbers({f"{span} steps": times[span - 1] for span in SPANS})
+
+    return Contestant(step)
 
 
-def times(name: str, rounds: int, quick: bool) -> dict[str, Any]:
-    """Seconds of both loaders, and the medians of the ratio within a round."""
-    both = loaders(CASES[name], quick)
-    for one, other in zip(*(make() for make in both.values()), strict=True):  # warms up, too
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    found = [[spans(make()) for make in both.values()] for _ in range(rounds)]
-    return {
-        str(span): {
-            "seconds": {who: statistics.median(each[at][place] for each in found) for at, who in enumerate(LOADERS)},
-            "ratio": statistics.median(ours[place] / plain[place] for plain, ours in found),
-        }
-        for place, span in enumerate(SPANS)
-    }
-
-
-def resident(name: str, who: str, quick: bool) -> float:
-    """The largest resident memory of this process, in MiB, after all batches."""
-    for _ in loaders(CASES[name], quick)[who]():
-        pass
-    return peak_resident() / MIB
-
-
-def ask(what: Sequence[Any]) -> Any:
-    """Run `times` or `resident` in a new process, whose freed memory goes back to the system."""
-    command = [sys.executable, "-m", "benchmarks.loader", "--one", json.dumps(what)]
-    variables = report.with_freed_memory_given_back()
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
-    return next(json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK))
-
-
-def measure(name: str, rounds: int, quick: bool, run: Callable[[Sequence[Any]], Any] = ask) -> dict[str, Any]:
+def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     """Time and memory of a case; or why there are none."""
     if name == "hugging_face" and find_spec("datasets") is None:
-        return {"status": "not installed"}
-    mib = {who: run(["resident", name, who, quick]) for who in LOADERS}
-    return {
-        "records": CASES[name].size,
-        "batch": CASES[name].batch,
-        "steps": run(["times", name, rounds, quick]),
-        "memory": {"resident_mib": mib, "ratio": mib["dpfunc"] / mib["plain"]},
-    }
+        return {"status": "not installed", "contestants": {}}
+    spec = {"module": "benchmarks.loader", "case": name, "quick": quick, "freed": "given back"}
+    found = compete({who: {**spec, "contestant": who} for who in LOADERS}, rounds, base="plain")
+    return {"records": CASES[name].size, "batch": CASES[name].batch, "rounds": rounds, "contestants": found}
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
-    """One line for each case: the loader of a plan over torch's."""
+def ratios(case: Mapping[str, Any]) -> dict[str, float]:
+    """The loader of a plan over torch's: CPU time until some batches are there, and resident memory."""
+    plain, own = (case["contestants"][who] for who in LOADERS)
+    spans = {f"{span} steps": own[f"{span} steps"]["ratio"] for span in SPANS}
+    return {**spans, "memory": own["resident_mib"] / plain["resident_mib"]}
+
+
+def rows(cases: Mapping[str, Any]) -> list[list[str]]:
+    """One line for each case."""
     return [
-        [
-            name, str(case["records"]), str(case["batch"]),
-            *(f"{case['steps'][str(span)]['ratio']:.2f}" for span in SPANS), f"{case['memory']['ratio']:.2f}",
-        ]
-        for name, case in found.items()
-        if "steps" in case
-    ]  # fmt: skip
+        [name, str(case["records"]), str(case["batch"]), *(f"{value:.2f}" for value in ratios(case).values())]
+        for name, case in cases.items()
+        if case["contestants"]
+    ]
 
 
-def one_of_both(what: Sequence[Any]) -> Any:
-    """The number that a process is asked for."""
-    return {"times": times, "resident": resident}[what[0]](*what[1:])
-
-
-@click.command(help=__doc__.splitlines()[0])
-@click.option("--cases", default=",".join(CASES), help="Names with commas.", show_default=True)
-@click.option("--rounds", default=5, type=click.IntRange(1), show_default=True)
-@click.option("--quick", is_flag=True, help="Tiny sizes in one process, to see that everything works.")
-@click.option("--one", hidden=True, help="Measure this here, as JSON.")
-@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
-def main(cases: str, rounds: int, quick: bool, one: str | None, out: Path) -> None:
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--cases", default=",".join(CASES), help="Names with commas.")
+@click.option("--rounds", default=5, type=click.IntRange(1))
+@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works.")
+@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
+def main(cases: str, rounds: int, quick: bool, out: Path) -> None:
     """Measure, print and write."""
-    torch.set_num_threads(1)
-    if one is not None:
-        print(MARK + json.dumps(one_of_both(json.loads(one))))
-        return
-    names = listed(cases)
-    run = partial(measure, rounds=rounds, quick=quick, run=one_of_both if quick else ask)
-    found = {name: run(name) for name in track(names, "Cases", console=Console(stderr=True))}
+    found = {name: measure(name, rounds, quick) for name in track(cases.split(","), "Cases")}
     table = Table(*HEADS)
     for row in rows(found):
         table.add_row(*row)
     Console().print(table)
-    report.write({"machine": report.machine(1, "cpu"), "quick": quick, "rounds": rounds, "cases": found}, out)
-    Console().print(f"Written to {out}")
+    write(out, {"quick": quick, "cases": found})
 
 
 if __name__ == "__main__":

@@ -1,29 +1,25 @@
-"""What noise from a keyed stream costs, against torch's generator: `python benchmarks/noise_cost.py`.
+"""What noise from a keyed stream costs, against torch's generator: `python -m benchmarks.noise_cost`.
 
-Each round times every source once, in turn, so that a slow moment of the machine hits all of them; the table shows
-medians, and the best round, which is what a machine with nothing else to do would take; in seconds, and in CPU seconds
-of all threads, which leave out what other processes took. One element is one number of noise. The machine's load at the
-start is in the result file: threads gain nothing where no core is free.
+Each round times every source once, in turn; the table shows medians, and the best round, which is what a machine with
+nothing else to do would take; in seconds, and in CPU seconds of all threads, which leave out what other processes took.
+One element is one number of noise.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy
-import randomgen
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.measure import timed_in_turn
+from benchmarks.results import FOLDER, show, write
 from dpfunc.noise import add_gaussian
 from dpfunc.noise.streams import secure_normal
 from dpfunc.noise.tiles import TILE
@@ -31,13 +27,14 @@ from dpfunc.noise.ziggurat import words_for
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import ClippedSum
 
+RESULT = FOLDER / "noise_cost.json"
 ROUNDS = 11
 KEY = insecure_key(0)
+BASE = "torch.randn float32"
 LAYOUTS = {
     "flat, 1e7": {"w": torch.zeros(10**7)},
     "LoRA, 200 x 32768": {f"layer.{i}.lora": torch.zeros(32768) for i in range(200)},
 }
-RESULT = Path(__file__).parent / "results" / "noise_cost.json"
 
 
 def torch_normal(like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -65,90 +62,45 @@ def by_numpy(key: Key, like: Mapping[str, Tensor]) -> None:
         generator.standard_normal(size).astype(numpy.float32)
 
 
-def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[int], object]]:
-    """What is compared; each takes the number of the round, so that no draw is repeated."""
+def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[], object]]:
+    """What is compared; each call has a key of its own, so that no draw is repeated."""
     double = {name: leaf.double() for name, leaf in like.items()}
     clipped = ClippedSum(like, dict.fromkeys(like, "all"), {"all": 1.0})
+    keys = (fold_in(KEY, number) for number in count())
     return {
-        "torch.randn float32": lambda i: torch_normal(like, torch.float32),
-        "torch.randn float64": lambda i: torch_normal(like, torch.float64),
-        "AES words alone, 1 thread": lambda i: words_alone(fold_in(KEY, i), like),
-        "AES and numpy's ziggurat, 1 thread": lambda i: by_numpy(fold_in(KEY, i), like),
-        "secure float32, 1 thread": lambda i: secure_normal(fold_in(KEY, i), like, threads=1),
-        "secure float32, 2 threads": lambda i: secure_normal(fold_in(KEY, i), like, threads=2),
-        "secure float64, 1 thread": lambda i: secure_normal(fold_in(KEY, i), double, threads=1),
-        "secure float64, 2 threads": lambda i: secure_normal(fold_in(KEY, i), double, threads=2),
-        "add_gaussian float32": lambda i: add_gaussian(clipped, 1.0, fold_in(KEY, i)),
+        BASE: lambda: torch_normal(like, torch.float32),
+        "torch.randn float64": lambda: torch_normal(like, torch.float64),
+        "AES words alone, 1 thread": lambda: words_alone(next(keys), like),
+        "AES and numpy's ziggurat, 1 thread": lambda: by_numpy(next(keys), like),
+        "secure float32, 1 thread": lambda: secure_normal(next(keys), like, threads=1),
+        "secure float32, 2 threads": lambda: secure_normal(next(keys), like, threads=2),
+        "secure float64, 1 thread": lambda: secure_normal(next(keys), double, threads=1),
+        "secure float64, 2 threads": lambda: secure_normal(next(keys), double, threads=2),
+        "add_gaussian float32": lambda: add_gaussian(clipped, 1.0, next(keys)),
     }
 
 
-def measure(like: Mapping[str, Tensor]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """The seconds of each source in each round, and the CPU seconds."""
-    contestants = sources(like)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    cpu: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(ROUNDS + 1):
-        for name, draw in contestants.items():
-            start, start_cpu = time.perf_counter(), time.process_time()
-            draw(number)
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-                cpu[name].append(time.process_time() - start_cpu)
-    return seconds, cpu
+def measure(like: Mapping[str, Tensor], rounds: int) -> dict[str, Any]:
+    """A layout: seconds of each source, and the nanoseconds of a number in the best round's CPU time."""
+    elements, found = sum(leaf.numel() for leaf in like.values()), timed_in_turn(sources(like), rounds, BASE)
+    for record in found.values():
+        record["status"] = "ok"
+        record["best_cpu_ns_per_element"] = 1e9 * record["cpu"]["best_seconds"] / elements
+    return {"elements": elements, "contestants": found}
 
 
-def _three(seconds: list[float], cpu: list[float]) -> tuple[float, float, float]:
-    """Median, best, and best of the CPU seconds."""
-    return statistics.median(seconds), min(seconds), min(cpu)
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
-    info = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "randomgen": randomgen.__version__,
-    }
-
-
-def main() -> None:
-    """Measure, write the result file, print the table."""
-    report: dict[str, Any] = {"machine": machine(), "rounds": ROUNDS, "layouts": {}}
-    console = Console()
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--rounds", default=ROUNDS, type=click.IntRange(1))
+@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
+@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
+def main(rounds: int, quick: bool, out: Path) -> None:
+    """Measure, print the tables, write the result file."""
+    console = Console(width=130)
+    found = {}
     for layout, like in LAYOUTS.items():
-        elements = sum(leaf.numel() for leaf in like.values())
-        seconds, cpu = measure(like)
-        columns = ("median ns", "best ns", "best CPU ns", "x torch float32, median", "best", "best CPU")
-        table = Table("source", *columns, title=f"{layout}: {elements} elements")
-        rows = {}
-        bases = _three(seconds["torch.randn float32"], cpu["torch.randn float32"])
-        for name in seconds:
-            found = _three(seconds[name], cpu[name])
-            each = [1e9 * value / elements for value in found]
-            ratios = [value / base for value, base in zip(found, bases, strict=True)]
-            rows[name] = {
-                "median_seconds": round(found[0], 6),
-                "best_seconds": round(found[1], 6),
-                "best_cpu_seconds": round(found[2], 6),
-                "median_ns_per_element": round(each[0], 3),
-                "best_ns_per_element": round(each[1], 3),
-                "best_cpu_ns_per_element": round(each[2], 3),
-                "times_torch_float32": round(ratios[0], 3),
-                "best_times_torch_float32": round(ratios[1], 3),
-                "best_cpu_times_torch_float32": round(ratios[2], 3),
-            }
-            table.add_row(name, *(f"{cell:.2f}" for cell in (*each, *ratios)))
-        report["layouts"][layout] = {"elements": elements, "sources": rows}
-        console.print(table)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+        found[layout] = measure({n: leaf[:1000] for n, leaf in like.items()} if quick else like, rounds)
+        console.print(show(layout, found[layout]))
+    write(out, {"quick": quick, "rounds": rounds, "cases": found}, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

@@ -24,15 +24,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from dpfunc.clipped import clipped_grad
+from benchmarks.measure import ROOT
+from benchmarks.results import FOLDER, write
+from dpfunc import clipped_grad
 from dpfunc.clipping import Flat
 from dpfunc.engines import auto
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import insecure_key
 
-ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/_support", "tests/engines")]
-RESULT = Path(__file__).parent / "results" / "rows.json"
+RESULT = FOLDER / "rows.json"
 MUSEUM = "tests/**/test_museum*.py"
 
 
@@ -156,7 +157,7 @@ def main(count: int, first: int, path: Path | None, out: Path) -> None:
         for name, value in values.items():
             table.add_row(name, json.dumps(value, indent=1) if isinstance(value, (list, dict)) else str(value))
         console.print(table)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    write(out, found)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ go into docs/performance.md.
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import freed_memory, loader
-from benchmarks.pages import filled, markdown
+from benchmarks import freed_memory, loader, overhead, small_steps
+from benchmarks.results import DOCS, FOLDER, fill, markdown, read
 
-RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-RATIO, MS, NS, SECONDS, SHARE = "x", "ms", "ns", "s", "%"
-_SCALE = {RATIO: 1.0, MS: 1e3, NS: 1.0, SECONDS: 1.0, SHARE: 100.0}
+PAGE = DOCS / "performance.md"
+RATIO, MS, NS, SECONDS = "x", "ms", "ns", "s"
+_SCALE = {RATIO: 1.0, MS: 1e3, NS: 1.0, SECONDS: 1.0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Target:
     Args:
         title: one line for the table. limit: in the unit. unit: one of the constants above.
         file: of benchmarks/results, without `.json`. path: keys that lead to the number in it.
-        over: keys of a number by which it is divided. why: key of `REASONS`, for when it is missed.
+        why: key of `REASONS`, for when it is missed.
     """
 
     title: str
@@ -41,37 +38,40 @@ class Target:
     unit: str
     file: str
     path: tuple[str, ...]
-    over: tuple[str, ...] = ()
     why: str = ""
 
     def measured(self, reports: dict[str, Any]) -> float | None:
         """The number in the unit; None where it was not measured."""
-        value, base = (_at(reports.get(self.file), keys) if keys else 1.0 for keys in (self.path, self.over))
-        return None if value is None or base is None else _SCALE[self.unit] * value / base
+        value: Any = reports.get(self.file)
+        for key in self.path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return None if value is None else _SCALE[self.unit] * value
 
 
-def _at(report: Any, keys: Sequence[str]) -> float | None:
-    for key in keys:
-        if not isinstance(report, dict) or key not in report:
-            return None
-        report = report[key]
-    return float(report)
+def contestant(title: str, limit: float, unit: str, file: str, case: str, who: str, *path: str, why: str) -> Target:
+    """A number of a contestant of a case."""
+    return Target(title, limit, unit, file, ("cases", case, "contestants", who, *path), why)
 
 
-def engine(title: str, case: str, limit: float, why: str, *, memory: bool = False) -> Target:
+def engine(title: str, case: str, limit: float, why: str, number: str = "time") -> Target:
     """A clipped sum of the default engine beside the step without privacy."""
-    number = ("memory", "ratio") if memory else ("time", "ratio")
-    return Target(title, limit, RATIO, "engines", ("cases", case, "contestants", "auto", *number), why=why)
+    return contestant(title, limit, RATIO, "engines", case, "auto", number, "ratio", why=why)
 
 
-def processes(title: str, row: str, limit: float) -> Target:
+def processes(title: str, case: str, limit: float) -> Target:
     """CPU time of a whole step of two processes beside data parallel training without privacy."""
-    return Target(title, limit, RATIO, "distributed", ("rows", row, "cpu_ratio", "dp_step"), why="processes")
+    return contestant(title, limit, RATIO, "distributed", case, "dp_step", "cpu", "ratio", why="processes")
 
 
 def memory(case: str, limit: float) -> Target:
     """Memory of a case."""
-    return engine(f"{case}: memory", case, limit, "memory", memory=True)
+    return engine(f"{case}: memory", case, limit, "memory", "memory")
+
+
+def noise(title: str, case: str) -> Target:
+    """CPU time of a number of noise."""
+    number = ("secure float32, 1 thread", "best_cpu_ns_per_element")
+    return contestant(title, 8.0, NS, "noise_cost", case, *number, why="noise")
 
 
 TARGETS = (
@@ -91,27 +91,12 @@ TARGETS = (
     engine("LSTM", "layer:lstm", 2.0, "lstm"),
     processes("LoRA, 2 processes (CPU time)", "w1 x 2", 1.05),
     processes("all parameters, 2 processes (CPU time)", "w2n x 2", 1.20),
-    Target(
-        "noise, a number, one thread (CPU time)", 8.0, NS, "noise_cost",
-        ("layouts", "flat, 1e7", "sources", "secure float32, 1 thread", "best_cpu_ns_per_element"), why="noise",
-    ),
-    Target(
-        "noise, 200 leaves of 32768", 8.0, NS, "noise_cost",
-        ("layouts", "LoRA, 200 x 32768", "sources", "secure float32, 1 thread", "best_cpu_ns_per_element"), why="noise",
-    ),
+    noise("noise, a number, one thread (CPU time)", "flat, 1e7"),
+    noise("noise, 200 leaves of 32768", "LoRA, 200 x 32768"),
     Target("import dpfunc", 150.0, MS, "startup", ("rows", "import dpfunc", "best_seconds")),
     Target("import dpfunc.accounting", 0.4, SECONDS, "startup", ("rows", "import dpfunc.accounting", "best_seconds")),
-    *(
-        Target(
-            f"loader, {case}: 100 steps", 1.2, RATIO, "loader",
-            ("cases", case, "steps", "100", "ratio"), why="loader",
-        )
-        for case in loader.CASES
-    ),
-    *(
-        Target(f"loader, {case}: memory", 1.2, RATIO, "loader", ("cases", case, "memory", "ratio"), why="loader")
-        for case in loader.CASES
-    ),
+    *(Target(f"loader, {case}: {name}", 1.2, RATIO, "loader", ("ratios", case, name), "loader")
+      for name in ("100 steps", "memory") for case in loader.CASES),
 )  # fmt: skip
 
 # Steps of at most this many milliseconds have a target of their own: 1.5 x plain + 3 ms.
@@ -176,27 +161,32 @@ REASONS = {
 }
 
 
-def reports() -> dict[str, Any]:
-    """All result files, by name; rows of processes by case and number of processes."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    if "distributed" in found:
-        rows = found["distributed"]["rows"]
-        found["distributed"]["rows"] = {f"{row['case']} x {row['processes']}": row for row in rows}
+def reports(folder: Path = FOLDER) -> dict[str, Any]:
+    """All result files, by name; of loaders, the ratios too."""
+    found = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
+    cases = cases_of(found, "loader")
+    found["loader"] = {
+        "cases": cases,
+        "ratios": {n: loader.ratios(case) for n, case in cases.items() if case["contestants"]},
+    }
     return found
+
+
+def cases_of(found: dict[str, Any], file: str) -> dict[str, Any]:
+    """The cases of a result file; none if it is not there."""
+    cases: dict[str, Any] = found.get(file, {}).get("cases", {})
+    return cases
 
 
 def judged(found: dict[str, Any]) -> list[tuple[Target, float | None]]:
     """Each target with its measured value; those of small steps too."""
-    cases = found.get("small_steps", {}).get("cases", {})
-    small = [
-        Target(
-            f"{name}: a step of {1e3 * case['plain']:.1f} ms", SMALL_RATIO * 1e3 * case["plain"] + SMALL_ADDED_MS, MS,
-            "small_steps", ("cases", name, "private"), why="small",
-        )
-        for name, case in cases.items()
-        if 1e3 * case["plain"] <= SMALL_STEP_MS
-    ]  # fmt: skip
-    return [(target, target.measured(found)) for target in (*TARGETS, *small)]
+    targets = list(TARGETS)
+    for name, case in cases_of(found, "small_steps").items():
+        if name != "chain" and (plain := 1e3 * small_steps.best(case, "plain")) <= SMALL_STEP_MS:
+            title, limit = f"{name}: a step of {plain:.1f} ms", SMALL_RATIO * plain + SMALL_ADDED_MS
+            number = ("small_steps", name, "auto", "cpu", "best_seconds")
+            targets.append(contestant(title, limit, MS, *number, why="small"))
+    return [(target, target.measured(found)) for target in targets]
 
 
 def verdict(target: Target, value: float | None) -> str:
@@ -205,8 +195,6 @@ def verdict(target: Target, value: float | None) -> str:
         return "not measured"
     if value <= target.limit:
         return "met"
-    if target.unit == SHARE:
-        return f"missed by {value - target.limit:.1f} points"
     percent = 100 * (value / target.limit - 1)
     return f"missed by {percent:.{0 if percent >= 1 else 1}f} %"
 
@@ -237,21 +225,10 @@ JAX_HEADS = (
 )  # fmt: skip
 
 
-def engine_rows(report: dict[str, Any]) -> list[list[str]]:
-    """Ratios of the default engine, of vmap and of the fastest mode of Opacus to the step without privacy."""
-    found = []
-    for name, case in report.get("cases", {}).items():
-        timed = _timed(case)
-        cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
-        for who in ("auto", "vmap"):
-            cells += [_time(timed.get(who)), _memory_ratio(timed.get(who))]
-        for peer in ("opacus-", "jax-privacy"):
-            best = _fastest(timed, peer)
-            mode = best.removeprefix(peer).lstrip("/") or "vmap"
-            shown = f"{_time(timed[best])} ({mode})" if best else _why_not(case, peer)
-            cells += [shown, _memory_ratio(timed.get(best))]
-        found.append(cells)
-    return found
+def number(one: dict[str, Any] | None, kind: str = "time", key: str = "ratio", digits: int = 2) -> str:
+    """A number of a contestant; empty where it was not measured."""
+    value = (one or {}).get(kind, {}).get(key)
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _timed(case: dict[str, Any]) -> dict[str, Any]:
@@ -271,18 +248,21 @@ def _why_not(case: dict[str, Any], start: str) -> str:
     return next((kind for state in states for kind in kinds if kind in state), "x" if states else "not measured")
 
 
-def _time(contestant: dict[str, Any] | None) -> str:
-    return "" if contestant is None else f"{contestant['time']['ratio']:.2f}"
-
-
-def _memory_ratio(contestant: dict[str, Any] | None) -> str:
-    ratio = (contestant or {}).get("memory", {}).get("ratio")
-    return "" if ratio is None else f"{ratio:.2f}"
-
-
-def _mib(contestant: dict[str, Any] | None) -> str:
-    peak = (contestant or {}).get("memory", {}).get("peak_mib")
-    return "" if peak is None else f"{peak:.0f}"
+def engine_rows(cases: dict[str, Any]) -> list[list[str]]:
+    """Ratios of the default engine, of vmap and of the fastest mode of each peer to the step without privacy."""
+    found = []
+    for name, case in cases.items():
+        timed = _timed(case)
+        cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
+        for who in ("auto", "vmap"):
+            cells += [number(timed.get(who)), number(timed.get(who), "memory")]
+        for peer in ("opacus-", "jax-privacy"):
+            best = _fastest(timed, peer)
+            mode = best.removeprefix(peer).lstrip("/") or "vmap"
+            cells.append(f"{number(timed[best])} ({mode})" if best else _why_not(case, peer))
+            cells.append(number(timed.get(best), "memory"))
+        found.append(cells)
+    return found
 
 
 def _over(timed: dict[str, Any], who: str, base: str) -> str:
@@ -292,68 +272,42 @@ def _over(timed: dict[str, Any], who: str, base: str) -> str:
     return f"{timed[who]['time']['median_seconds'] / timed[base]['time']['median_seconds']:.2f}"
 
 
-def jax_rows(report: dict[str, Any]) -> list[list[str]]:
+def jax_rows(cases: dict[str, Any]) -> list[list[str]]:
     """Cases in which JAX Privacy takes part: ratios of times to the plain step of PyTorch, and to that of JAX."""
     found = []
-    for name, case in report.get("cases", {}).items():
+    for name, case in cases.items():
         timed = _timed(case)
         best, parts = _fastest(timed, "jax-privacy"), _fastest(timed, "jax-privacy/")
         if best:
             size = f" ({parts.partition('/')[2]})" if parts else ""
             whole = [_over(timed, who, "whole-plain") for who in ("whole-dpfunc", _fastest(timed, "whole-jax"))]
-            times = [_time(timed.get(who)) for who in ("jax-plain", "jax-privacy", parts)]
-            mib = [_mib(timed.get(who)) for who in ("plain", "auto", "jax-plain", "jax-privacy", parts)]
+            times = [number(timed.get(who)) for who in ("jax-plain", "jax-privacy", parts)]
+            names = ("plain", "auto", "jax-plain", "jax-privacy", parts)
+            mib = [number(timed.get(who), "memory", "peak_mib", 0) for who in names]
             found.append([name, *times[:2], times[2] + size, _over(timed, best, "jax-plain"), *mib, *whole])
     return found
 
 
-def jax_section(report: dict[str, Any]) -> str:
+def jax_section(cases: dict[str, Any]) -> str:
     """The table; or that JAX Privacy is not installed, if no case has it."""
-    rows = jax_rows(report)
-    if rows:
+    if rows := jax_rows(cases):
         return markdown(JAX_HEADS, rows)
-    reasons = {_why_not(case, "jax-privacy") for case in report.get("cases", {}).values()} or {"not measured"}
+    reasons = {_why_not(case, "jax-privacy") for case in cases.values()} or {"not measured"}
     return f"JAX Privacy: {', '.join(sorted(reasons))}."
-
-
-OVERHEAD_HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / later step")
-
-
-def overhead_rows(report: dict[str, Any]) -> list[list[str]]:
-    """What audits add to a step, by case."""
-    return [
-        [
-            name, *(f"{1e3 * case['seconds'][kind]:.0f}" for kind in ("plain", "whole")),
-            f"{100 * case['audits']:.1f} %", f"{case['first']:.1f}",
-        ]
-        for name, case in report.get("cases", {}).items()
-    ]  # fmt: skip
-
-
-def small_section(report: dict[str, Any]) -> str:
-    """Small steps: the table, and what a use of a parameter takes."""
-    heads = ("case", "plain step, ms", "private step, ms", "ratio")
-    cells = [
-        [name, f"{1e3 * case['plain']:.1f}", f"{1e3 * case['private']:.1f}", f"{case['ratio']:.1f}"]
-        for name, case in report["cases"].items()
-    ]
-    use = 1e6 * report["seconds_a_use"]
-    line = f"One more use of a parameter takes {use:.0f} microseconds there, norm and sum included."
-    return markdown(heads, cells) + "\n\n" + textwrap.fill(line, 130)
 
 
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables of the page, by their places."""
-    engines = found.get("engines", {})
+    engines = cases_of(found, "engines")
     places = {
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
         "jax": jax_section(engines),
-        "overhead": markdown(OVERHEAD_HEADS, overhead_rows(found.get("overhead", {}))),
-        "freed memory": markdown(freed_memory.HEADS, freed_memory.rows(found.get("freed_memory", {}).get("cases", {}))),
-        "loaders": markdown(loader.HEADS, loader.rows(found.get("loader", {}).get("cases", {}))),
         "targets": section(found),
     }
-    return {**places, "small steps": small_section(found["small_steps"])} if "small_steps" in found else places
+    for place, question in {"overhead": overhead, "freed memory": freed_memory, "loaders": loader}.items():
+        places[place] = markdown(question.HEADS, question.rows(cases_of(found, question.RESULT.stem)))
+    small = cases_of(found, "small_steps")
+    return {**places, "small steps": small_steps.section(small)} if small else places
 
 
 def section(found: dict[str, Any]) -> str:
@@ -381,7 +335,7 @@ def main(page: Path) -> None:
     for row in rows(found):
         table.add_row(*row)
     Console().print(table)
-    page.write_text(filled(page.read_text(), tables(found)))
+    fill(page, tables(found))
 
 
 if __name__ == "__main__":

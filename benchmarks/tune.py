@@ -9,7 +9,6 @@ noise. The commands are those of `dpfunc tune`; frozen layers are computed once 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,35 +19,20 @@ import click
 import torch
 from rich.console import Console
 
-from benchmarks.recipes.data import ROOT, examples
+from benchmarks.recipes.data import ROOT, news
+from benchmarks.recipes.trainer import write_parts
+from benchmarks.results import FOLDER, write
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
-from dpfunc.train.candidates import Candidate, load, noise_of, score, train_candidate
 from dpfunc.train.dataset import read_records
 from dpfunc.train.grid import FACTORS, parse_grid, trials
 from dpfunc.train.model import load_processing
-from dpfunc.train.private_search import prepare_search, run_search
-from dpfunc.train.public_search import prepare_public, run_public
+from dpfunc.train.private_search import run_search
+from dpfunc.train.search import Candidate, load, noise_of, prepare_search, run_public, score, train_candidate
 
-RESULT = Path(__file__).resolve().parent / "results" / "tune.json"
+RESULT = FOLDER / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1
 SHARES = {"private": 0.4, "public": 0.8, "test": 1.0}  # where each part ends
-
-
-def write_tables(folder: Path) -> list[str]:
-    """The three tables; and the classes."""
-    examples()
-    from data import read_news
-
-    pairs = list(dict.fromkeys(read_news(ROOT / ".cache" / "news")))
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
-    start = 0
-    for part, share in SHARES.items():
-        end = round(len(pairs) * share)
-        lines = [json.dumps({"text": pairs[row][0], "label": pairs[row][1]}) for row in order[start:end]]
-        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-        start = end
-    return sorted({label for _, label in pairs})
 
 
 def values_of(folder: Path, labels: list[str], held_out: float) -> dict[str, Any]:
@@ -83,24 +67,24 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
     """All runs; what was measured is kept after each part."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        labels = write_tables(folder)
+        labels = write_parts(news(), folder, SHARES)
         grid = parse_grid([], None)
         whole = values_of(folder, labels, 0.0)
         whole["data"]["eval"] = str(folder / "test.jsonl")
         tested_trials = trials(whole, {}, grid)
         processing = load_processing(tested_trials[0].job)
         records = read_records(tested_trials[0].job, processing)
-        alone = load(tested_trials, processing, records, len(records.train), list, shows=True)
+        alone = load(tested_trials, processing, records, len(records.train), shows=True)
         split = trials(values_of(folder, labels, HELD_OUT), {}, grid)
-        search = prepare_search(split, RunCount(MEAN_RUNS, SHAPE), SCORE_NOISE, shows=True)
-        run = search.candidates[0].prepared.plan
+        search = prepare_search(split, runs=RunCount(MEAN_RUNS, SHAPE), score_noise=SCORE_NOISE, shows=True)
+        first, runs, cost = search.candidates[0], search.runs or RunCount(MEAN_RUNS, SHAPE), search.cost
         keep({
             "n": len(records.train), "test": len(records.evaluation), "epsilon": EPSILON, "delta": DELTA,
-            "mean_runs": MEAN_RUNS, "most_runs_99": search.runs.quantile(0.99), "score_noise": SCORE_NOISE,
-            "held_out": HELD_OUT, "factors": list(FACTORS), "noise_alone": search.alone[0],
-            "noise_in_search": None if run is None else noise_of(run),
-            "epsilon_of_one_run_in_search": None if run is None else run.guarantee().epsilon,
-            "epsilon_of_search": search.cost.epsilon,
+            "mean_runs": MEAN_RUNS, "most_runs_99": runs.quantile(0.99), "score_noise": SCORE_NOISE,
+            "held_out": HELD_OUT, "factors": list(FACTORS), "noise_alone": first.alone,
+            "noise_in_search": noise_of(first.plan),
+            "epsilon_of_one_run_in_search": first.plan.guarantee().epsilon,
+            "epsilon_of_search": None if cost is None else cost.epsilon,
         })  # fmt: skip
         fixed = {}
         for candidate, factor in zip(alone, FACTORS, strict=True):
@@ -115,7 +99,7 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
             accuracy.append(tested(alone[0], load_mean_pooled(str(folder / f"search-{number}" / "model"))))
             console.print("private", chosen[-1], accuracy[-1])
         keep({"private_search": {"chosen": chosen, **summary(accuracy)}})
-        public = prepare_public(trials(whole, {}, grid), folder / "public.jsonl", shows=True)
+        public = prepare_search(trials(whole, {}, grid), public=folder / "public.jsonl", shows=True)
         chosen, accuracy = [], []
         for _ in range(seeds):
             scores = list(run_public(public))
@@ -136,7 +120,7 @@ def main(seeds: int, out: Path) -> None:
 
     def keep(part: dict[str, Any]) -> None:
         result.update(part)
-        out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        write(out, result)
 
     measure(seeds, Console(width=200), keep)
 

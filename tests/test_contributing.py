@@ -263,18 +263,13 @@ def test_a_noise_mechanism(monkeypatch, tmp_path):
         replace(plan, noise_multiplier=Schedule(((1, 1.0),)))
 
 
-def spread_accepted(values, std, level=1e-6):
-    """Two-sided chi-square test of a standard deviation around zero."""
-    tail = stats.chi2.cdf(float(values.double().square().sum()) / std**2, values.numel())
-    return level < tail < 1 - level
-
-
 def test_the_scale_of_a_noise_mechanism():
+    """Two-sided chi-square test of the standard deviation around zero."""
     wide = ClippedSum({"w": torch.zeros(50_000)}, {"w": "all"}, {"all": 3.0})
     released, _ = counted_and_rounded(1.5).add(wide, {"count": 0}, insecure_key(3))
-    assert spread_accepted(released["w"], 4.5)
-    assert not spread_accepted(released["w"], 0.9 * 4.5)
-    assert not spread_accepted(released["w"], 1.1 * 4.5)
+    for factor, accepted in ((1.0, True), (0.9, False), (1.1, False)):
+        tail = stats.chi2.cdf(float(released["w"].double().square().sum()) / (factor * 4.5) ** 2, 50_000)
+        assert (1e-6 < tail < 1 - 1e-6) == accepted
 
 
 def test_the_state_of_a_noise_mechanism_does_not_depend_on_the_data():
@@ -297,11 +292,11 @@ def concentrated(ledger, delta):
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
 
 
-kinds = st.tuples(st.floats(0.5, 8.0), st.integers(1, 200))
-
-
 @settings(max_examples=20)
-@given(st.lists(kinds, min_size=1, max_size=3), st.sampled_from([1e-3, 1e-6]), st.sampled_from(ADJACENCIES))
+@given(
+    st.lists(st.tuples(st.floats(0.5, 8.0), st.integers(1, 200)), min_size=1, max_size=3),
+    st.sampled_from([1e-3, 1e-6]), st.sampled_from(ADJACENCIES),
+)  # fmt: skip
 def test_an_accountant(kinds, delta, adjacency):
     """Never below the exact answer where every record is in every batch; sampling only lowers the truth."""
     ledger = Ledger(tuple(Event(1.0, *kind) for kind in kinds), adjacency)
@@ -376,15 +371,11 @@ def classes(module):
     }
 
 
-def test_each_rule_and_grouping_is_in_the_tables_of_the_tests():
-    """tests/test_plan.py writes plans with each of them, and tests/clipping/ compares each with its formula."""
+def test_each_rule_grouping_and_sampler_is_in_the_tables_of_the_tests():
+    """tests/test_plan.py writes plans with each, tests/clipping/ compares each rule with its formula; `InOrder` draws
+    nothing, and tests of its own stand beside the table."""
     rules = {type(make(1.0, clipping.AllParameters())).__name__ for make, _ in RULE_CASES.values()}
-    groupings = {type(grouping).__name__ for grouping in GROUPINGS.values()}
-    assert rules | groupings == classes(clipping)
-
-
-def test_each_sampler_is_in_the_tables_of_the_tests():
-    """`InOrder` draws nothing: tests of its own stand beside the table."""
+    assert rules | {type(grouping).__name__ for grouping in GROUPINGS.values()} == classes(clipping)
     assert {type(sampler).__name__ for sampler in SAMPLERS.values()} | {"InOrder"} == classes(sampling)
 
 
@@ -397,15 +388,15 @@ def test_the_parts_of_a_plan_are_frozen(package):
         assert frozen or issubclass(kind, tuple), f"{name} is no frozen dataclass and no named tuple"
 
 
-def test_each_file_of_rules_is_in_its_table():
+def test_the_tables_of_engines_rules_and_accountants_are_whole():
     folder = Path(rule_tables.__file__).parent
     files = {path.stem for path in folder.glob("*.py") if re.search(r"^RULES\b", path.read_text(), re.M)}
     assert files - {"__init__"} == {family.__name__.split(".")[-1] for family in rule_tables.FAMILIES}
-
-
-def test_the_lists_of_accountants_agree():
     assert get_args(get_type_hints(PrivacyArguments)["dp_accountant"]) == accountant.ACCOUNTANTS
     assert {*accountant.ACCOUNTANTS, "gaussian"} == set(accountant.BOUNDS) < set(accountant.METHODS)
+    assert set(ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
+    parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
+    assert all(f'"{name}": {name}()' in parity for name in ENGINES)
 
 
 # prv imports opacus, for seconds
@@ -414,9 +405,3 @@ def test_each_accountant_answers_itself(method):
     """A name in `Method` without a branch would be answered by another accountant."""
     ledger = Ledger((Event(1.0 if method == "gaussian" else 0.5, 2.0, 3),))
     assert epsilon(ledger, 1e-3, method).method == method
-
-
-def test_the_lists_of_engines_agree():
-    assert set(ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
-    parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
-    assert all(f'"{name}": {name}()' in parity for name in ENGINES)

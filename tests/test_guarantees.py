@@ -121,12 +121,6 @@ def test_rows_that_are_not_finite(rule_name, grouping, bad, seed, position):
 
 @every_rule
 @every_grouping
-def test_zero_rows_give_zero(rule_name, grouping):
-    assert (flat(clipped_sum(rule_of(rule_name, grouping), torch.zeros(3, 19)).sums) == 0).all()
-
-
-@every_rule
-@every_grouping
 def test_empty_batch(rule_name, grouping):
     """No rows: zeros of the right shapes, the same sensitivity, and nothing to look at."""
     rule = rule_of(rule_name, grouping)
@@ -136,6 +130,7 @@ def test_empty_batch(rule_name, grouping):
     assert clipped.sensitivity == pytest.approx(1.0)
     assert unreleased.losses_B.shape == (0,)
     assert unreleased.norms_BG.shape[0] == 0
+    assert (flat(clipped_sum(rule, torch.zeros(3, 19)).sums) == 0).all(), "rows of zeros give zero"
 
 
 @every_rule
@@ -201,14 +196,6 @@ def test_padding_contributes_nothing(seed, size, padding):
     alone = clipped_sum(clipping.Flat(1.0), rows_BP)
     assert torch.allclose(flat(clipped.sums), flat(alone.sums), atol=1e-6)
     assert unreleased.losses_B.shape == (size,)
-
-
-def test_per_layer_is_not_silently_flat():
-    rows_BP = torch.ones(1, 19) * torch.cat([torch.full((9,), 100.0), torch.full((10,), 0.01)])
-    flat_sum = clipped_sum(rule_of("flat", "all"), rows_BP)
-    layer_sum = clipped_sum(rule_of("flat", "layer"), rows_BP)
-    assert float(flat_sum.sums["head.weight"].norm()) < 1e-3
-    assert float(layer_sum.sums["head.weight"].norm()) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

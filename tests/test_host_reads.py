@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfunc
 from dpfunc.checkpoint import Journal
 from dpfunc.engines.guards.audit import Audits
-from dpfunc.engines.numerics import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8
@@ -149,32 +148,6 @@ def test_marks_that_are_set_change_nothing(spoilt):
     (first, one), (second, other) = results
     assert all(torch.equal(first.sums[name], second.sums[name]) for name in first.sums)
     assert torch.equal(one.norms_BG.nan_to_num(), other.norms_BG.nan_to_num())
-
-
-def test_marks_that_stay_set_are_read_one_by_one_for_a_while():
-    marks, calls, read_together = torch.tensor([False, True]), [], ReadTogether()
-
-    def compute():
-        calls.append(any_set(marks))
-        return calls[-1]
-
-    for _ in range(8):
-        assert read_together(compute) is True
-    assert calls == [False, True, True, False, True, True, True, True, False, True, True]
-    assert any_set(marks)  # outside, as ever
-    marks[:] = False
-    for _ in range(9):
-        assert read_together(compute) is False
-
-
-def test_an_error_leaves_no_marks_unread():
-    def fail():
-        any_set(torch.tensor([True]))
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        ReadTogether()(fail)
-    assert any_set(torch.tensor([True]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -32,14 +32,6 @@ data: {train: mine.csv, max_length: 16, labels: [sport, money], eval_fraction: 0
 privacy: {dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}
 training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2}
 """
-# What the loop of the README takes as given: a model and a data set.
-GIVEN = """
-import torch
-
-model = torch.nn.Linear(4, 2)
-x = torch.randn(2000, 4)
-dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-"""
 REPORT = """
 from pathlib import Path
 
@@ -126,7 +118,7 @@ def main() -> None:
             "own table: dpfunc train": command("train job.yaml"),
             "its report": command("ledger show runs/mine"),
             "its check": command("ledger check runs/mine"),
-            "the loop of the README, with a record": script("loop.py", GIVEN, loop, REPORT),
+            "the loop of the README, with a record": script("loop.py", loop, REPORT),
             "the report of the loop": command("ledger show privacy_accounting.json"),
             "two processes": lambda: run(commands[0] / "python", *torchrun, cwd=place),
         }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.engines import report
 from benchmarks.engines.cases import ALL_CASES, CASES, LAYER_CASES
 from benchmarks.engines.contestants import NAMES, PLAIN, known
-from benchmarks.engines.runner import Settings, largest_batches, run_case
+from benchmarks.engines.runner import Settings, run_case
+from benchmarks.results import FOLDER, read, show, versions, write
 
-RESULT = Path(__file__).parents[1] / "results" / "engines.json"
+RESULT = FOLDER / "engines.json"
+Command = Callable[..., Any]
 
 
 def listed(text: str) -> list[str]:
@@ -47,36 +48,65 @@ def check_engines(context: click.Context, option: click.Parameter, text: str) ->
     return names
 
 
-def check_microbatch(context: click.Context, option: click.Parameter, text: str) -> str:
-    """`none`, `auto` or a positive number."""
-    if text in ("none", "auto") or (text.isdigit() and int(text) > 0):
-        return text
-    raise click.BadParameter(f"expected none, auto or a positive number, got {text}.")
+def measures(result: Path, rounds: int = 5) -> Callable[[Command], Command]:
+    """Options of all commands that measure engines; the command is called with `settings`, `out` and its own."""
+    options = (
+        click.option("--rounds", default=rounds, type=click.IntRange(0), help="Timed rounds; 0 measures no time."),
+        click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch."),
+        click.option("--memory/--no-memory", default=True, help="Memory, in a process for each contestant."),
+        click.option("--patience", default=30.0, help="Seconds: whose step takes longer is not timed."),
+        click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"])),
+        click.option("--against", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+                     help="A checkout of dpfunc: its engines take part in the same rounds."),
+        click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures."),
+        click.option("--out", default=result, type=click.Path(path_type=Path, dir_okay=False)),
+    )  # fmt: skip
+
+    def decorated(command: Command) -> Command:
+        def called(
+            rounds: int, threads: int, memory: bool, patience: float, device: str, against: Path | None, quick: bool,
+            out: Path, **own: Any,
+        ) -> None:  # fmt: skip
+            if device == "cuda" and not torch.cuda.is_available():
+                raise click.UsageError("no GPU is there: leave out --device.")
+            if against is not None and not (against / "dpfunc").is_dir():
+                raise click.UsageError(f"{against} is no checkout of dpfunc: it has no folder dpfunc.")
+            if against is not None and out == result:
+                raise click.UsageError("A comparison with another dpfunc is no result to keep: name a file with --out.")
+            command(settings=Settings(rounds, threads, memory, quick, device, patience, against), out=out, **own)
+
+        for option in reversed(options):
+            called = option(called)
+        return called
+
+    return decorated
 
 
-def start(out: Path, append: bool, settings: Settings) -> dict[str, Any]:
-    """The report so far: empty, or what the file holds."""
-    fresh: dict[str, Any] = {
-        "machine": report.machine(settings.threads, settings.device),
-        "versions": report.versions(),
-        "quick": settings.quick,
-        "cases": {},
-        "largest_batch": {},
-    }
-    if not append or not out.exists():
-        return fresh
-    old = json.loads(out.read_text())
-    for fact in ("versions", "quick"):
-        if old[fact] != fresh[fact]:
-            raise click.UsageError(
-                f"{out} was measured with {fact} {old[fact]}, now {fresh[fact]}: leave out --append."
-            )
-    return {**fresh, "cases": old["cases"], "largest_batch": old["largest_batch"]}
-
-
-def told(progress: Progress, bar: TaskID, case: str, what: str) -> None:
-    """One step of the bar."""
-    progress.update(bar, advance=1, description=f"{case} {what}")
+def measure_cases(
+    names: Sequence[str],
+    contestants: Sequence[str],
+    settings: Settings,
+    out: Path,
+    *,
+    cases: str = "benchmarks.engines.cases",
+    kept: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measure cases, print a table of each, and write the result file after each; `kept` are records to keep."""
+    console, found = Console(width=None if sys.stdout.isatty() else 130), dict(kept or {})
+    each = len({PLAIN, *contestants}) * (2 + settings.rounds + settings.memory)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(names) * each)
+        for number, case in enumerate(names, 1):
+            say = partial(lambda case, what: progress.update(bar, advance=1, description=f"{case} {what}"), case)
+            record = run_case(case, contestants, settings, say, cases)
+            timed = None if settings.rounds else found.get(case)
+            found[case] = record if timed is None else with_memory_of(timed, record)
+            progress.update(bar, completed=number * each)
+            console.print(show(case, found[case]))
+            write(out, {"quick": settings.quick, "cases": found}, threads=settings.threads, device=settings.device)
+    console.print(f"Written to {out}")
+    return read(out)
 
 
 def with_memory_of(known: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
@@ -94,65 +124,16 @@ def with_memory_of(known: dict[str, Any], measured: dict[str, Any]) -> dict[str,
 )
 @click.option("--layers", is_flag=True, help="The single layers too.")
 @click.option("--engines", default=",".join(NAMES), callback=check_engines, help="Contestants, with commas.")
-@click.option("--microbatch", default="none", callback=check_microbatch, help="none, auto or a number of samples.")
-@click.option(
-    "--rounds",
-    default=5,
-    type=click.IntRange(0),
-    help="Timed rounds; 0 measures no time, and keeps the times of --append.",
-)
-@click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch.")
-@click.option("--memory/--no-memory", default=True, help="Memory, in a process for each contestant.")
-@click.option(
-    "--largest", default="", callback=check_cases, help="Cases for which the largest batch is looked for, e.g. vgg19."
-)
-@click.option("--limit-mib", default=2048.0, type=click.FloatRange(0, min_open=True), help="Memory for --largest.")
-@click.option("--patience", default=30.0, help="Seconds: whose step takes longer is not timed.")
-@click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"]))
-@click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
 @click.option("--append", is_flag=True, help="Keep the other cases that the result file holds.")
-@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
-def main(
-    cases: list[str],
-    layers: bool,
-    engines: list[str],
-    microbatch: str,
-    rounds: int,
-    threads: int,
-    memory: bool,
-    largest: list[str],
-    limit_mib: float,
-    patience: float,
-    device: str,
-    out: Path,
-    append: bool,
-    quick: bool,
-) -> None:
-    """Measure, print tables, and write the result file after each case."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise click.UsageError("no GPU is there: leave out --device.")
-    settings = Settings(rounds, threads, microbatch, memory, quick, device, patience)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+@measures(RESULT)
+def main(cases: list[str], layers: bool, engines: list[str], append: bool, settings: Settings, out: Path) -> None:
+    """Measure, print tables, and write the result file after each case; without rounds, keep the times of --append."""
+    old = read(out) if append else {}
+    for fact, now in {"versions": versions(), "quick": settings.quick}.items() if old else ():
+        if old[fact] != now:
+            raise click.UsageError(f"{out} was measured with {fact} {old[fact]}, now {now}: leave out --append.")
     chosen = [*cases, *(LAYER_CASES if layers else [])]
-    results = start(out, append, settings)
-    contestants = len({PLAIN, *engines})
-    each = contestants * (2 + rounds + memory)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(chosen) * each + len(largest) * len(engines))
-        for number, case in enumerate(chosen, 1):
-            known = results["cases"].get(case)
-            record = run_case(case, engines, settings, partial(told, progress, bar, case))
-            results["cases"][case] = record if rounds or known is None else with_memory_of(known, record)
-            progress.update(bar, completed=number * each)
-            console.print(report.case_table(case, results["cases"][case]))
-            report.write(results, out)
-        for case in largest:
-            say = partial(told, progress, bar, case)
-            results["largest_batch"][case] = largest_batches(case, engines, settings, limit_mib, say)
-            console.print(report.largest_table(results["largest_batch"][case]))
-            report.write(results, out)
-    console.print(f"Written to {out}")
+    measure_cases(chosen, engines, settings, out, kept=old.get("cases"))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import dpfunc
-from benchmarks.engines.jax_peer import Peer, TakesNoPart
+from benchmarks.engines.cases import Case
 from benchmarks.engines.problem import Problem, trained
-from dpfunc.clipped import make_clipped_grad
-from dpfunc.clipping import Flat
-from dpfunc.clipping.bounds import SLACK
+from benchmarks.measure import AGAINST, ROOT, Contestant, Spec, TakesNoPart
 
 PLAIN = "plain"
 ENGINES = ("vmap", "loop", "ghost", "auto")
@@ -23,73 +26,60 @@ JAX_PLAIN = "jax-plain"
 JAX_PRIVACY = "jax-privacy"
 JAX = (JAX_PLAIN, JAX_PRIVACY, *(f"{JAX_PRIVACY}/{size}" for size in (1, 4, 8)))
 WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX = "whole-plain", "whole-dpfunc", "whole-jax"
-WHOLE = (WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
-NAMES = (PLAIN, *ENGINES, *OPACUS, *JAX, *WHOLE)
-NO_SUM = (PLAIN, WHOLE_PLAIN)  # nothing that could be compared with the truth
-_TAKES_MICROBATCH = (*ENGINES, JAX_PRIVACY, WHOLE_JAX)
+NAMES = (PLAIN, *ENGINES, *OPACUS, *JAX, WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
+OURS = (*ENGINES, WHOLE_DPFUNC)
+INNER = 1 - 2.0**-13  # of the clip norm: dpfunc leaves room for rounding
+JAX_MODES = {JAX_PLAIN: "plain", JAX_PRIVACY: "clipped", WHOLE_JAX: "whole"}
+# JAX has an interpreter of its own: this variable names it, else the one that `make jax` installs is used.
+VARIABLE = "DPFUNC_JAX_PYTHON"
+INSTALLED = ROOT / ".cache" / "jax" / "bin" / "python"
+LIMIT_SECONDS = 240.0
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
-def _as_returned(result: Any) -> Any:
-    return result
+def known(name: str) -> bool:
+    """Whether a contestant of this name exists: an engine or JAX Privacy may carry its microbatch, as in `auto/4`."""
+    base, slash, size = name.partition("/")
+    if slash:
+        named = size in ("none", "auto") and base in ENGINES
+        return base in (*ENGINES, JAX_PRIVACY, WHOLE_JAX) and (named or (size.isdigit() and int(size) > 0))
+    return name in NAMES
 
 
-def _nothing() -> None:
-    pass
-
-
-class Contestant(NamedTuple):
-    """A prepared step.
-
-    Args:
-        step: one step. clear: drop what a step leaves behind. bound: the clip norm that is kept to.
-        sums: the clipped sum from what a step returned; without privacy the sum, or None where it is not looked at.
-        close: at the end. memory: measures a step whose memory torch does not see. facts: for the result file.
-    """
-
-    step: Callable[[], Any]
-    clear: Callable[[], None]
-    bound: float
-    sums: Callable[[Any], Mapping[str, Tensor] | None] = _as_returned
-    close: Callable[[], None] = _nothing
-    memory: Callable[[], dict[str, float]] | None = None
-    facts: Mapping[str, Any] = {}
+def arrays(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """On the host, for the comparison."""
+    return {name: value.detach().cpu().numpy() for name, value in sums.items()}
 
 
 def plain(problem: Problem) -> Contestant:
     """Forward, mean loss, backward into `.grad`; no optimizer."""
     module = problem.module
-
-    def clear() -> None:
-        module.zero_grad(set_to_none=True)
+    clear = partial(module.zero_grad, set_to_none=True)
 
     def step() -> None:
         clear()
         problem.losses(module(problem.inputs), problem.targets).mean().backward()
 
-    return Contestant(step, clear, problem.clip_norm)
+    return Contestant(step, clear=clear)
 
 
-def microbatch(text: str) -> int | str | None:
-    """`none`, `auto` or a number, as `make_clipped_grad` wants it."""
-    return None if text == "none" else text if text == "auto" else int(text)
-
-
-def ours(problem: Problem, engine_name: str, microbatch_size: str) -> Contestant:
-    """One of dpfunc's engines with flat clipping."""
-    make_engine = getattr(dpfunc.engines, engine_name, None)
-    if make_engine is None:
-        raise NotImplementedError(f"dpfunc has no engine {engine_name}")
+def clipped_grad_of(problem: Problem, engine: str, microbatch: str = "none") -> Callable[[], Mapping[str, Tensor]]:
+    """The clipped sum of one of dpfunc's engines."""
+    if not hasattr(dpfunc.engines, engine):
+        raise NotImplementedError(f"dpfunc has no engine {engine}")
+    # the name of the file differs between the releases that are compared
+    file = "clipped" if importlib.util.find_spec("dpfunc.clipped") else "clipped_grad"
+    make = importlib.import_module(f"dpfunc.{file}").make_clipped_grad
+    size = None if microbatch == "none" else microbatch if microbatch == "auto" else int(microbatch)
     loss_fn, params = problem.functional()
+    clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
+    clipped_grad = make(loss_fn, clip, engine=getattr(dpfunc.engines, engine)(), microbatch_size=size)
+    return lambda: clipped_grad(params, (problem.inputs, problem.targets))[0].sums
 
-    clip, size = Flat(clip_norm=problem.clip_norm), microbatch(microbatch_size)
-    clipped_grad = make_clipped_grad(loss_fn, clip, engine=make_engine(), microbatch_size=size)
-    batch = (problem.inputs, problem.targets)
 
-    def step() -> Mapping[str, Tensor]:
-        clipped, _ = clipped_grad(params, batch)
-        return clipped.sums
-
-    return Contestant(step, lambda: None, problem.clip_norm * (1 - SLACK))
+def ours(problem: Problem, engine: str = "auto", microbatch: str = "none") -> Contestant:
+    """One of dpfunc's engines with flat clipping."""
+    return Contestant(clipped_grad_of(problem, engine, microbatch), arrays)
 
 
 def opacus_module(problem: Problem) -> nn.Module:
@@ -104,9 +94,7 @@ def opacus_instantiated(problem: Problem, *, functorch: bool) -> Contestant:
     module = opacus_module(problem)
     names = trained(module)
     wrapped = GradSampleModule(module, force_functorch=functorch)
-
-    def clear() -> None:
-        wrapped.zero_grad(set_to_none=True)  # its grad_sample as well
+    clear = partial(wrapped.zero_grad, set_to_none=True)  # its grad_sample as well
 
     def step() -> Mapping[str, Tensor]:
         clear()
@@ -116,7 +104,7 @@ def opacus_instantiated(problem: Problem, *, functorch: bool) -> Contestant:
         factors_B = (problem.clip_norm / (norms_B + 1e-6)).clamp(max=1.0)
         return {name: torch.einsum("i,i...", factors_B, grad) for name, grad in grads.items()}
 
-    return Contestant(step, clear, problem.clip_norm)
+    return Contestant(step, arrays, clear)
 
 
 def opacus_ghost(problem: Problem) -> Contestant:
@@ -128,9 +116,7 @@ def opacus_ghost(problem: Problem) -> Contestant:
     names = trained(module)
     wrapped = GradSampleModuleFastGradientClipping(module, max_grad_norm=problem.clip_norm)
     optimizer = torch.optim.SGD(names.values(), lr=0.0)  # its zero_grad is called between the passes
-
-    def clear() -> None:
-        wrapped.zero_grad(set_to_none=True)
+    clear = partial(wrapped.zero_grad, set_to_none=True)
 
     def step() -> Mapping[str, Tensor]:
         clear()
@@ -138,7 +124,7 @@ def opacus_ghost(problem: Problem) -> Contestant:
         DPTensorFastGradientClipping(wrapped, optimizer, losses_B).backward()
         return {name: param.grad for name, param in names.items() if param.grad is not None}
 
-    return Contestant(step, clear, problem.clip_norm)
+    return Contestant(step, arrays, clear)
 
 
 def whole_plain(problem: Problem) -> Contestant:
@@ -149,90 +135,100 @@ def whole_plain(problem: Problem) -> Contestant:
         inner.step()
         optimizer.step()
 
-    return Contestant(step, inner.clear, inner.bound)
+    return inner._replace(step=step)
+
+
+def dp_step_of(problem: Problem, **options: Any) -> tuple[Callable[[], Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    """The next private step of the default engine, with noise from a secure key and the ledger; and the parameters."""
+    loss_fn, params = problem.functional()
+    sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
+    clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
+    plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, **options)
+    state = dp_step.init(params, key=dpfunc.secure_key())
+
+    def step() -> Mapping[str, Tensor]:
+        nonlocal state
+        grads, state, _ = dp_step(params, (problem.inputs, problem.targets), state)
+        return grads
+
+    return step, params
 
 
 def whole_dpfunc(problem: Problem) -> Contestant:
-    """A private step of the default engine with noise from a secure key, its records and the ledger; then SGD."""
-    loss_fn, params = problem.functional()
-    batch, clip = (problem.inputs, problem.targets), Flat(clip_norm=problem.clip_norm)
-    sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
-    plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
-    dp_step = dpfunc.make_dp_step(loss_fn, plan)
-    state = dp_step.init(params, key=dpfunc.secure_key())
+    """A private step; then SGD."""
+    dp_step, params = dp_step_of(problem)
     optimizer = torch.optim.SGD(params.values(), lr=0.0)
 
     def step() -> None:
-        nonlocal state
-        grads, state, _ = dp_step(params, batch, state)
-        for name, param in params.items():
-            param.grad = grads[name]
+        for name, grad in dp_step().items():
+            params[name].grad = grad
         optimizer.step()
 
-    def clear() -> None:
-        optimizer.zero_grad(set_to_none=True)
-
-    def sums(result: object) -> Mapping[str, Tensor]:
-        return make_clipped_grad(loss_fn, clip, engine=dpfunc.engines.auto())(params, batch)[0].sums
-
-    return Contestant(step, clear, problem.clip_norm * (1 - SLACK), sums)
+    clear = partial(optimizer.zero_grad, set_to_none=True)
+    return Contestant(step, lambda result: arrays(clipped_grad_of(problem, "auto")()), clear)
 
 
-def jax(problem: Problem, name: str) -> Contestant:
-    """JAX in a process of its own: the mean gradient, the clipped sum of JAX Privacy, or a whole step around it."""
-    base, _, size = name.partition("/")
-    mode = {JAX_PLAIN: "plain", JAX_PRIVACY: "clipped", WHOLE_JAX: "whole"}[base]
-    peer = Peer(problem, mode, int(size) if size else None)
-    bound = math.inf if base == JAX_PLAIN else problem.clip_norm
-    sums, facts = lambda result: peer.sums(), {"versions": peer.versions}
-    return Contestant(peer.step, _nothing, bound, sums, peer.close, peer.memory, facts)
-
-
-def known(name: str) -> bool:
-    """Whether a contestant of this name exists: an engine may carry its microbatch, as in `auto/4`."""
-    base, slash, size = name.partition("/")
-    if slash:
-        named = size in ("none", "auto") and base in ENGINES
-        return base in _TAKES_MICROBATCH and (named or (size.isdigit() and int(size) > 0))
-    return name in NAMES
-
-
-def microbatch_of(name: str, default: str) -> str:
-    """The microbatch of a contestant: its own, else the default for engines, else none."""
-    base, _, size = name.partition("/")
-    return size or (default if base in ENGINES else "none")
-
-
-def prepare(name: str, problem: Problem, microbatch_size: str = "none") -> Contestant:
-    """Set a contestant up.
+def prepare(name: str, problem: Problem) -> Contestant:
+    """Set a contestant up; it raises whatever it does where it does not take the module.
 
     Args:
-        name: one of NAMES, an engine with or without its microbatch. problem: its module is the contestant's now.
-        microbatch_size: of engines whose name carries none.
+        name: one of NAMES but JAX, an engine with or without its microbatch. problem: its module is the contestant's.
+    """
+    base, _, size = name.partition("/")
+    if base in ENGINES:
+        return ours(problem, base, size or "none")
+    others: dict[str, Callable[[Problem], Contestant]] = {
+        PLAIN: plain, WHOLE_PLAIN: whole_plain, WHOLE_DPFUNC: whole_dpfunc, "opacus-ghost": opacus_ghost,
+        "opacus-hooks": partial(opacus_instantiated, functorch=False),
+        "opacus-functorch": partial(opacus_instantiated, functorch=True),
+    }  # fmt: skip
+    return others[name](problem)
+
+
+def case_of(spec: Spec) -> Case:
+    """The case that is named, of the module that has it."""
+    return importlib.import_module(spec["cases"]).ALL_CASES[spec["case"]]
+
+
+def problem_of(spec: Spec) -> Problem:
+    """The problem of a case, clipped to the norm that its truth has chosen."""
+    problem = case_of(spec).problem(quick=spec["quick"]).to(spec["device"])
+    problem = replace(problem, clip_norm=spec.get("clip_norm", problem.clip_norm))
+    return problem.double() if spec.get("double") else problem
+
+
+def contestant(spec: Spec) -> Contestant:
+    """For `measure`: the one that is named, on a case."""
+    return prepare(spec["contestant"].removesuffix(AGAINST), problem_of(spec))
+
+
+def jax_spec(name: str, problem: Problem, spec: Spec, folder: Path) -> dict[str, Any]:
+    """What a process of JAX is told: JAX Privacy, or JAX without privacy, for the same weights and batch.
 
     Raises:
-        whatever the contestant raises when it does not take the module.
+        TakesNoPart: there is no JAX, the model is not written in jax.numpy, or it is not on a CPU.
     """
-    base = name.partition("/")[0]
-    if name == PLAIN:
-        return plain(problem)
-    if base in ENGINES:
-        return ours(problem, base, microbatch_of(name, microbatch_size))
-    if name == WHOLE_PLAIN:
-        return whole_plain(problem)
-    if name == WHOLE_DPFUNC:
-        return whole_dpfunc(problem)
-    if base in (*JAX, WHOLE_JAX):
-        return jax(problem, name)
-    if name == "opacus-ghost":
-        return opacus_ghost(problem)
-    return opacus_instantiated(problem, functorch=name == "opacus-functorch")
-
-
-def reason(error: BaseException) -> str:
-    """Why a contestant does not run, in one line."""
-    lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, TakesNoPart):
-        return f"x: {lines[0]}"
-    text = f"{type(error).__name__}: {lines[0].strip()}"
-    return "x: " + (text if len(text) <= 180 else text[:177] + "...")
+    named = os.environ.get(VARIABLE) or (str(INSTALLED) if INSTALLED.exists() else None)
+    if named is None:
+        raise TakesNoPart(f"not installed. Run `make jax`, or name an interpreter that has JAX Privacy in {VARIABLE}.")
+    if not problem.jax_model:
+        raise TakesNoPart(f"left out: {problem.no_jax_model}")
+    if spec["device"] != "cpu":
+        raise TakesNoPart("left out: JAX is measured on CPUs only")
+    file = folder / "arrays.npz"
+    if not file.exists():
+        parameters = {
+            f"{'trained' if param.requires_grad else 'frozen'}/{key}": param.detach().numpy()
+            for key, param in problem.module.named_parameters()
+        }
+        np.savez(file, inputs=problem.inputs.numpy(), targets=problem.targets.numpy(), **parameters)
+    base, _, size = name.partition("/")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PYTHON"))}
+    flags = {"XLA_FLAGS": ONE_THREAD} if spec["threads"] == 1 else {}
+    return {
+        **spec, "module": "benchmarks.engines.jax_side", "python": named, "limit_seconds": LIMIT_SECONDS,
+        "variables": {**kept, **flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        "model": problem.jax_model, "arrays": str(file), "mode": JAX_MODES[base],
+        "microbatch": int(size) if size else None,
+    }  # fmt: skip

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.engines.problem import Problem, trained
 
-TOLERANCE = 1e-4
-
 
 @dataclass(frozen=True)
 class Truth:

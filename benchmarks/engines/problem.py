@@ -22,7 +22,7 @@ class Problem:
         module: called as `module(inputs)`. inputs, targets: samples on axis 0.
         losses: `(output, targets) -> (B,)`.
         stand_in: builds the layer with the same parameters that a library has in place of torch's own, if any.
-        jax_model: name of the same model in `jax_side/models.py`; or empty. no_jax_model: then, why.
+        jax_model: name of the same model in `jax_models.py`; or empty. no_jax_model: then, why.
         clip_norm: to which everybody clips.
     """
 
@@ -57,9 +57,8 @@ class Problem:
 
     def double(self) -> Problem:
         """The same problem in float64; integers stay."""
-        inputs = self.inputs.double() if self.inputs.is_floating_point() else self.inputs
-        targets = self.targets.double() if self.targets.is_floating_point() else self.targets
-        return replace(self, module=copy.deepcopy(self.module).double(), inputs=inputs, targets=targets)
+        batch = [x.double() if x.is_floating_point() else x for x in (self.inputs, self.targets)]
+        return replace(self, module=copy.deepcopy(self.module).double(), inputs=batch[0], targets=batch[1])
 
     def copy(self) -> Problem:
         """The same data, and a module that somebody may change."""

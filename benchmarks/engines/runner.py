@@ -1,37 +1,26 @@
-"""One case, all contestants: parity first, then time in interleaved rounds, then memory in a process each."""
+"""One case, all contestants: what `measure.compete` is told, and the truth that sums are compared with."""
 
 from __future__ import annotations
 
 import math
 import os
 import statistics
-import time
-import warnings
+import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.engines.cases import ALL_CASES
-from benchmarks.engines.contestants import (
-    NO_SUM,
-    PLAIN,
-    Contestant,
-    microbatch_of,
-    opacus_module,
-    prepare,
-    reason,
-)
-from benchmarks.engines.parity import TOLERANCE, Truth
+from benchmarks.engines import contestants
+from benchmarks.engines.contestants import JAX_MODES, OURS, PLAIN
+from benchmarks.engines.parity import Truth
 from benchmarks.engines.problem import Problem
-from benchmarks.engines.timing import interleaved, summary
-from benchmarks.engines.worker import ask
-from dpfunc.clipping.bounds import SLACK
+from benchmarks.measure import AGAINST, Spec, TakesNoPart, compete
 
 Say = Callable[[str], object]
-LARGEST_TRIED = 2048
 
 
 @dataclass(frozen=True)
@@ -39,166 +28,87 @@ class Settings:
     """How to measure.
 
     Args:
-        rounds: timed rounds; 0 measures no time. threads: of torch. microbatch: of engines whose name carries none.
-        memory: whether to measure it. quick: tiny sizes. device: "cpu" or "cuda".
-        patience: seconds; a contestant whose step takes longer is not timed.
+        rounds: timed rounds; 0 measures no time. threads: of torch. memory: whether to measure it. quick: tiny sizes.
+        device: "cpu" or "cuda". patience: seconds; a contestant whose step takes longer is not timed.
+        against: a checkout of dpfunc, whose engines take part as well, in the same rounds.
     """
 
     rounds: int = 12
-    threads: int = 2
-    microbatch: str = "none"
+    threads: int = 1
     memory: bool = True
     quick: bool = False
     device: str = "cpu"
     patience: float = 120.0
+    against: Path | None = None
 
 
-TruthOf = Callable[[str], Truth]
+class Truths:
+    """What is right for a contestant, or for its layers where it brings its own; computed once, in float64 too."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.kept: dict[tuple[bool, bool], Truth] = {}
+
+    def error(self, name: str, sums: Any, double: bool) -> float:
+        """How far the sums of a contestant are off."""
+        own_layers, clip_norm = self.problem.stand_in is not None and name.startswith("opacus"), self.problem.clip_norm
+        bounds = (clip_norm, clip_norm * contestants.INNER, math.inf)
+        if (own_layers, double) not in self.kept:
+            problem = self.problem.double() if double else self.problem.copy()
+            module = contestants.opacus_module(problem) if own_layers else problem.module
+            self.kept[own_layers, double] = Truth.of(module, problem, bounds)
+        inner = name.partition("/")[0].removesuffix(AGAINST) in OURS
+        bound = bounds[2] if name == contestants.JAX_PLAIN else bounds[inner]
+        found = {key: torch.from_numpy(np.asarray(value)) for key, value in sums.items()}
+        return self.kept[own_layers, double].error(found, bound)
 
 
-def truths(problem: Problem) -> TruthOf:
-    """What is right for a contestant, and for its layers where it brings its own; each computed once."""
-    bounds = (problem.clip_norm, problem.clip_norm * (1 - SLACK), math.inf)
-    kept: dict[bool, Truth] = {}
-
-    def truth(name: str) -> Truth:
-        own_layers = problem.stand_in is not None and name.startswith("opacus")
-        if own_layers not in kept:
-            module = opacus_module(problem.copy()) if own_layers else problem.module
-            kept[own_layers] = Truth.of(module, problem, bounds)
-        return kept[own_layers]
-
-    return truth
-
-
-def seconds_of_a_step(contestant: Contestant) -> float:
-    """One step, and its clearing up."""
-    start = time.perf_counter()
-    contestant.step()
-    seconds = time.perf_counter() - start
-    contestant.clear()
-    return seconds
-
-
-def admit(name: str, problem: Problem, truths: tuple[TruthOf, TruthOf], settings: Settings, at_end: ExitStack) -> Any:
-    """Set a contestant up and compare its sum with the truth.
-
-    Where float32 is off by more than is allowed, float64 decides: in networks with kinks (ReLU, max pooling) the last
-    digit of an activation can switch a unit, for everybody in the same way. What was set up is closed `at_end`.
-
-    Returns:
-        `(contestant or None, record)`; the record's status is "ok", "wrong: <relative error>" or "x: <reason>".
-    """
+def spec_of(name: str, problem: Problem, spec: Spec, folder: Path, against: Path | None) -> Spec | TakesNoPart:
+    """What the process of a contestant is told."""
+    if name.partition("/")[0] not in JAX_MODES:
+        return {**spec, "contestant": name, "dpfunc": str(against) if name.endswith(AGAINST) else None}
     try:
-        contestant = prepare(name, problem.copy(), settings.microbatch)
-        at_end.callback(contestant.close)
-        if name in NO_SUM:
-            return contestant, {"status": "ok"}
-        start = time.perf_counter()
-        result = contestant.step()
-        first = time.perf_counter() - start  # engines look at a new loss and at new shapes
-        error = truths[0](name).error(contestant.sums(result), contestant.bound)
-        record = {"status": "ok", "relative_error": error, **contestant.facts}
-        contestant.clear()
-        if not record["relative_error"] <= TOLERANCE:
-            wide = prepare(name, problem.double(), settings.microbatch)
-            at_end.callback(wide.close)
-            record["relative_error_float64"] = truths[1](name).error(wide.sums(wide.step()), wide.bound)
-    except Exception as caught:  # noqa: BLE001  (a contestant may fail in any way; that is its result)
-        return None, {"status": reason(caught)}
-    record["first_step_seconds"] = first
-    error = record.get("relative_error_float64", record["relative_error"])
-    if not error <= TOLERANCE:
-        return None, {**record, "status": f"wrong: {error:.2g}"}
-    if first > settings.patience and (seconds := seconds_of_a_step(contestant)) > settings.patience:
-        return None, {**record, "status": f"x: one step takes {seconds:.0f} s"}
-    return contestant, record
+        return contestants.jax_spec(name, problem, spec, folder)
+    except TakesNoPart as why:
+        return why
 
 
-def time_case(admitted: dict[str, Contestant], settings: Settings, say: Say) -> dict[str, dict[str, Any]]:
-    """Time of each contestant, with ratios to the plain step of the same round."""
-
-    def after(name: str) -> None:
-        admitted[name].clear()
-        say(f"time {name}")
-
-    steps = {name: contestant.step for name, contestant in admitted.items()}
-    seconds = interleaved(steps, settings.rounds, device=settings.device, after=after)
-    return {name: summary(values, seconds[PLAIN]) for name, values in seconds.items()}
-
-
-def spec(case: str, contestant: str, settings: Settings) -> dict[str, Any]:
-    """What a worker process is told."""
-    return {
-        "case": case,
-        "contestant": contestant,
-        "quick": settings.quick,
-        "threads": settings.threads,
-        "microbatch": settings.microbatch,
-        "device": settings.device,
-    }
-
-
-def memory_case(case: str, names: Sequence[str], settings: Settings, say: Say) -> dict[str, dict[str, Any]]:
-    """Memory of each contestant, with the ratio of its peak to that of the plain step."""
-    found = {}
-    for name in names:
-        found[name] = ask(spec(case, name, settings))
-        say(f"memory {name}")
-    base = found[PLAIN].get("peak_mib")
-    for numbers in found.values():
-        if base and "peak_mib" in numbers:
-            numbers["ratio"] = numbers["peak_mib"] / base
-    return found
-
-
-def run_case(case: str, contestants: Sequence[str], settings: Settings, say: Say = lambda text: None) -> dict[str, Any]:
+def run_case(
+    case: str,
+    names: Sequence[str],
+    settings: Settings,
+    say: Say = lambda text: None,
+    cases: str = "benchmarks.engines.cases",
+) -> dict[str, Any]:
     """Everything about one case.
 
     Args:
-        case: a name in ALL_CASES. contestants: names; the plain step is always among them.
+        case: a name in ALL_CASES of the module `cases`. names: contestants; the plain step is always among them.
         say: told what was done, for a progress bar.
 
     Returns:
         The case's record for the result file.
     """
     torch.set_num_threads(settings.threads)
-    torch.backends.cudnn.allow_tf32 = False  # float32 for everybody, so that parity can be checked
-    names = [PLAIN, *(name for name in dict.fromkeys(contestants) if name != PLAIN)]
-    record: dict[str, Any] = {"title": ALL_CASES[case].title, "load_1min": round(os.getloadavg()[0], 2)}
-    problem = ALL_CASES[case].problem(quick=settings.quick).to(settings.device)
+    spec: dict[str, Any] = {
+        "module": "benchmarks.engines.contestants", "cases": cases, "case": case, "quick": settings.quick,
+        "threads": settings.threads, "device": settings.device,
+    }  # fmt: skip
+    problem = contestants.problem_of(spec)
     # Half of the samples are clipped and half are not: both are in what is compared.
-    problem = replace(problem, clip_norm=statistics.median_low(Truth.of(problem.module, problem, ()).norms))
-    record.update(problem.sizes(), clip_norm=problem.clip_norm)
-    record.update(rounds=settings.rounds, microbatch=settings.microbatch)
-    with warnings.catch_warnings(), ExitStack() as at_end:
-        warnings.simplefilter("ignore")  # hooks on layers whose input needs no gradient, and the like
-        both = truths(problem), truths(problem.double())
-        admitted, results = {}, {}
-        for name in names:
-            contestant, results[name] = admit(name, problem, both, settings, at_end)
-            if contestant is not None:
-                admitted[name] = contestant
-            say(f"parity {name}")
-        if settings.rounds:
-            for name, numbers in time_case(admitted, settings, say).items():
-                results[name]["time"] = numbers
-    if settings.memory:
-        for name, numbers in memory_case(case, list(admitted), settings, say).items():
-            results[name]["memory"] = numbers
-    return {**record, "contestants": results}
-
-
-def largest_batches(
-    case: str, contestants: Sequence[str], settings: Settings, limit_mib: float, say: Say = lambda text: None
-) -> dict[str, Any]:
-    """The largest batch of each contestant whose allocated memory, model included, stays within a limit."""
-    found = {}
-    for name in contestants:
-        size = microbatch_of(name, settings.microbatch)
-        if size == "none":
-            found[name] = ask({**spec(case, name, settings), "limit_mib": limit_mib, "largest_tried": LARGEST_TRIED})
-        else:
-            found[name] = {"status": f"x: any batch, in microbatches of {size}"}
-        say(f"largest batch {name}")
-    return {"case": case, "limit_mib": limit_mib, "microbatch": settings.microbatch, "contestants": found}
+    spec["clip_norm"] = statistics.median_low(Truth.of(problem.module, problem, ()).norms)
+    problem = replace(problem, clip_norm=spec["clip_norm"])
+    record: dict[str, Any] = {
+        "title": contestants.case_of(spec).title, "load_1min": round(os.getloadavg()[0], 2), **problem.sizes(),
+        "clip_norm": problem.clip_norm, "rounds": settings.rounds,
+    }  # fmt: skip
+    names = list(dict.fromkeys([PLAIN, *names]))
+    if settings.against is not None:
+        names += [name + AGAINST for name in names if name.partition("/")[0] in OURS]
+    with tempfile.TemporaryDirectory() as folder:
+        specs = {name: spec_of(name, problem, spec, Path(folder), settings.against) for name in names}
+        record["contestants"] = compete(
+            specs, settings.rounds, base=PLAIN, error=Truths(problem).error, memory=settings.memory,
+            patience=settings.patience, say=say,
+        )  # fmt: skip
+    return record

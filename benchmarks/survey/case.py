@@ -52,6 +52,12 @@ class Case:
         """Unique, for `--only` and `--append`."""
         return "/".join((self.field, self.family, self.trained, self.mode, self.padding))
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a row of the result says first."""
+        names = ("field", "family", "trained", "mode", "padding")
+        return {"case": self.name, "model": "", **{name: getattr(self, name) for name in names}}
+
 
 def cases_of(
     field: str, family: str, subject: Callable[[], Subject], variants: Iterable[str], padding: str = "none"
@@ -121,18 +127,14 @@ def ctc(logits_BTV: Tensor, labels_BL: Tensor) -> Tensor:
     return F.ctc_loss(scores_TBV, labels_BL, frames_B, lengths_B, reduction="none")
 
 
-# name -> (output, labels) -> losses (B,)
+# name -> (output, labels) -> losses (B,); any other name is that of an output, whose mean square is the loss
 LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
     "causal": lambda out, y: losses.causal_lm(out.logits, y),
     "tokens": lambda out, y: losses.token_mean(out.logits[:, : y.shape[1]], y),
     "seq2seq": lambda out, y: losses.seq2seq(out.logits, y),
     "classes": lambda out, y: losses.classification(out.logits, y),
     "ctc": lambda out, y: ctc(out.logits, y),
-    "audio": lambda out, y: mean_square(out.audio_values),
-    "prediction": lambda out, y: mean_square(out.prediction_outputs),
-    "prediction logits": lambda out, y: mean_square(out.prediction_logits),
     "parameters": lambda out, y: torch.stack([mean_square(part) for part in out.params]).sum(0),
-    "forecast": lambda out, y: mean_square(out.mean_predictions),
     "last causal": lambda out, y: losses.causal_lm(out.logits[:, -y.shape[1] :], y),
     "answers": lambda out, y: losses.classification(out.question_answering_score, y),
     "pair": lambda out, y: 1 - F.cosine_similarity(out.text_embeds, out.image_embeds),
@@ -140,11 +142,6 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
         out.logits_per_text, torch.arange(len(out.logits_per_text)), reduction="none"
     ),
     "all logits": lambda out, y: torch.stack([mean_square(part) for part in out.logits]).sum(0),
-    "logits of answers": lambda out, y: mean_square(tensor_of(out)),
-    "logits": lambda out, y: mean_square(out.logits),
-    "reconstruction": lambda out, y: mean_square(out.reconstruction),
-    "depth": lambda out, y: mean_square(out.predicted_depth),
-    "heatmaps": lambda out, y: mean_square(out.heatmaps),
     "square": lambda out, y: mean_square(tensor_of(out)),
 }
 
@@ -155,11 +152,12 @@ def hugging_face(module: nn.Module, batch: Batch, loss: str, **options: Any) -> 
     wide = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     batch = {key: value for key, value in batch.items() if key == "labels" or key in accepted or wide}
     options = {**({"use_cache": False} if "use_cache" in accepted else {}), **options}
+    losses_of = LOSSES.get(loss, lambda out, y: mean_square(getattr(out, loss)))
 
     def loss_of(forward: Callable[..., Any]) -> LossFn:
         def loss_fn(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
             inputs = {key: value for key, value in batch.items() if key != "labels"}
-            return LOSSES[loss](forward(params, **inputs, **options), batch.get("labels"))
+            return losses_of(forward(params, **inputs, **options), batch.get("labels"))
 
         return loss_fn
 
@@ -180,3 +178,13 @@ def plain_net(make: Callable[[], nn.Module], loss: Callable[..., Tensor], **batc
 
 def class_loss(call: Callable[..., Tensor], batch: Batch) -> Tensor:
     return F.cross_entropy(call(batch["x"]), batch["y"], reduction="none")
+
+
+def lambda_net(parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """Make a module of named parts; `run(parts, *inputs)` is its forward pass."""
+
+    class Net(nn.ModuleDict):
+        def forward(self, *inputs: Tensor, **options: Any) -> Any:
+            return run(self, *inputs, **options)
+
+    return lambda: Net(dict(parts()))

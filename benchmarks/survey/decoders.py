@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.survey.case import Case, Subject, cases_of, classes, hugging_face, text, token_labels, words
-from benchmarks.survey.tiny import built
+from benchmarks.survey.case import Batch, Case, Subject, cases_of, classes, text, token_labels, words
+from benchmarks.survey.tiny import of
 
 PLAIN = words("""
 afmoe apertus arcee aria_text bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot
@@ -69,20 +69,15 @@ CLASSIFIERS = words("llama gpt2 opt qwen2 gemma bloom falcon gpt_neox mistral ph
 
 
 def language_model(kind: str, padding: str) -> Callable[[], Subject]:
-    def build() -> Subject:
-        batch = text(padding)
-        module = built("AutoModelForCausalLM", kind, **CHANGED.get(kind, {}))
-        return hugging_face(module, {**batch, "labels": token_labels(batch)}, "causal")
+    def batch() -> Batch:
+        words = text(padding)
+        return {**words, "labels": token_labels(words)}
 
-    return build
+    return of("AutoModelForCausalLM", kind, batch, "causal", **CHANGED.get(kind, {}))
 
 
 def classifier(kind: str, padding: str) -> Callable[[], Subject]:
-    def build() -> Subject:
-        module = built("AutoModelForSequenceClassification", kind)
-        return hugging_face(module, {**text(padding), "labels": classes()}, "classes")
-
-    return build
+    return of("AutoModelForSequenceClassification", kind, lambda: {**text(padding), "labels": classes()}, "classes")
 
 
 def cases() -> list[Case]:

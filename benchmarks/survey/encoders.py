@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.survey.case import (
+    END,
     START,
     VOCAB,
     Case,
@@ -18,8 +19,8 @@ from benchmarks.survey.case import (
     text,
     token_labels,
     words,
-)
-from benchmarks.survey.tiny import built
+)  # fmt: skip
+from benchmarks.survey.tiny import built, written
 
 MASKED = words("""
 albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc eurobert
@@ -80,8 +81,8 @@ WRITERS_CHANGED: dict[str, dict[str, Any]] = {
 WRITERS_MAIN = words("bart mbart t5 marian pegasus")
 
 
-def model_of(auto: str, kind: str) -> Any:
-    module = built(auto, kind, **CHANGED.get(kind, {}))
+def model_of(auto: str, kind: str, **changes: Any) -> Any:
+    module = built(auto, kind, **(changes or CHANGED.get(kind, {})))
     if kind == "xmod":
         module.set_default_language("en_XX")
     return module
@@ -103,11 +104,9 @@ def classifier(kind: str) -> Callable[[], Subject]:
         batch = text("right", length=8)
         if kind in ("t5", "bart", "mbart"):  # they look for the end in the text
             last_B1 = batch["attention_mask"].sum(1, keepdim=True) - 1
-            batch["input_ids"] = batch["input_ids"].scatter(1, last_B1, 2)
+            batch["input_ids"] = batch["input_ids"].scatter(1, last_B1, END)
         changes = {**T5, "decoder_start_token_id": START} if kind == "t5" else CHANGED.get(kind, {})
-        module = built("AutoModelForSequenceClassification", kind, **changes)
-        if kind == "xmod":
-            module.set_default_language("en_XX")
+        module = model_of("AutoModelForSequenceClassification", kind, **changes)
         return hugging_face(module, {**batch, "labels": classes()}, "classes")
 
     return build
@@ -118,18 +117,6 @@ def tagger(kind: str) -> Callable[[], Subject]:
         batch = text("right")
         labels = torch.where(batch["attention_mask"] == 1, batch["input_ids"] % 3, -100)
         return hugging_face(model_of("AutoModelForTokenClassification", kind), {**batch, "labels": labels}, "tokens")
-
-    return build
-
-
-def writer(kind: str) -> Callable[[], Subject]:
-    def build() -> Subject:
-        module = built("AutoModelForSeq2SeqLM", kind.split()[0], **WRITERS_CHANGED.get(kind, {}))
-        target = text("right", (3, 5, 2, 4), 5, seed=2)
-        labels = token_labels(target)
-        ids_BT = torch.cat((torch.full_like(labels[:, :1], START), target["input_ids"][:, :-1]), dim=1)
-        batch = {**text("right"), "decoder_input_ids": ids_BT, "decoder_attention_mask": target["attention_mask"]}
-        return hugging_face(module, {**batch, "labels": labels}, "seq2seq")
 
     return build
 
@@ -148,5 +135,6 @@ def cases() -> list[Case]:
         found += cases_of("encoder", f"{kind} tagger", tagger(kind), ["full eval"], "right")
     for kind in sorted({*WRITERS, *WRITERS_CHANGED}):
         more = ["full train", "biases eval"] if kind in WRITERS_MAIN else []
-        found += cases_of("encoder-decoder", kind, writer(kind), ["full eval", "LoRA train", *more], "right")
+        writer = written("AutoModelForSeq2SeqLM", kind, lambda: text("right"), **WRITERS_CHANGED.get(kind, {}))
+        found += cases_of("encoder-decoder", kind, writer, ["full eval", "LoRA train", *more], "right")
     return found

@@ -9,54 +9,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.survey.case import BATCH, Subject, images, mean_square, plain_net, randn
+from benchmarks.survey.case import BATCH, Subject, images, lambda_net, mean_square, plain_net, randn
 
 Loss = Callable[..., Tensor]
+Parts = Mapping[str, Any]
 
 
-class UNet(nn.Module):
+def u_net(net: Parts, x: Tensor, t_B: Tensor | None = None) -> Tensor:
     """Two levels, optionally with a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.middle = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, stride=2)
-        self.norm, self.time = nn.GroupNorm(2, 8), nn.Linear(1, 8)
-        self.up, self.out = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.Conv2d(16, 3, 3, padding=1)
-
-    def forward(self, x: Tensor, t_B: Tensor | None = None) -> Tensor:
-        skip = F.silu(self.down(x))
-        hidden = self.norm(self.middle(skip))
-        if t_B is not None:
-            hidden = hidden + self.time(t_B[:, None])[..., None, None]
-        return self.out(torch.cat((skip, F.silu(self.up(F.silu(hidden)))), 1))
+    skip = F.silu(net["down"](x))
+    hidden = net["norm"](net["middle"](skip))
+    if t_B is not None:
+        hidden = hidden + net["time"](t_B[:, None])[..., None, None]
+    return net["out"](torch.cat((skip, F.silu(net["up"](F.silu(hidden)))), 1))
 
 
-class Autoencoder(nn.Module):
-    """Variational; `noisy` draws the code."""
-
-    def __init__(self, noisy: bool = True) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.noisy = nn.Linear(12, 8), nn.Linear(4, 12), noisy
-
-    def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        mean, log_var = self.encoder(x).chunk(2, 1)
-        noise = torch.randn_like(mean) if noise is None else noise
-        rebuilt = self.decoder(mean + noise * (0.5 * log_var).exp())
-        return (rebuilt - x).square().sum(1) - 0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1)
+def autoencoder(net: Parts, x: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Variational; it draws the code if it is given no noise."""
+    mean, log_var = net["encoder"](x).chunk(2, 1)
+    noise = torch.randn_like(mean) if noise is None else noise
+    rebuilt = net["decoder"](mean + noise * (0.5 * log_var).exp())
+    return (rebuilt - x).square().sum(1) - 0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1)
 
 
-class Quantised(nn.Module):
+def quantised(net: Parts, x: Tensor) -> Tensor:
     """The nearest of eight codes, straight through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.codes, self.decoder = nn.Linear(12, 4), nn.Embedding(8, 4), nn.Linear(4, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.encoder(x)
-        nearest = self.codes(torch.cdist(z, self.codes.weight).argmin(1))
-        through = z + (nearest - z).detach()
-        return (self.decoder(through) - x).square().mean(1) + (nearest - z.detach()).square().mean(1)
+    z = net["encoder"](x)
+    nearest = net["codes"](torch.cdist(z, net["codes"].weight).argmin(1))
+    through = z + (nearest - z).detach()
+    return (net["decoder"](through) - x).square().mean(1) + (nearest - z.detach()).square().mean(1)
 
 
 class Flow(nn.Module):
@@ -91,64 +72,32 @@ class Masked(nn.Module):
         return F.linear(hidden, self.second.weight * self.mask, self.second.bias)
 
 
-class Ode(nn.Module):
+def ode(net: Parts, x: Tensor) -> Tensor:
     """Runge-Kutta with fixed steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.field = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        step = 0.25
-        for _ in range(4):
-            a = self.field(x)
-            b = self.field(x + 0.5 * step * a)
-            c = self.field(x + 0.5 * step * b)
-            x = x + step / 6 * (a + 2 * b + 2 * c + self.field(x + step * c))
-        return x
+    field, step = net["field"], 0.25
+    for _ in range(4):
+        a = field(x)
+        b = field(x + 0.5 * step * a)
+        c = field(x + 0.5 * step * b)
+        x = x + step / 6 * (a + 2 * b + 2 * c + field(x + step * c))
+    return x
 
 
-class WaveNet(nn.Module):
+def wave_net(net: Parts, x: Tensor) -> Tensor:
     """Dilated causal convolutions with gates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Conv1d(1, 8, 1)
-        self.gates = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3))
-        self.outs = nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3))
-        self.end = nn.Conv1d(8, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, skips = self.start(x), torch.zeros(())
-        for i, (gate, out) in enumerate(zip(self.gates, self.outs, strict=True)):
-            signal, door = gate(F.pad(hidden, (2**i, 0))).chunk(2, 1)
-            part = out(torch.tanh(signal) * torch.sigmoid(door))
-            hidden, skips = hidden + part, skips + part
-        return self.end(F.relu(skips))
+    hidden, skips = net["start"](x), torch.zeros(())
+    for i, (gate, out) in enumerate(zip(net["gates"], net["outs"], strict=True)):
+        signal, door = gate(F.pad(hidden, (2**i, 0))).chunk(2, 1)
+        part = out(torch.tanh(signal) * torch.sigmoid(door))
+        hidden, skips = hidden + part, skips + part
+    return net["end"](F.relu(skips))
 
 
-class Pinn(nn.Module):
-    """A net of coordinates with sines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(torch.sin(3 * x))
-
-
-class Mixer(nn.Module):
+def mixer(net: Parts, x: Tensor) -> Tensor:
     """Tokens and channels in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.tokens, self.channels = nn.Conv2d(3, 8, 4, 4), nn.Linear(4, 4), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.patch(x).flatten(2)
-        hidden = hidden + F.gelu(self.tokens(hidden))
-        return self.channels(hidden.transpose(1, 2)).mean(1)
+    hidden = net["patch"](x).flatten(2)
+    hidden = hidden + F.gelu(net["tokens"](hidden))
+    return net["channels"](hidden.transpose(1, 2)).mean(1)
 
 
 class Fourier(nn.Module):
@@ -176,16 +125,10 @@ class Gaussian(nn.Module):
         return self.out((-torch.cdist(x, self.centres).square() * self.widths.exp()).exp())
 
 
-class Tuned(nn.Module):
+def tuned(net: Parts, x: Tensor, z: Tensor) -> Tensor:
     """Features of an image scaled and shifted by another input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.film = nn.Conv2d(3, 8, 3), nn.Linear(12, 16)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        scale, shift = self.film(z)[..., None, None].chunk(2, 1)
-        return (1 + scale) * self.conv(x) + shift
+    scale, shift = net["film"](z)[..., None, None].chunk(2, 1)
+    return (1 + scale) * net["conv"](x) + shift
 
 
 def diffusion(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
@@ -210,29 +153,55 @@ def square(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     return mean_square(call(b["x"]) - 0.1)
 
 
-def net(make: Callable[[], nn.Module], loss: Any, **batch: Tensor) -> Callable[[], Subject]:
-    return plain_net(make, loss, **batch)
-
-
 X = randn(BATCH, 12)
+
+
+def parts_of_u_net() -> dict[str, nn.Module]:
+    return {
+        "down": nn.Conv2d(3, 8, 3, padding=1), "middle": nn.Conv2d(8, 8, 3, padding=1, stride=2),
+        "norm": nn.GroupNorm(2, 8), "time": nn.Linear(1, 8), "up": nn.ConvTranspose2d(8, 8, 2, stride=2),
+        "out": nn.Conv2d(16, 3, 3, padding=1),
+    }  # fmt: skip
+
+
+U_NET = lambda_net(parts_of_u_net, u_net)
+VAE = lambda_net(lambda: {"encoder": nn.Linear(12, 8), "decoder": nn.Linear(4, 12)}, autoencoder)
+VQ_VAE = lambda_net(
+    lambda: {"encoder": nn.Linear(12, 4), "codes": nn.Embedding(8, 4), "decoder": nn.Linear(4, 12)}, quantised
+)
+ODE = lambda_net(lambda: {"field": nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))}, ode)
+WAVE_NET = lambda_net(
+    lambda: {
+        "start": nn.Conv1d(1, 8, 1), "gates": nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3)),
+        "outs": nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3)), "end": nn.Conv1d(8, 1, 1),
+    }, wave_net,
+)  # fmt: skip
+PINN = lambda_net(
+    lambda: {"net": nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))},
+    lambda net, x: net["net"](torch.sin(3 * x)),
+)
+MIXER = lambda_net(
+    lambda: {"patch": nn.Conv2d(3, 8, 4, 4), "tokens": nn.Linear(4, 4), "channels": nn.Linear(8, 8)}, mixer
+)
+FILM = lambda_net(lambda: {"conv": nn.Conv2d(3, 8, 3), "film": nn.Linear(12, 16)}, tuned)
 NETS: dict[str, Callable[[], Subject]] = {
-    "U-Net": net(UNet, square, x=images(8)),
-    "diffusion": net(UNet, diffusion, x=images(8)),
-    "diffusion, draws in the batch": net(
-        UNet, given_diffusion, x=images(8), noise=randn(BATCH, 3, 8, 8, seed=7), t=randn(BATCH, seed=8).sigmoid()
+    "U-Net": plain_net(U_NET, square, x=images(8)),
+    "diffusion": plain_net(U_NET, diffusion, x=images(8)),
+    "diffusion, draws in the batch": plain_net(
+        U_NET, given_diffusion, x=images(8), noise=randn(BATCH, 3, 8, 8, seed=7), t=randn(BATCH, seed=8).sigmoid()
     ),
-    "VAE": net(Autoencoder, own, x=X),
-    "VAE, draws in the batch": net(
-        Autoencoder, lambda call, b: call(b["x"], b["noise"]), x=X, noise=randn(BATCH, 4, seed=9)
+    "VAE": plain_net(VAE, own, x=X),
+    "VAE, draws in the batch": plain_net(
+        VAE, lambda call, b: call(b["x"], b["noise"]), x=X, noise=randn(BATCH, 4, seed=9)
     ),
-    "VQ-VAE": net(Quantised, own, x=X),
-    "flow": net(Flow, own, x=X),
-    "masked autoregressive": net(Masked, square, x=X),
-    "neural ODE": net(Ode, square, x=X),
-    "WaveNet": net(WaveNet, square, x=randn(BATCH, 1, 16)),
-    "coordinates": net(Pinn, square, x=randn(BATCH, 9, 2)),
-    "MLP-Mixer": net(Mixer, square, x=images(8)),
-    "Fourier layer": net(Fourier, square, x=randn(BATCH, 4, 8)),
-    "radial basis": net(Gaussian, square, x=X),
-    "FiLM": net(Tuned, lambda call, b: mean_square(call(b["x"], b["z"])), x=images(8), z=X),
+    "VQ-VAE": plain_net(VQ_VAE, own, x=X),
+    "flow": plain_net(Flow, own, x=X),
+    "masked autoregressive": plain_net(Masked, square, x=X),
+    "neural ODE": plain_net(ODE, square, x=X),
+    "WaveNet": plain_net(WAVE_NET, square, x=randn(BATCH, 1, 16)),
+    "coordinates": plain_net(PINN, square, x=randn(BATCH, 9, 2)),
+    "MLP-Mixer": plain_net(MIXER, square, x=images(8)),
+    "Fourier layer": plain_net(Fourier, square, x=randn(BATCH, 4, 8)),
+    "radial basis": plain_net(Gaussian, square, x=X),
+    "FiLM": plain_net(FILM, lambda call, b: mean_square(call(b["x"], b["z"])), x=images(8), z=X),
 }

@@ -25,7 +25,7 @@ from benchmarks.survey.case import (
     text,
     token_labels,
 )  # fmt: skip
-from benchmarks.survey.tiny import built
+from benchmarks.survey.tiny import built, of, tiny, written
 from benchmarks.survey.vision import SWIN
 from dpfunc.hf import losses
 
@@ -131,9 +131,8 @@ def inside(kind: str, padding: str = "right") -> Callable[[], Subject]:
         batch = {**marked(in_text(tokens, padding)), **inputs()}
         if kind in ("paligemma", "gemma3") or kind not in FLAT:
             batch.pop("mm_token_type_ids")
-        return (
-            flattened(hugging_face(module, batch, "causal")) if kind in FLAT else hugging_face(module, batch, "causal")
-        )
+        subject = hugging_face(module, batch, "causal")
+        return flattened(subject) if kind in FLAT else subject
 
     return build
 
@@ -154,12 +153,8 @@ def ended(batch: Batch) -> Batch:
     return {**batch, "input_ids": batch["input_ids"].scatter(1, last_B1, END)}
 
 
-def pair(auto: str, kind: str, loss: str = "pair", size: int = 16, **changes: Any) -> Callable[[], Subject]:
-    def build() -> Subject:
-        batch = {**ended(text("right", vocab=WORDS)), "pixel_values": images(size)}
-        return hugging_face(built(auto, kind, **changes), batch, loss)
-
-    return build
+def pair(auto: str, kind: str, loss: str = "pair", **changes: Any) -> Callable[[], Subject]:
+    return of(auto, kind, lambda: {**ended(text("right", vocab=WORDS)), **PLAIN()}, loss, **changes)
 
 
 PAIRS: Mapping[str, Callable[[], Subject]] = {
@@ -186,45 +181,16 @@ PAIRS: Mapping[str, Callable[[], Subject]] = {
 
 def captioned(auto: str, kind: str, tokens: int = 0, loss: str = "causal", **changes: Any) -> Callable[[], Subject]:
     """The image beside the text. Outputs for the image come first where a model has them."""
-
-    def build() -> Subject:
-        module = built(auto, kind, **changes)
-        batch = {**in_text(tokens), "pixel_values": images()}
-        return hugging_face(module, batch, loss)
-
-    return build
+    return of(auto, kind, lambda: {**in_text(tokens), **PLAIN()}, loss, **changes)
 
 
 def question(
-    auto: str,
-    kind: str,
-    loss: str = "classes",
-    extra: Callable[[], Batch] = PLAIN,
-    **changes: Any,
+    auto: str, kind: str, loss: str = "classes", extra: Callable[[], Batch] = PLAIN, **changes: Any
 ) -> Callable[[], Subject]:
-    def build() -> Subject:
-        batch = {**text("right", vocab=WORDS), **extra(), "labels": classes()}
-        return hugging_face(built(auto, kind, **changes), batch, loss)
-
-    return build
-
-
-def written(auto: str, kind: str, inputs: Callable[[], Batch], **changes: Any) -> Callable[[], Subject]:
-    """Text written from an image."""
-
-    def build() -> Subject:
-        target = text("right", (3, 5, 2, 4), 5, seed=2)
-        labels = token_labels(target)
-        ids_BT = torch.cat((torch.full_like(labels[:, :1], START), target["input_ids"][:, :-1]), dim=1)
-        batch = {**inputs(), "decoder_input_ids": ids_BT, "decoder_attention_mask": target["attention_mask"]}
-        return hugging_face(built(auto, kind, **changes), {**batch, "labels": labels}, "seq2seq")
-
-    return build
+    return of(auto, kind, lambda: {**text("right", vocab=WORDS), **extra(), "labels": classes()}, loss, **changes)
 
 
 def image_writer(encoder: str, decoder: str, **changes: Any) -> Callable[[], Subject]:
-    from benchmarks.survey.tiny import tiny
-
     def build() -> Subject:
         sub = {"encoder": tiny(encoder, **changes), "decoder": tiny(decoder, is_decoder=True, add_cross_attention=True)}
         from transformers import VisionEncoderDecoderConfig, VisionEncoderDecoderModel
@@ -251,14 +217,48 @@ PATCHED: Callable[[], Batch] = lambda: {
     "flattened_patches": torch.cat((torch.ones(BATCH, 4, 2), randn(BATCH, 4, 192)), 2),
     "attention_mask": torch.ones(BATCH, 4),
 }  # fmt: skip
+
+
+def instructed() -> Batch:
+    """The question for the resampler, too."""
+    ask = text("right", vocab=WORDS, seed=6)
+    return {**in_text(2), **PLAIN(), "qformer_input_ids": ask["input_ids"],
+            "qformer_attention_mask": ask["attention_mask"]}  # fmt: skip
+
+
+def attended() -> Batch:
+    """Which token attends to which image."""
+    batch = {**in_text(0), **ONE_OF_SEVERAL()}
+    return {**batch, "image_attention_mask": torch.ones(BATCH, batch["input_ids"].shape[1], 1, dtype=torch.long)}
+
+
+def tiled() -> Batch:
+    """An image of one tile."""
+    batch = {**in_text(0), "pixel_values": several(1)[:, None], "aspect_ratio_ids": torch.ones(BATCH, 1).long(),
+             "aspect_ratio_mask": torch.ones(BATCH, 1, 1).long()}  # fmt: skip
+    return {**batch, "cross_attention_mask": torch.ones(BATCH, batch["input_ids"].shape[1], 1, 1, dtype=torch.long)}
+
+
+def placed() -> Batch:
+    """Where the image is in the text."""
+    batch = {**in_text(2), **PLAIN()}
+    return {**batch, "image_embeds_position_mask": (batch["input_ids"] == IMAGE).long()}
+
+
 OTHERS: Mapping[str, Callable[[], Subject]] = {
     "blip": captioned("BlipForConditionalGeneration", "blip"),
     "blip-2": captioned("Blip2ForConditionalGeneration", "blip-2", 2, **QFORMER),
-    "instructblip": lambda: _instructed(),
+    "instructblip": of("InstructBlipForConditionalGeneration", "instructblip", instructed, "causal", **QFORMER),
     "git": captioned("GitForCausalLM", "git", loss="last causal"),
-    "idefics": lambda: _idefics(),
-    "mllama": lambda: _mllama(),
-    "kosmos-2": lambda: _kosmos(),
+    "idefics": of("IdeficsForVisionText2Text", "idefics", attended, "causal", cross_layer_interval=1,
+                  additional_vocab_size=0, vision_config={"embed_dim": 16}, perceiver_config={"use_resampler": False}),
+    "mllama": of(
+        "MllamaForConditionalGeneration", "mllama", tiled, "causal",
+        text_config={"cross_attention_layers": [1], "vocab_size": 50},
+        vision_config={"num_global_layers": 1, "vision_output_dim": 32, "intermediate_layers_indices": [0],
+                       "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}),
+    "kosmos-2": of("Kosmos2ForConditionalGeneration", "kosmos-2", placed, "causal", latent_query_num=2, text_config={
+        "embed_dim": 16, "ffn_dim": 24, "layers": 1, "attention_heads": 2}),
     "vilt": question("ViltForQuestionAnswering", "vilt"),
     "visual_bert": question("VisualBertForQuestionAnswering", "visual_bert", extra=REGIONS, visual_embedding_dim=8),
     "lxmert": question("LxmertForQuestionAnswering", "lxmert", "answers", REGIONS, visual_feat_dim=8, num_qa_labels=3,
@@ -275,48 +275,11 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "pix2struct": written("Pix2StructForConditionalGeneration", "pix2struct", PATCHED, text_config={
         "d_kv": 8, "num_layers": 1, "num_heads": 2, "d_ff": 24, "hidden_size": 16}, vision_config={
         "d_kv": 8, "patch_embed_hidden_size": 192, "d_ff": 24, "seq_len": 4}),
-    "blip question": question("BlipForQuestionAnswering", "blip", "logits of answers", extra=lambda: {
+    "blip question": question("BlipForQuestionAnswering", "blip", "square", extra=lambda: {
         "pixel_values": images(), "decoder_input_ids": text("right", vocab=WORDS)["input_ids"]}),
-    "mgp-str": lambda: hugging_face(built("MgpstrForSceneTextRecognition", "mgp-str", image_size=[16, 16], patch_size=8,
-                                          max_token_length=4, num_character_labels=8, num_bpe_labels=8,
-                                          num_wordpiece_labels=8), {"pixel_values": images()}, "all logits"),
+    "mgp-str": of("MgpstrForSceneTextRecognition", "mgp-str", PLAIN, "all logits", image_size=[16, 16], patch_size=8,
+                  max_token_length=4, num_character_labels=8, num_bpe_labels=8, num_wordpiece_labels=8),
 }  # fmt: skip
-
-
-def _instructed() -> Subject:
-    module = built("InstructBlipForConditionalGeneration", "instructblip", **QFORMER)
-    ask = text("right", vocab=WORDS, seed=6)
-    batch = {**in_text(2), "pixel_values": images(), "qformer_input_ids": ask["input_ids"],
-             "qformer_attention_mask": ask["attention_mask"]}  # fmt: skip
-    return hugging_face(module, batch, "causal")
-
-
-def _idefics() -> Subject:
-    module = built("IdeficsForVisionText2Text", "idefics", cross_layer_interval=1, additional_vocab_size=0,
-                   vision_config={"embed_dim": 16}, perceiver_config={"use_resampler": False})  # fmt: skip
-    batch = {**in_text(0), "pixel_values": several(1)}
-    batch["image_attention_mask"] = torch.ones(BATCH, batch["input_ids"].shape[1], 1, dtype=torch.long)
-    return hugging_face(module, batch, "causal")
-
-
-def _mllama() -> Subject:
-    module = built(
-        "MllamaForConditionalGeneration", "mllama", text_config={"cross_attention_layers": [1], "vocab_size": 50},
-        vision_config={"num_global_layers": 1, "vision_output_dim": 32, "intermediate_layers_indices": [0],
-                       "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]},
-    )  # fmt: skip
-    batch = {**in_text(0), "pixel_values": several(1)[:, None], "aspect_ratio_ids": torch.ones(BATCH, 1).long(),
-             "aspect_ratio_mask": torch.ones(BATCH, 1, 1).long()}  # fmt: skip
-    batch["cross_attention_mask"] = torch.ones(BATCH, batch["input_ids"].shape[1], 1, 1, dtype=torch.long)
-    return hugging_face(module, batch, "causal")
-
-
-def _kosmos() -> Subject:
-    module = built("Kosmos2ForConditionalGeneration", "kosmos-2", latent_query_num=2, text_config={
-        "embed_dim": 16, "ffn_dim": 24, "layers": 1, "attention_heads": 2})  # fmt: skip
-    batch = {**in_text(2), "pixel_values": images()}
-    batch["image_embeds_position_mask"] = (batch["input_ids"] == IMAGE).long()
-    return hugging_face(module, batch, "causal")
 
 
 def cases() -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -23,22 +24,13 @@ from benchmarks.survey.case import (
     class_loss,
     classes,
     images,
+    lambda_net,
     mean_square,
     plain_net,
     randn,
 )  # fmt: skip
 
 Loss = Callable[..., Tensor]
-
-
-def lambda_net(parts: Mapping[str, nn.Module], run: Callable[..., Any]) -> nn.Module:
-    """A module of named parts; `run(parts, *inputs)` is its forward pass."""
-
-    class Net(nn.ModuleDict):
-        def forward(self, *inputs: Tensor, **options: Any) -> Any:
-            return run(self, *inputs, **options)
-
-    return Net(dict(parts))
 
 
 def linear(*widths: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -50,8 +42,8 @@ def linear(*widths: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequentia
 
 def recurrent(kind: str, **options: Any) -> Callable[[], nn.Module]:
     width = 8 * (2 if options.get("bidirectional") else 1)
-    return lambda: lambda_net(
-        {"rnn": getattr(nn, kind)(6, 8, batch_first=True, **options), "head": nn.Linear(width, CLASSES)},
+    return lambda_net(
+        lambda: {"rnn": getattr(nn, kind)(6, 8, batch_first=True, **options), "head": nn.Linear(width, CLASSES)},
         lambda net, x: net["head"](net["rnn"](x)[0].mean(1)),
     )
 
@@ -62,7 +54,7 @@ def packed(kind: str) -> Callable[[], nn.Module]:
         out, _ = pad_packed_sequence(net["rnn"](rows)[0], batch_first=True, total_length=x.shape[1])
         return net["head"](out.sum(1) / lengths_B[:, None])
 
-    return lambda: lambda_net({"rnn": getattr(nn, kind)(6, 8, batch_first=True), "head": nn.Linear(8, CLASSES)}, run)
+    return lambda_net(lambda: {"rnn": getattr(nn, kind)(6, 8, batch_first=True), "head": nn.Linear(8, CLASSES)}, run)
 
 
 def cells(kind: str) -> Callable[[], nn.Module]:
@@ -72,23 +64,23 @@ def cells(kind: str) -> Callable[[], nn.Module]:
             state = net["cell"](x[:, step], state)
         return net["head"](state[0] if isinstance(state, tuple) else state)
 
-    return lambda: lambda_net({"cell": getattr(nn, kind)(6, 8), "head": nn.Linear(8, CLASSES)}, run)
+    return lambda_net(lambda: {"cell": getattr(nn, kind)(6, 8), "head": nn.Linear(8, CLASSES)}, run)
 
 
 def encoder(**options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+    def parts() -> dict[str, nn.Module]:
         layer = nn.TransformerEncoderLayer(
             16, 2, 24, batch_first=options.get("first", True), **options.get("layer", {})
         )
         stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        return lambda_net({"stack": stack, "head": nn.Linear(16, CLASSES)}, run)
+        return {"stack": stack, "head": nn.Linear(16, CLASSES)}
 
     def run(net: Any, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         if not options.get("first", True):
             return net["head"](net["stack"](x.transpose(0, 1)).mean(0))
         return net["head"](net["stack"](x, src_key_padding_mask=hidden)[:, 0])
 
-    return make
+    return lambda_net(parts, run)
 
 
 def convolutional(norm: Callable[[int], nn.Module], last: Callable[[], nn.Module] = nn.ReLU) -> Callable[[], nn.Module]:
@@ -105,8 +97,6 @@ def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def old_weight_norm(layer: nn.Module) -> nn.Module:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and used
         return torch.nn.utils.weight_norm(layer)
@@ -182,19 +172,23 @@ def on(make: Callable[[], nn.Module], x: Tensor = X) -> Callable[[], Subject]:
     return plain_net(make, class_loss, x=x, y=Y)
 
 
-def with_two(
-    parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any], **inputs: Tensor
-) -> Callable[[], Subject]:
+def two(make: Callable[[], nn.Module], **inputs: Tensor) -> Callable[[], Subject]:
     """Class losses of nets with several inputs."""
 
     def loss(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(call(*(b[name] for name in inputs)), b["y"], reduction="none")
 
-    return plain_net(lambda: lambda_net(parts(), run), loss, **inputs, y=Y)
+    return plain_net(make, loss, **inputs, y=Y)
+
+
+def with_two(
+    parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any], **inputs: Tensor
+) -> Callable[[], Subject]:
+    return two(lambda_net(parts, run), **inputs)
 
 
 def net_of(parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any], x: Tensor) -> Callable[[], Subject]:
-    return on(lambda: lambda_net(parts(), run), x)
+    return on(lambda_net(parts, run), x)
 
 
 def same_norm(kind: str, *before: int) -> Callable[[int], nn.Module]:
@@ -228,20 +222,14 @@ NETS: dict[str, Callable[[], Subject]] = {
     "RNN": on(recurrent("RNN"), SEQUENCE),
     "BiLSTM": on(recurrent("LSTM", bidirectional=True), SEQUENCE),
     "BiGRU two layers": on(recurrent("GRU", bidirectional=True, num_layers=2), SEQUENCE),
-    "LSTM packed": plain_net(
-        packed("LSTM"), lambda call, b: F.cross_entropy(call(b["x"], b["n"]), b["y"], reduction="none"), x=SEQUENCE,
-        n=torch.tensor([7, 3, 5, 2]), y=Y),
-    "GRU packed": plain_net(
-        packed("GRU"), lambda call, b: F.cross_entropy(call(b["x"], b["n"]), b["y"], reduction="none"), x=SEQUENCE,
-        n=torch.tensor([7, 3, 5, 2]), y=Y),
+    "LSTM packed": two(packed("LSTM"), x=SEQUENCE, n=torch.tensor([7, 3, 5, 2])),
+    "GRU packed": two(packed("GRU"), x=SEQUENCE, n=torch.tensor([7, 3, 5, 2])),
     "LSTM cells": on(cells("LSTMCell"), SEQUENCE),
     "GRU cells": on(cells("GRUCell"), SEQUENCE),
     "transformer encoder": on(encoder(), TOKENS_),
     "transformer encoder pre-norm": on(encoder(layer={"norm_first": True, "activation": "gelu"}), TOKENS_),
     "transformer encoder (T, B)": on(encoder(first=False), TOKENS_),
-    "transformer encoder padded": plain_net(
-        encoder(), lambda call, b: F.cross_entropy(call(b["x"], b["hidden"]), b["y"], reduction="none"), x=TOKENS_,
-        hidden=PADDING, y=Y),
+    "transformer encoder padded": two(encoder(), x=TOKENS_, hidden=PADDING),
     "transformer": plain_net(
         lambda: nn.Transformer(16, 2, 1, 1, 24, batch_first=True), lambda call, b: mean_square(call(b["x"],
             b["z"]) - b["z"]),
@@ -279,11 +267,11 @@ NETS: dict[str, Callable[[], Subject]] = {
     "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9), far=randn(BATCH, 6,
         seed=10)),
     "matrix factorisation": plain_net(
-        lambda: lambda_net({"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"),
+        lambda_net(lambda: {"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"),
             "bias": nn.Embedding(9, 1)}, factorised),
         factors, user=classes(9), items=torch.randint(9, (BATCH, 3), generator=torch.Generator().manual_seed(2)),
             rating=randn(BATCH)),
-    "CTC": plain_net(lambda: lambda_net({"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, 5)},
+    "CTC": plain_net(lambda_net(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, 5)},
                                         lambda net, x: net["head"](net["rnn"](x)[0])), ctc, x=SEQUENCE,
                      labels=torch.tensor([[1, 2], [3, 3], [4, 1], [2, 0]]), frames=torch.tensor([7, 6, 7, 5]),
                      lengths=torch.tensor([2, 2, 2, 1])),
@@ -296,25 +284,14 @@ TRAINED_TOO = (
         "LayerDrop",
     "drop path", "SpecAugment", "spectral norm", "transformer encoder", "transformer encoder padded", "LSTM packed",
 )  # fmt: skip
-WITH_LORA = (
-    "MLP",
-    "transformer encoder",
-    "graph convolution",
-    "U-Net",
-    "Siamese",
-    "experts, selected",
-    "Perceiver",
-)
+WITH_LORA = ("MLP", "transformer encoder", "graph convolution", "U-Net", "Siamese", "experts, selected", "Perceiver")
 
 
 def cases() -> list[Case]:
     found = []
     for name, subject in NETS.items():
-        variants = [
-            "full eval",
-            *(["full train"] if name in TRAINED_TOO else []),
-            *(["LoRA train"] if name in WITH_LORA else []),
-        ]
+        more = {"full train": TRAINED_TOO, "LoRA train": WITH_LORA}
+        variants = ["full eval", *(variant for variant, names in more.items() if name in names)]
         found += cases_of("other", name, subject, variants)
     for name in ("MLP BatchNorm", "CNN BatchNorm"):
         found += cases_of("other", name, NETS[name], ["GroupNorm train"])

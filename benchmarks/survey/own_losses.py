@@ -6,21 +6,19 @@ in the batch, and the model's own loss for this row alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.progress import track
 from torch import nn
 
-from benchmarks.survey import tables
+from benchmarks.results import FOLDER, write
 from benchmarks.survey.case import BATCH, Case
-from benchmarks.survey.runner import ROOT
+from benchmarks.survey.cases import cases
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.facts import facts_of
@@ -29,13 +27,13 @@ from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.vision_language.images import flatten_images
 
 SAME = 1e-4
-OUT = ROOT / "benchmarks/results/own_losses.json"
+OUT = FOLDER / "own_losses.json"
 
 
 def chosen() -> list[Case]:
     """One case a family, with all parameters, of models of Transformers."""
-    cases = [case for case in tables.cases().values() if case.trained == "full" and case.field not in ("PEFT", "other")]
-    return list({(case.field, case.family): case for case in reversed(cases)}.values())[::-1]
+    found = [case for case in cases().values() if case.trained == "full" and case.field not in ("PEFT", "other")]
+    return list({(case.field, case.family): case for case in reversed(found)}.values())[::-1]
 
 
 def differences(module: nn.Module, task: str, batch: dict[str, torch.Tensor]) -> float:
@@ -77,15 +75,14 @@ def measure(case: Case) -> dict[str, Any] | None:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.survey.own_losses", description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
+@click.command(help=__doc__)
+@click.option("--out", default=OUT, type=click.Path(path_type=Path, dir_okay=False))
+def main(out: Path) -> None:
+    """Compare, print the counts, and write the result file."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     rows = [row for case in track(chosen()) if (row := measure(case)) is not None]
-    versions = {name: version(name) for name in ("torch", "transformers")}
     counts = dict(Counter(row["result"] for row in rows))
-    options.out.write_text(json.dumps({"versions": versions, "counts": counts, "rows": rows}, indent=1) + "\n")
+    write(out, {"counts": counts, "rows": rows})
     print(counts)
 
 

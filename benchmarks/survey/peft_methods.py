@@ -16,6 +16,7 @@ from benchmarks.survey.case import (
     class_loss,
     classes,
     images,
+    lambda_net,
     plain_net,
     randn,
     text,
@@ -131,36 +132,18 @@ def with_second(active: bool) -> Change:
     return change
 
 
-class Attention(nn.Module):
-    """A layer of nn.MultiheadAttention with a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x)[0].mean(1))
-
-
-class Convs(nn.Module):
-    """Convolutions in one and two dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.line = nn.Conv2d(3, 8, 3), nn.Conv1d(8, 8, 3)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.line(self.conv(x).relu().flatten(2)).relu().mean(2))
+ATTENTION = lambda_net(
+    lambda: {"attention": nn.MultiheadAttention(16, 2, batch_first=True), "head": nn.Linear(16, CLASSES)},
+    lambda net, x: net["head"](net["attention"](x, x, x)[0].mean(1)),
+)
+CONVS = lambda_net(
+    lambda: {"conv": nn.Conv2d(3, 8, 3), "line": nn.Conv1d(8, 8, 3), "head": nn.Linear(8, CLASSES)},
+    lambda net, x: net["head"](net["line"](net["conv"](x).relu().flatten(2)).relu().mean(2)),
+)
 
 
 def on_net(
-    make: Callable[[], nn.Module],
-    x: Tensor,
-    targets: list[str],
-    kind: str = "LoraConfig",
-    **options: Any,
+    make: Callable[[], nn.Module], x: Tensor, targets: list[str], kind: str = "LoraConfig", **options: Any
 ) -> Callable[[], Subject]:
     def wrapped() -> nn.Module:
         from peft import get_peft_model
@@ -190,9 +173,9 @@ def cases() -> list[Case]:
     add("llama", "two adapters, second active", adapted("llama", "LoraConfig", lora, with_second(False)))
     add("llama", "two active adapters", adapted("llama", "LoraConfig", lora, with_second(True)))
     x = randn(4, 5, 16)
-    add("net", "LoRA of MultiheadAttention", on_net(Attention, x, ["attention"]), "train", "eval")
-    add("net", "LoRA of convolutions", on_net(Convs, images(8), ["conv", "line"]))
-    add("net", "DoRA of convolutions", on_net(Convs, images(8), ["conv"], use_dora=True))
-    add("net", "LoHa of convolutions", on_net(Convs, images(8), ["conv"], "LoHaConfig"))
-    add("net", "LoKr of convolutions", on_net(Convs, images(8), ["conv"], "LoKrConfig"))
+    add("net", "LoRA of MultiheadAttention", on_net(ATTENTION, x, ["attention"]), "train", "eval")
+    add("net", "LoRA of convolutions", on_net(CONVS, images(8), ["conv", "line"]))
+    add("net", "DoRA of convolutions", on_net(CONVS, images(8), ["conv"], use_dora=True))
+    add("net", "LoHa of convolutions", on_net(CONVS, images(8), ["conv"], "LoHaConfig"))
+    add("net", "LoKr of convolutions", on_net(CONVS, images(8), ["conv"], "LoKrConfig"))
     return found

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.survey.case import CLASSES, END, IMAGE, PAD, START, VOCAB
+import torch
+
+from benchmarks.survey.case import (
+    CLASSES,
+    END,
+    IMAGE,
+    PAD,
+    START,
+    VOCAB,
+    Batch,
+    Subject,
+    hugging_face,
+    text,
+    token_labels,
+)  # fmt: skip
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -75,3 +90,21 @@ def built(auto: str, kind: str, /, **changes: Any) -> Any:
         if getattr(part, "use_cache", False):
             part.use_cache = False
     return maker.from_config(config) if auto.startswith("AutoModel") else maker(config)
+
+
+def of(auto: str, kind: str, batch: Callable[[], Batch], loss: str, /, **changes: Any) -> Callable[[], Subject]:
+    """A tiny model of a kind (its first word), with a batch and the name of a loss."""
+    return lambda: hugging_face(built(auto, kind.split()[0], **changes), batch(), loss)
+
+
+def written(auto: str, kind: str, inputs: Callable[[], Batch], /, **changes: Any) -> Callable[[], Subject]:
+    """A model that writes a text from some inputs."""
+
+    def batch() -> Batch:
+        target = text("right", (3, 5, 2, 4), 5, seed=2)
+        labels = token_labels(target)
+        ids_BT = torch.cat((torch.full_like(labels[:, :1], START), target["input_ids"][:, :-1]), dim=1)
+        own = {"decoder_input_ids": ids_BT, "decoder_attention_mask": target["attention_mask"], "labels": labels}
+        return {**inputs(), **own}
+
+    return of(auto, kind, batch, "seq2seq", **changes)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.survey.case import BATCH, Case, Subject, cases_of, classes, hugging_face, images
-from benchmarks.survey.tiny import built
+from benchmarks.survey.case import BATCH, Batch, Case, Subject, cases_of, classes, images, seeded
+from benchmarks.survey.tiny import of
 
 FOUR = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16]}
 SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "image_size": 16, "patch_size": 2}
@@ -79,40 +79,41 @@ MAIN = ("vit", "beit", "deit", "swin", "dinov2", "convnext", "resnet")
 
 
 def classifier(kind: str) -> Callable[[], Subject]:
-    def build() -> Subject:
-        size, changes, _ = NETS[kind]
-        module = built(CLASSES_OF.get(kind, "AutoModelForImageClassification"), kind.split()[0], **changes)
-        loss = "square" if kind == "pp_lcnet" else "classes"
-        return hugging_face(module, {"pixel_values": images(size), "labels": classes()}, loss)
-
-    return build
+    size, changes, _ = NETS[kind]
+    auto = CLASSES_OF.get(kind, "AutoModelForImageClassification")
+    loss = "square" if kind == "pp_lcnet" else "classes"
+    return of(auto, kind, lambda: {"pixel_values": images(size), "labels": classes()}, loss, **changes)
 
 
-def masked_images(kind: str) -> Callable[[], Subject]:
+def masked() -> Mapping[str, Callable[[], Subject]]:
     """ViT-MAE draws what it hides; here the draw is an input. SimMIM hides a fixed mask."""
-
-    def build() -> Subject:
-        patches, pixels = 4, images()
-        if kind == "vit_mae":
-            sizes = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
-                     "decoder_intermediate_size": 24}  # fmt: skip
-            module = built("ViTMAEForPreTraining", "vit_mae", **sizes, mask_ratio=0.5)
-            noise = torch.rand(BATCH, patches, generator=torch.Generator().manual_seed(5))
-            return hugging_face(module, {"pixel_values": pixels, "noise": noise}, "logits")
-        mask = torch.tensor([[True, False, False, True]]).repeat(BATCH, 1)
-        module = built("ViTForMaskedImageModeling", "vit", encoder_stride=8)
-        return hugging_face(module, {"pixel_values": pixels, "bool_masked_pos": mask}, "reconstruction")
-
-    return build
+    sizes = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
+             "decoder_intermediate_size": 24, "mask_ratio": 0.5}  # fmt: skip
+    mask = torch.tensor([[True, False, False, True]]).repeat(BATCH, 1)
+    drawn = lambda: {"pixel_values": images(), "noise": torch.rand(BATCH, 4, generator=seeded(5))}
+    fixed = lambda: {"pixel_values": images(), "bool_masked_pos": mask}
+    return {
+        "vit_mae": of("ViTMAEForPreTraining", "vit_mae", drawn, "logits", **sizes),
+        "vit masked": of("ViTForMaskedImageModeling", "vit", fixed, "reconstruction", encoder_stride=8),
+    }
 
 
 def without_head(auto: str, kind: str, size: int, loss: str = "square", **changes: Any) -> Callable[[], Subject]:
-    return lambda: hugging_face(built(auto, kind, **changes), {"pixel_values": images(size)}, loss)
+    return of(auto, kind, lambda: {"pixel_values": images(size)}, loss, **changes)
+
+
+def video(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:
+    name = "pixel_values_videos" if kind == "vjepa2" else "pixel_values"
+
+    def batch() -> Batch:
+        frames = images(16)[:, None].repeat(1, 2, 1, 1, 1) + torch.tensor([0.0, 0.3])[None, :, None, None, None]
+        return {name: frames, "labels": classes()}
+
+    return of(auto, kind, batch, "classes", **changes)
 
 
 OTHERS: Mapping[str, Callable[[], Subject]] = {
-    "vit_mae": masked_images("vit_mae"),
-    "vit masked": masked_images("vit"),
+    **masked(),
     "segformer segmentation": without_head(
         "SegformerForSemanticSegmentation", "segformer", 32, "logits", **PYRAMID, decoder_hidden_size=16
     ),
@@ -129,40 +130,30 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
         fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False, patch_size=4,
     ),
     "glpn": without_head(
-        "GLPNForDepthEstimation", "glpn", 32, "depth", depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16],
+        "GLPNForDepthEstimation", "glpn", 32, "predicted_depth", depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16],
         num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], decoder_hidden_size=8,
     ),
     "yolos": without_head("YolosForObjectDetection", "yolos", 16, "logits", image_size=[16, 16],
         num_detection_tokens=3),
     "vitpose": without_head("VitPoseForPoseEstimation", "vitpose", 16, "heatmaps", backbone_config={
         "num_experts": 1, "image_size": [16, 16], "patch_size": [8, 8]}),
-    "imagegpt": lambda: _image_gpt(),
+    "imagegpt": of("ImageGPTForImageClassification", "imagegpt", lambda: {
+        "input_ids": torch.randint(50, (BATCH, 16), generator=seeded(0)), "labels": classes()}, "classes",
+        n_positions=64),
     "dinov3_vit": without_head("DINOv3ViTModel", "dinov3_vit", 16),
     "convnext backbone": without_head("ConvNextModel", "convnext", 64, **FOUR, num_stages=4),
     "sam vision": without_head(
         "SamVisionModel", "sam_vision_model", 16, image_size=16, patch_size=4, output_channels=8, window_size=2,
         global_attn_indexes=[1], num_pos_feats=8, mlp_dim=24,
     ),
-    "vivit": lambda: _video("VivitForVideoClassification", "vivit", num_frames=2, tubelet_size=[2, 8, 8]),
-    "timesformer": lambda: _video("TimesformerForVideoClassification", "timesformer", num_frames=2),
-    "videomae": lambda: _video("VideoMAEForVideoClassification", "videomae", num_frames=2),
-    "vjepa2": lambda: _video(
+    "vivit": video("VivitForVideoClassification", "vivit", num_frames=2, tubelet_size=[2, 8, 8]),
+    "timesformer": video("TimesformerForVideoClassification", "timesformer", num_frames=2),
+    "videomae": video("VideoMAEForVideoClassification", "videomae", num_frames=2),
+    "vjepa2": video(
         "VJEPA2ForVideoClassification", "vjepa2", crop_size=16, frames_per_clip=2, num_pooler_layers=1,
         pred_hidden_size=16, pred_num_attention_heads=2, pred_num_hidden_layers=1, mlp_ratio=2,
     ),
 }  # fmt: skip
-
-
-def _image_gpt() -> Subject:
-    module = built("ImageGPTForImageClassification", "imagegpt", n_positions=64)
-    ids = torch.randint(50, (BATCH, 16), generator=torch.Generator().manual_seed(0))
-    return hugging_face(module, {"input_ids": ids, "labels": classes()}, "classes")
-
-
-def _video(auto: str, kind: str, **changes: Any) -> Subject:
-    frames = images(16)[:, None].repeat(1, 2, 1, 1, 1) + torch.tensor([0.0, 0.3])[None, :, None, None, None]
-    name = "pixel_values_videos" if kind == "vjepa2" else "pixel_values"
-    return hugging_face(built(auto, kind, **changes), {name: frames, "labels": classes()}, "classes")
 
 
 def cases() -> list[Case]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from dpfunc.accounting.record import (
     SelectionRecord,
     is_record,
 )
-from dpfunc.checkpoint.journal import Taken, journal_ledger, read_steps, steps_ledger
+from dpfunc.checkpoint.journal import journal_ledger, read_steps, steps_ledger
 from dpfunc.cli.output import describe, json_option, listed, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
@@ -87,10 +88,14 @@ def _read_source(path: Path) -> _Source:
         if "occurs twice" in str(error):
             raise InvalidArgument(f"The file {str(file)!r} cannot be read: {error}.") from error
         values = None
+    schema = str(values.get("schema")) if isinstance(values, dict) else ""
     if is_record(values):
         record = Record.from_json(file.read_bytes())
-        return _Source(file, record.ledger, record, _uncounted(file.parent, record.ledger))
-    schema = str(values.get("schema")) if isinstance(values, dict) else ""
+        runs = [
+            run for journal in file.parent.glob("*journal.jsonl")
+            for run in read_steps(journal, missing="empty").values()
+        ]  # fmt: skip
+        return _Source(file, record.ledger, record, record.ledger.lacks(steps_ledger(runs)) if runs else None)
     if schema.startswith(SELECTION):
         search = SelectionRecord.from_json(file.read_bytes())
         return _Source(file, search.spent, search)
@@ -115,14 +120,6 @@ def _file_of(folder: Path) -> Path:
         f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, got "
         f"{str(folder)!r} with {len(journals) or 'none'} of them. Name the file."
     )
-
-
-def _uncounted(folder: Path, counted: Ledger) -> int | None:
-    """Number of steps in the journals of a folder that a ledger does not count; None without a journal."""
-    runs: list[dict[int, Taken]] = []
-    for file in folder.glob("*journal.jsonl"):
-        runs += read_steps(file, missing="empty").values()
-    return counted.lacks(steps_ledger(runs)) if runs else None
 
 
 @click.group()
@@ -160,7 +157,7 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
         print_json({**describe(guarantee), **steps})
         return
     if spent is not None:
-        _print_events(spent)
+        _print_events(f"{spent.num_steps} steps, {spent.adjacency}", [("", spent)])
     click.echo(str(guarantee))
 
 
@@ -176,10 +173,8 @@ def _note(source: _Source) -> None:
     if source.record is not None and source.record.noise_key == GUESSABLE:
         click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
     if source.path.parent.name.startswith("checkpoint-"):
-        click.echo(
-            "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it.",
-            err=True,
-        )
+        text = "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it."
+        click.echo(text, err=True)
     if source.uncounted:
         click.echo(
             f"Warning: the journal beside {source.path.name} has {source.uncounted} steps that it does not count: the "
@@ -193,21 +188,31 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
     if as_json:
         print_json({**json.loads(record.to_json()), "covered": list(COVERED)})
         return
+    budget = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
     if isinstance(record, SelectionRecord):
-        _print_search(record)
+        kind, own, earlier = "search", _about_search(record), record.spent.num_steps
+        title, counted = "Candidates: one run", list(zip(map(listed, record.candidates), record.ledgers, strict=True))
     else:
-        _print_run(record)
+        kind, own, earlier = "run", _about_run(record), 0
+        title, counted = f"{record.ledger.num_steps} steps, {record.ledger.adjacency}", [("", record.ledger)]
+    adjacency = counted[0][1].adjacency
+    included = f", {earlier} steps of earlier runs included" if earlier else ""
+    print_values(f"What the {kind} has cost", {
+        "protected": record.unit,
+        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{budget}{included}",
+        "neighbours": f"{NEIGHBOURS[adjacency]} ({adjacency})",
+        **own,
+        "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
+        "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
+    })  # fmt: skip
+    _print_events(title, counted)
     print_list("Covered, and may be published:", COVERED)
     print_list("Not covered by this epsilon:", record.not_covered)
     click.echo("\nAs it was written. Computed again by: dpfunc ledger check")
 
 
-def _print_run(record: Record) -> None:
-    budget = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
-    print_values("What the run has cost", {
-        "protected": record.unit,
-        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{budget}",
-        "neighbours": NEIGHBOURS[record.adjacency] + f" ({record.adjacency})",
+def _about_run(record: Record) -> dict[str, str]:
+    return {
         "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
         "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",
         "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
@@ -215,41 +220,32 @@ def _print_run(record: Record) -> None:
         "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}",
         "sampling": f"{record.sampler}, probability {record.sampling_prob:.6g}, expected batch size "
                     f"{record.expected_batch_size:g}",
-        "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
-        "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
-    })  # fmt: skip
-    _print_events(record.ledger)
+    }  # fmt: skip
 
 
-def _print_search(record: SelectionRecord) -> None:
+def _about_search(record: SelectionRecord) -> dict[str, str]:
     shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
-    earlier = f", {record.spent.num_steps} steps of earlier runs included" if record.spent.num_steps else ""
-    best = "none was released" if record.chosen is None else (
-        f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
-    )  # fmt: skip
-    print_values("What the search has cost", {
-        "protected": record.unit,
-        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}, within the budget {record.target_epsilon:g}"
-                   f"{earlier}",
-        "neighbours": f"{NEIGHBOURS[record.spent.adjacency]} ({record.spent.adjacency})",
+    best = "none was released"
+    if record.chosen is not None:
+        best = f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
+    return {
         "computed by": "rdp, for the best of a random number of runs",
         "runs": f"{record.runs.mean:g} on average, {shape}; how many there were is secret",
         "released": best,
         "score": f"{record.score}; noise of standard deviation {record.score_noise:g}",
         "noise source": record.noise_key,
-        "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
-        "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
-    })  # fmt: skip
+    }
+
+
+def _print_events(title: str, ledgers: Iterable[tuple[str, Ledger]]) -> None:
+    """Print what was counted; the first column, which names a ledger, only if it has a name."""
     rows = [
-        (listed(values), f"{event.sampling_prob:g}", f"{event.noise_multiplier:g}", str(event.num_steps))
-        for values, ledger in zip(record.candidates, record.ledgers, strict=True) for event in ledger.events
+        (name, f"{event.sampling_prob:g}", f"{event.noise_multiplier:g}", str(event.num_steps))
+        for name, ledger in ledgers for event in ledger.events
     ]  # fmt: skip
-    print_rows("Candidates: one run", ("values", "sampling prob", "noise multiplier", "steps"), rows)
-
-
-def _print_events(spent: Ledger) -> None:
-    rows = [(f"{e.sampling_prob:g}", f"{e.noise_multiplier:g}", str(e.num_steps)) for e in spent.events]
-    print_rows(f"{spent.num_steps} steps, {spent.adjacency}", ("sampling prob", "noise multiplier", "steps"), rows)
+    named = 0 if rows and rows[0][0] else 1
+    header = ("values", "sampling prob", "noise multiplier", "steps")
+    print_rows(title, header[named:], [row[named:] for row in rows])
 
 
 @ledger.command("check")
@@ -270,11 +266,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     _note(source)
     claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
     found = source.guarantee(at, method)
-    _print_checks(claim, found, [_compare(claim, found), *_consistent(source, claim, at)], as_json)
-
-
-def _print_checks(claim: float, found: accounting.Guarantee, rows: list[_Row], as_json: bool) -> None:
-    """Print what agrees and what does not; end with exit code 1 if something does not."""
+    rows = [_compare(claim, found), *_consistent(source, claim, at)]
     agrees = all(fine for _, fine, _ in rows)
     if as_json:
         checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
@@ -310,29 +302,28 @@ def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
     rows += [
         ("key", record.noise_key != GUESSABLE, record.noise_key),
         ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
-        _sampling_of_search(record) if isinstance(record, SelectionRecord) else _sampling(record),
+        _sampling(record),
     ]
     return rows if budget is None else [*rows, ("budget", claim <= budget * (1 + _ROUNDING), f"{budget:g}")]
 
 
-def _sampling(record: Record) -> _Row:
-    """Compare the settings of the last step with the steps that were counted."""
-    size, n, q, sigma = record.expected_batch_size, record.dataset_size, record.sampling_prob, record.noise_multiplier
-    events = record.ledger.events
+def _sampling(record: Record | SelectionRecord) -> _Row:
+    """Compare the settings, of the last step or of each candidate, with the steps that were counted."""
+    n = record.dataset_size
+    if isinstance(record, SelectionRecord):
+        wrong = []
+        for values, ledger in zip(record.candidates, record.ledgers, strict=True):
+            q, steps = values.get("batch_size", math.nan) / n, values.get("steps")
+            counted = any(
+                e.sampling_prob == 1 or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
+                for e in ledger.events
+            )
+            wrong += [] if counted else [listed(values)]
+        found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
+        return "sampling", not wrong, found
+    size, q, sigma, events = (
+        record.expected_batch_size, record.sampling_prob, record.noise_multiplier, record.ledger.events
+    )  # fmt: skip
     counted = not events or any(e.sampling_prob in (q, 1.0) and e.noise_multiplier == sigma for e in events)
     found = f"{size:g} of {n} expected, probability {q:.6g}, noise {sigma:.6g}"
     return "sampling", math.isclose(q * n, size, rel_tol=1e-9) and counted, found
-
-
-def _sampling_of_search(record: SelectionRecord) -> _Row:
-    """Compare the values of the candidates with the steps that were counted for them."""
-    wrong = []
-    for values, ledger in zip(record.candidates, record.ledgers, strict=True):
-        q, steps = values.get("batch_size", math.nan) / record.dataset_size, values.get("steps")
-        counted = (
-            each.sampling_prob == 1 or (math.isclose(each.sampling_prob, q, rel_tol=1e-9) and each.num_steps == steps)
-            for each in ledger.events
-        )
-        wrong += [] if any(counted) else [listed(values)]
-    found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
-    return "sampling", not wrong, found

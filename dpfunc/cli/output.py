@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -30,6 +33,28 @@ def describe(guarantee: Guarantee) -> dict[str, Any]:
 def listed(values: Mapping[str, float]) -> str:
     """Numbers with their names in one line."""
     return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class Report:
+    """Lines that a command prints while it works, kept with what else it prints as JSON."""
+
+    values: dict[str, Any] = field(default_factory=lambda: {"report": [], "record": None})
+
+    def say(self, line: str) -> None:
+        """Print a line, and keep it."""
+        self.values["report"].append(line)
+        click.echo(line)
+
+
+@contextmanager
+def reporting(as_json: bool, writes: bool = True) -> Iterator[Report]:
+    """A report. As JSON stdout has its values alone, from the process that writes; all else is on stderr."""
+    report = Report()
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # also what the Trainer of Transformers prints
+        yield report
+    if as_json and writes:
+        print_json(report.values)
 
 
 def print_json(values: object) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpfunc.cli.output import json_option, print_json
+from dpfunc.cli.output import json_option, print_json, reporting
 from dpfunc.errors import DPFuncError, InvalidArgument, NotWritten
 
 if TYPE_CHECKING:
@@ -27,6 +26,20 @@ _KEYS = {
     "expected_batch_size": "batch_size", "allow_large_delta=True": "dp_allow_large_delta: true", "delta=": "dp_delta=",
 }  # fmt: skip
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_HELP = {"help_option_names": ["-h", "--help"]}
+FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True, **_HELP}
+
+
+def seed_option(what: str) -> Callable[[Any], Any]:
+    """The option `--insecure-seed`."""
+    text = f"A guessable key, to repeat a {what}: for tests and public data."
+    return click.option("--insecure-seed", "--insecure_seed", type=click.IntRange(min=0), help=text)
+
+
+def check_new(out: Path) -> None:
+    """Check that a file to write is not there."""
+    if out.exists():
+        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
 
 
 @contextmanager
@@ -72,7 +85,7 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
+def _interruptible(job: Job, writes: bool) -> Iterator[None]:
     """After Ctrl-C, or a file that cannot be written, tell the privacy cost of the run; click then ends the command."""
     from dpfunc.checkpoint.journal import REFUSED, unwritten
     from dpfunc.train.run_folder import interrupted
@@ -80,7 +93,7 @@ def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if ranks is None or ranks.writes:
+        if writes:
             click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
         raise
     except REFUSED as error:
@@ -91,18 +104,22 @@ def _interruptible(job: Job, ranks: Ranks | None) -> Iterator[None]:
 
 
 @contextmanager
-def _processes() -> Iterator[Ranks | None]:
-    """Yield the processes of this run under torchrun, or None. A process that loses the others ends with an error."""
+def _processes() -> Iterator[tuple[Ranks | None, bool]]:
+    """Yield the processes of this run under torchrun, or None, and True for the one that writes and prints.
+
+    A process that loses the others ends with an error.
+    """
     from dpfunc import distributed
     from dpfunc.train.run import LONGEST_WAIT
 
     ranks = distributed.from_environment(LONGEST_WAIT)
-    if not distributed.is_writer(ranks):
+    writes = distributed.is_writer(ranks)
+    if not writes:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
     try:
-        yield ranks
+        yield ranks, writes
     except DPFuncError:
         raise
     except RuntimeError as error:
@@ -128,16 +145,13 @@ def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
     return twin(job) if no_dp else job
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
 @click.option("--resume", is_flag=True, help="Go on with the run in output_dir after an interruption, bit for bit.")
-@click.option(
-    "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
-    help="A guessable key, to repeat a run: for tests and public data.",
-)  # fmt: skip
+@seed_option("run")
 @json_option
 def train(
     config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None,
@@ -154,49 +168,21 @@ def train(
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
     job = _read_job(config, flags, no_dp)
-    with keys_of_the_file(), without_noise(), _processes() as ranks, report(as_json, ranks) as values:
-        tell = partial(say, values)
+    with keys_of_the_file(), without_noise(), _processes() as (_, writes), reporting(as_json, writes) as report:
         if dry_run or job.privacy.dp_dry_run:
-            if ranks is None or ranks.writes:
-                _print_plan(job, resume, insecure_seed, tell)
+            from dpfunc.train.dry_run import dry_run as plan_lines
+
+            for line in plan_lines(job, resume=resume, insecure_seed=insecure_seed) if writes else ():
+                report.say(line)
             return
         from dpfunc.train.run import run_job
 
-        with _interruptible(job, ranks):
-            values["record"] = run_job(job, resume=resume, insecure_seed=insecure_seed, say=tell) or None
+        with _interruptible(job, writes):
+            record = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say)
+            report.values["record"] = record or None
 
 
-def _print_plan(job: Job, resume: bool, insecure_seed: int | None, tell: Callable[[str], None]) -> None:
-    """Print the dry run, after the checks that training begins with."""
-    from dpfunc.train.dry_run import dry_run
-    from dpfunc.train.run import check_job
-    from dpfunc.train.run_folder import recorded_job
-
-    check_job(job, resume, insecure_seed)
-    for line in dry_run(recorded_job(job) if resume else job):
-        tell(line)
-
-
-@contextmanager
-def report(as_json: bool, ranks: Ranks | None) -> Iterator[dict[str, Any]]:
-    """Yield the values to print as JSON: lines of a report, and the record of a run. Stdout has nothing else then."""
-    values: dict[str, Any] = {"report": [], "record": None}
-    if not as_json:
-        yield values
-        return
-    with redirect_stdout(sys.stderr):  # also what the Trainer of Transformers prints
-        yield values
-    if ranks is None or ranks.writes:
-        print_json(values)
-
-
-def say(values: dict[str, Any], line: str) -> None:
-    """Print a line of a report, on stderr where stdout is kept for JSON, and keep it."""
-    values["report"].append(line)
-    click.echo(line)
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=_HELP)
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
@@ -224,22 +210,19 @@ def generate(
 
     how = generation.Sampling(num, max_new_tokens, temperature, top_p, seed, batch_size)
     rows = generation.read_prompts(prompt, prompts)
-    if out.exists():
-        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
-    with _processes() as ranks:
+    check_new(out)
+    with _processes() as (ranks, writes):
+        read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private, prompts=prompts)
         with without_noise():
-            read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private)
             writer = all_or_none(read, ranks, "Nothing was drawn")
-        all_or_none(partial(generation.refuse_private_prompts, writer, prompts), ranks, "Nothing was drawn")
         from rich.console import Console
         from rich.progress import track
 
         texts: Iterator[dict[str, Any]] = generation.sample(writer, rows, how, ranks)
-        speaks = ranks is None or ranks.writes
-        if speaks:
+        if writes:
             texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
         count = generation.write_texts(out, texts, ranks)
-    if not speaks:
+    if not writes:
         return
     if as_json:
         print_json({"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta})

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,17 @@ import click
 
 from dpfunc.accounting import RunCount
 from dpfunc.accounting.selection import SHAPES
-from dpfunc.cli.output import json_option, listed, print_rows
-from dpfunc.cli.train import FILE, importing, keys_of_the_file, report, say, without_noise
+from dpfunc.cli.output import Report, json_option, print_rows, reporting
+from dpfunc.cli.train import FILE, FLAGS_OF_A_JOB, check_new, importing, keys_of_the_file, seed_option, without_noise
 from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from dpfunc.train.candidates import Candidate
-    from dpfunc.train.grid import Trial
+    from dpfunc.train.search import Search
+
+_NOTHING = "Nothing was trained, written or spent."
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--public", type=FILE, help="Compare on this public table, with the noise of the private run: no cost.")
@@ -44,10 +44,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
 @click.option("--resume", is_flag=True, help="With --private: go on with an interrupted search in output_dir.")
-@click.option(
-    "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
-    help="A guessable key, to repeat a search: for tests and public data.",
-)  # fmt: skip
+@seed_option("search")
 @json_option
 def tune(
     config: Path, flags: tuple[str, ...], public: Path | None, private: bool, grid: tuple[str, ...],
@@ -71,23 +68,32 @@ def tune(
     _check_options(private, {"--mean-runs": mean_runs, "--score-noise": score_noise, "--resume": resume or None}, out)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
-    values, trials = _read(config, flags, grid, factors)
-    dry_run = dry_run or trials[0].job.privacy.dp_dry_run
-    with keys_of_the_file(), without_noise(), report(as_json, None) as shown:
-        tell = partial(say, shown)
+    with importing():
+        from dpfunc.train import config_file
+        from dpfunc.train.grid import parse_grid, trials
+    given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
+    found = trials(values, given, parse_grid(grid, factors))
+    dry_run = dry_run or found[0].job.privacy.dp_dry_run
+    with keys_of_the_file(), without_noise(), reporting(as_json) as report:
+        from dpfunc.train.private_search import check_search_folder
+        from dpfunc.train.search import prepare_search
+
         if public is not None:
             target = config.with_suffix(".tuned.yaml") if out is None else out
-            shown["search"] = _search_public(values, trials, public, target, dry_run, insecure_seed, tell)
+            check_new(target)
+            search = prepare_search(found, public=public, shows=True)
+            _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
         else:
+            check_search_folder(found[0].job, resume)
             count = RunCount(mean_runs or 0.0, SHAPES[runs])
-            _search_private(trials, count, score_noise or 0.0, dry_run, resume, insecure_seed, shown, tell)
+            search = prepare_search(found, runs=count, score_noise=score_noise or 0.0, shows=True)
+            _search_private(search, dry_run, resume, insecure_seed, report)
 
 
 def _check_options(private: bool, only_private: Mapping[str, object], out: Path | None) -> None:
     """Check that the options are those of the kind of search."""
-    required = ("--mean-runs", "--score-noise")
     for name, value in only_private.items():
-        if private and value is None and name in required:
+        if private and value is None and name != "--resume":
             raise click.UsageError(
                 f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
                 "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
@@ -98,104 +104,66 @@ def _check_options(private: bool, only_private: Mapping[str, object], out: Path 
         raise click.UsageError("Expected --out with --public only: a private search writes into output_dir.")
 
 
-def _read(
-    config: Path, flags: tuple[str, ...], grid: Sequence[str], factors: str | None
-) -> tuple[dict[str, Any], tuple[Trial, ...]]:
-    """The values of the job, and the combinations of the grid over it."""
-    with importing():
-        from dpfunc.train import config_file
-        from dpfunc.train import grid as grids
-    given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
-    chosen = grids.trials(values, given, grids.parse_grid(grid, factors))
-    return config_file.override(values, given), chosen
-
-
 def _search_public(
-    values: dict[str, Any], trials: Sequence[Trial], public: Path, out: Path, dry_run: bool, insecure_seed: int | None,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
+    search: Search, values: dict[str, Any], out: Path, dry_run: bool, insecure_seed: int | None, report: Report
+) -> None:
     """Compare the candidates on public records, and write the job of the best one."""
     import yaml
     from rich.console import Console
     from rich.progress import track
 
-    from dpfunc.train.candidates import MEANING
-    from dpfunc.train.public_search import prepare_public, run_public, tuned
+    from dpfunc.train.search import MEANING, listed, run_public, tuned
 
-    if out.exists():
-        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
-    search = prepare_public(trials, public, shows=True)
     there, held_out = len(search.records.train), len(search.records.evaluation)
-    tell(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
+    report.say(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
     if there < search.size:
-        tell(
+        report.say(
             "Fewer public records than private ones: batches and noise are those of the private run, but records are "
             "seen more often, so the best values for few steps may be missed."
         )
-    scores: list[float] = []
+    rows: list[dict[str, float]] = [
+        {**each.values, "noise_multiplier": each.prepared.job.privacy.dp_noise_multiplier or 0.0}
+        for each in search.candidates
+    ]
     if not dry_run:
-        found, count = run_public(search, insecure_seed), len(search.candidates)
-        scores = [*track(found, "public search", total=count, console=Console(file=sys.stderr))]
-    rows = _rows(search.candidates, scores)
+        found = run_public(search, insecure_seed)
+        shown = track(found, "public search", total=len(rows), console=Console(file=sys.stderr))
+        rows = [{**row, "score": score} for row, score in zip(rows, shown, strict=True)]
     print_rows("Candidates", [*rows[0]], [tuple(f"{value:.4g}" for value in row.values()) for row in rows])
     if dry_run:
-        tell("Nothing was trained, written or spent.")
-        return {"candidates": rows, "best": None, "out": None}
-    best = max(range(len(scores)), key=scores.__getitem__)
+        report.say(_NOTHING)
+        report.values["search"] = {"candidates": rows, "best": None, "out": None}
+        return
+    best = max(range(len(rows)), key=lambda number: rows[number]["score"])
     chosen = search.candidates[best]
-    job = chosen.prepared.job
-    out.write_text(yaml.safe_dump(tuned(values, job), sort_keys=False, allow_unicode=True), "utf-8")
-    tell(f"score: {MEANING[job.task]}, divided by their number; one run each, on public records: nothing was spent.")
-    tell(f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}")
-    return {"candidates": rows, "best": best, "out": str(out)}
+    out.write_text(yaml.safe_dump(tuned(values, chosen.prepared.job), sort_keys=False, allow_unicode=True), "utf-8")
+    meaning = MEANING[search.job.task]
+    report.say(f"score: {meaning}, divided by their number; one run each, on public records: nothing was spent.")
+    report.say(f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}")
+    report.values["search"] = {"candidates": rows, "best": best, "out": str(out)}
 
 
-def _rows(candidates: Sequence[Candidate], scores: Sequence[float]) -> list[dict[str, float]]:
-    """Values, noise and, after training, score of each candidate."""
-    rows = [
-        {**each.values, "noise_multiplier": each.prepared.job.privacy.dp_noise_multiplier or 0.0} for each in candidates
-    ]
-    return [{**row, "score": score} for row, score in zip(rows, scores, strict=True)] if scores else rows
-
-
-def _search_private(
-    trials: Sequence[Trial], count: RunCount, score_noise: float, dry_run: bool, resume: bool,
-    insecure_seed: int | None, shown: dict[str, Any], tell: Callable[[str], None],
-) -> None:  # fmt: skip
+def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
     """Do a private search, or show its plan."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from dpfunc.accounting.record import NOT_COVERED, RECORD_FILE
     from dpfunc.train import private_search
 
-    private_search.check_search_folder(trials[0].job, resume)
-    search = private_search.prepare_search(trials, count, score_noise, shows=True)
     for line in private_search.search_lines(search):
-        tell(line)
+        report.say(line)
     if dry_run:
-        tell("Nothing was trained, written or spent.")
+        report.say(_NOTHING)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
             # No total: it would tell the number of runs, which is secret.
-            progress.add_task(f"private search, {search.runs.mean:g} runs on average", total=None)
+            progress.add_task("private search", total=None)
             outcome = private_search.run_search(search, resume=resume, insecure_seed=insecure_seed)
     except KeyboardInterrupt:
         click.echo(f"\n{private_search.interrupted_search(search.job)}", err=True)
         raise
-    record, folder = outcome.record, search.job.output_dir
-    shown["record"] = json.loads(record.to_json())
-    tell(f"Spent by the whole search: epsilon={record.epsilon:.4g} at delta={record.delta:g}, one record protected.")
-    if insecure_seed is not None:
-        tell(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
-    if record.chosen is None or record.chosen_score is None:
-        tell(f"No model was released: {outcome.nothing}.")
-    else:
-        noise = f"with noise of standard deviation {record.score_noise:g}"
-        tell(f"Best: {listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}, {noise}.")
-        tell(f"Saved: {folder}/model. The other runs were deleted.")
-    tell(f"Accounting: {folder}/{RECORD_FILE}.")
-    not_covered = (*private_search.NOT_COVERED_BY_A_SEARCH, *NOT_COVERED[:2])
-    tell(f"Not covered by epsilon: {'; '.join(not_covered)}.")
+    report.values["record"] = json.loads(outcome.record.to_json())
+    for line in private_search.outcome_lines(outcome, search.job.output_dir, insecure_seed):
+        report.say(line)

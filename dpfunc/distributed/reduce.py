@@ -90,7 +90,9 @@ def _gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
 
 def zeros(params: Params) -> dict[str, Tensor]:
     """Clipped sums of no rows, of which this process has the parts that it has of the parameters."""
-    return {n: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype)) for n, param in params.items()}
+    return {
+        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype)) for name, param in params.items()
+    }
 
 
 def release(

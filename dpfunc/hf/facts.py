@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.padding import positions_of_tokens
 from dpfunc.types import Params
 
 AnyForward = Callable[..., Any]
@@ -20,28 +21,22 @@ AnyForward = Callable[..., Any]
 
 _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
 """Decoders with a table of positions that is looked up from the start of the row, padding or not."""
-
-
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 """Names of layers that look positions up in a table."""
-
-NESTED = ("idefics", "smolvlm", "mllama")
+_NESTED = ("idefics", "smolvlm", "mllama")
 """Vision-language models that take images with an axis for the samples and one for the images of a sample."""
 
 
-@dataclass(frozen=True)
-class Speech:
-    """Facts about a model with a CTC loss.
-
-    Args:
-        blank: class of the blank. by_length: divide by the number of labels. zero_infinity: 0 for labels that are
-            longer than the frames. frames: lengths of inputs (B,) -> numbers of frames (B,), None if not known.
-    """
+class Speech(NamedTuple):
+    """Facts about a model with a CTC loss."""
 
     blank: int
     by_length: bool
+    """The loss is divided by the number of labels."""
     zero_infinity: bool
+    """The loss is 0 for labels that are longer than the frames."""
     frames: Callable[[Tensor], Tensor] | None
+    """Lengths of inputs (B,) -> numbers of frames (B,); None if not known."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +61,10 @@ class Tables:
         long = self.positions is not None and ids.dim() > 1 and ids.shape[-1] > self.positions
         if not (long and "size" in str(error)) and "index out of range" not in str(error):
             return None
-        most = "" if self.positions is None else f" and rows of at most {self.positions} tokens"
-        cut = (
-            ""
-            if self.positions is None
-            else f", and truncate: tokenizer(..., truncation=True, max_length={self.positions})"
-        )
+        most = cut = ""
+        if self.positions is not None:
+            most = f" and rows of at most {self.positions} tokens"
+            cut = f", and truncate: tokenizer(..., truncation=True, max_length={self.positions})"
         return InvalidArgument(
             f"Expected token ids 0 <= id < {self.tokens}{most}, as the tables of this model have them; got others in "
             "at least one record, which is private and not shown. Use the tokenizer that belongs to the model, or call "
@@ -118,7 +111,7 @@ class Caller:
         self._refuse_inputs(kwargs)
         mask_BT = kwargs.get("attention_mask")
         if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
-            kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)
+            kwargs["position_ids"] = positions_of_tokens(mask_BT)
         try:
             return self.forward(params, *args, **{**self.facts.options, **kwargs})
         except (IndexError, RuntimeError) as error:
@@ -160,16 +153,13 @@ def quantised_layers(model: nn.Module) -> tuple[str, ...]:
     >>> quantised_layers(nn.Sequential(nn.Linear(2, 2)))
     ()
     """
-    return tuple(
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and isinstance(layer.weight, Tensor) and not _is_plain(layer.weight)
-    )
-
-
-def _is_plain(weight: Tensor) -> bool:
     kinds = (Tensor, nn.Parameter)  # packed formats are subclasses of tensor, or hold bytes
-    return weight.is_floating_point() and type(weight) in kinds and type(weight.data) in kinds
+
+    def is_plain(weight: Tensor) -> bool:
+        return weight.is_floating_point() and type(weight) in kinds and type(weight.data) in kinds
+
+    linear = [(name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return tuple(name for name, weight in linear if isinstance(weight, Tensor) and not is_plain(weight))
 
 
 def facts_of(forward: AnyForward) -> Facts:
@@ -197,7 +187,7 @@ def facts_of(forward: AnyForward) -> Facts:
         speech=_speech(base),
         augmented=base if augments(config) else None,
         blocks=_has_blocks(config),
-        nested_images=str(getattr(config, "model_type", "")).startswith(NESTED),
+        nested_images=str(getattr(config, "model_type", "")).startswith(_NESTED),
         tables=_tables(base),
     )
 
@@ -254,22 +244,16 @@ def _speech(base: nn.Module) -> Speech | None:
 
 def _decoder_inputs(base: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The labels shifted to the right; by the model itself where it does more than that (mBART: the language first)."""
-    shift = _shift_of(getattr(base, "config", None))
-    own: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-    if own is None:
-        return shift
-    example = torch.tensor([[3, 4, IGNORED]])
-    return shift if shift is not None and torch.equal(shift(example), own(example)) else own
-
-
-def _shift_of(config: object) -> Callable[[Tensor], Tensor] | None:
+    config = getattr(base, "config", None)
     start, pad = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    own: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
     if start is None or pad is None:
-        return None
+        return own  # type: ignore[no-any-return]  # of the model
 
     def shifted(labels_BT: Tensor) -> Tensor:
         start_B1 = torch.full_like(labels_BT[:, :1], start)
         shifted_BT = torch.cat((start_B1, labels_BT[:, :-1]), dim=1)
         return torch.where(shifted_BT == IGNORED, pad, shifted_BT)
 
-    return shifted
+    example = torch.tensor([[3, 4, IGNORED]])
+    return shifted if own is None or torch.equal(shifted(example), own(example)) else own

@@ -48,39 +48,35 @@ class ModelCheck:
 def check_model(model: nn.Module) -> ModelCheck:
     """Look at a model before training: what would mix samples or fail, and what saves memory or noise.
 
-    Args:
-        model: a model of Transformers or PEFT; it is not changed and not run.
+    `problems` is empty for a model that can be trained. The model is not changed and not run: what a look cannot find,
+    the engines do, which compare the first batch with single samples.
 
-    Returns:
-        A `ModelCheck`; `problems` is empty for a model that can be trained. What a look cannot find, the engines do:
-        they compare the first batch with single samples.
+    Args:
+        model: a model of Transformers or PEFT.
 
     >>> class TinyForCausalLM(nn.Linear): ...
     >>> print(check_model(TinyForCausalLM(2, 2)))
     6 of 6 parameters are trained; task: causal_lm
     """
-    params = list(model.parameters())
-    trained = sum(p.numel() for p in params if p.requires_grad)
     config = getattr(base_model(model), "config", None)
     batchnorms = count_batchnorm(model)
-    advice = []
-    if batchnorms:
-        advice.append(
-            f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics "
-            "of public data are fine too: model.eval()."
-        )
-    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        advice.append("The load-balancing loss of the experts is a mean over the batch, and is not used.")
-    if getattr(config, "feat_extract_norm", None) == "group":
-        advice.append(
-            "The first layer normalises over all of a recording, padding included: pad all recordings to one public "
-            'length (padding="max_length"), or a record changes the gradients of others by its length.'
-        )
+    experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    advice = {
+        f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics of "
+        "public data are fine too: model.eval().": batchnorms > 0,
+        "The load-balancing loss of the experts is a mean over the batch, and is not used.": experts,
+        "The first layer normalises over all of a recording, padding included: pad all recordings to one public length "
+        '(padding="max_length"), or a record changes the gradients of others by its length.':
+            getattr(config, "feat_extract_norm", None) == "group",
+    }  # fmt: skip
     task: str | None = None
     with suppress(UnsupportedModel):
         task = infer_task(model)
-    total = sum(p.numel() for p in params)
-    return ModelCheck(task, trained, total, batchnorms, tuple(_problems(model, task)), tuple(advice))
+    sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
+    return ModelCheck(
+        task, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes), batchnorms,
+        tuple(_problems(model, task)), tuple(text for text, applies in advice.items() if applies),
+    )  # fmt: skip
 
 
 def _problems(model: nn.Module, task: str | None) -> Iterator[str]:
@@ -139,12 +135,11 @@ def causal_mask(attention_mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if attention_mask_BT.dim() != 2:
         raise InvalidArgument(f"Expected an attention mask (B, T), got {tuple(attention_mask_BT.shape)}.")
-    length = attention_mask_BT.shape[1]
-    ones_TT = torch.ones(length, length, dtype=torch.bool, device=attention_mask_BT.device)
-    itself_TT = torch.eye(length, dtype=torch.bool, device=attention_mask_BT.device)
-    seen_BTT = (torch.tril(ones_TT) & (attention_mask_BT != 0)[:, None, :]) | itself_TT
-    lowest = torch.finfo(dtype).min
-    return torch.where(seen_BTT, 0.0, lowest).to(dtype)[:, None]
+    shape_TT = [attention_mask_BT.shape[1]] * 2
+    before_TT = torch.ones(shape_TT, dtype=torch.bool, device=attention_mask_BT.device).tril()
+    itself_TT = torch.eye(shape_TT[0], dtype=torch.bool, device=attention_mask_BT.device)
+    seen_BTT = (before_TT & (attention_mask_BT != 0)[:, None, :]) | itself_TT
+    return torch.where(seen_BTT, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +166,6 @@ def with_causal_attention(forward: AnyForward) -> CausalForward:
         forward: from `dpfunc.functionalize`, of a model that takes `attention_mask`. Models that make positions from
             the mask (OPT) need `position_ids` as well.
 
-    Returns:
-        `forward(params, ..., attention_mask=mask_BT)`.
-
     Guarantees:
         later tokens have no influence (tests/hf/test_models.py::test_T14_causal_attention).
 
@@ -188,8 +180,7 @@ def with_causal_attention(forward: AnyForward) -> CausalForward:
 
 
 def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> bool:
-    """True if the logits of a model ignore later tokens: the last token of each row is replaced, and nothing before
-    it may move.
+    """True if the logits of a model ignore later tokens: no logit may move when the last token of each row is replaced.
 
     Args:
         forward: of a model with `.logits`. params: its parameters. batch: inputs of public rows without padding,

@@ -33,10 +33,8 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
         initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA is public.
 
     Raises:
-        InvalidArgument: not a PEFT model, nothing to train, no active adapter, or an adapter whose initial
-            value looked at data.
-        UnsupportedModel: the adapter is merged or switched off, or its training looks at gradients of the batch
-            (AdaLoRA, VeLoRA).
+        InvalidArgument: not a PEFT model, nothing to train, or an adapter whose initial value looked at data.
+        UnsupportedModel: the adapter is merged or switched off, or its training looks at gradients of the batch.
 
     >>> trainable(nn.Linear(1, 1))
     Traceback (most recent call last):
@@ -45,7 +43,19 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     active = _active(peft_model)
     for config in active.values():
         _refuse_methods(config, initialized_on_public_data)
-    _refuse_state(peft_model)
+    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
+    merged = [name for name, layer in layers if layer.merged_adapters]
+    if merged:
+        raise UnsupportedModel(
+            f"The adapter is merged into {shorten(merged)}: its parameters have no effect. Call "
+            "peft_model.unmerge_adapter()."
+        )
+    off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
+    if off:
+        raise UnsupportedModel(
+            f"The adapter is switched off in {shorten(off)}: its parameters have no effect. Leave "
+            "`with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
+        )
     asleep = _parameters_of_others(peft_model, active)
     names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
     if not names:
@@ -72,10 +82,6 @@ def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = F
     Guarantees:
         every engine's gradients are those of single samples (tests/hf/test_peft.py::test_parity),
         and `save` gives them back to PEFT (test_saved_adapters_open_in_peft).
-
-    >>> functionalize(nn.Linear(1, 1))
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
     """
     peft_model = unwrapped(peft_model)
     names = trainable(peft_model, initialized_on_public_data=initialized_on_public_data)
@@ -96,10 +102,6 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
 
     Raises:
         InvalidArgument: unknown names, wrong shapes, or parameters that PEFT's format has no place for.
-
-    >>> save(nn.Linear(1, 1), {}, "adapter")
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a PEFT model, got Linear. Call peft.get_peft_model(model, config) before.
     """
     peft_model = unwrapped(peft_model)
     active = _active(peft_model)
@@ -138,40 +140,17 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
     start = getattr(config, "init_lora_weights", True)
     if start in _LOOK_AT_DATA and not initialized_on_public_data:
         raise InvalidArgument(
-            "Expected an adapter whose initial value does not depend on private data, got "
-            f"init_lora_weights={start!r}. "
+            f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
             "If it was computed from public data, say initialized_on_public_data=True."
-        )
-
-
-def _refuse_state(peft_model: nn.Module) -> None:
-    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
-    merged = [name for name, layer in layers if layer.merged_adapters]
-    if merged:
-        raise UnsupportedModel(
-            f"The adapter is merged into {shorten(merged)}: its parameters have no effect. Call "
-            "peft_model.unmerge_adapter()."
-        )
-    off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
-    if off:
-        raise UnsupportedModel(
-            f"The adapter is switched off in {shorten(off)}: its parameters have no effect. Leave "
-            "`with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
         )
 
 
 def _parameters_of_others(peft_model: Any, active: Collection[str]) -> set[int]:
     """The ids of what belongs to other adapters: PEFT keeps adapters in dictionaries, each under its name."""
     names = set(peft_model.peft_config)
-    others: set[int] = set()
-    for part in peft_model.modules():
-        if not isinstance(part, (nn.ModuleDict, nn.ParameterDict)) or not len(part) or not set(part) <= names:
-            continue
-        for name in part:
-            if name not in active:
-                held = part[name]
-                others.update(map(id, held.parameters() if isinstance(held, nn.Module) else [held]))
-    return others
+    kept = [part for part in peft_model.modules() if isinstance(part, (nn.ModuleDict, nn.ParameterDict))]
+    held = [part[name] for part in kept if set(part) <= names for name in part if name not in active]
+    return {id(p) for each in held for p in (each.parameters() if isinstance(each, nn.Module) else [each])}
 
 
 def _with_values(module: nn.Module, params: Params) -> nn.Module:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from dpfunc.hf.padding import mean_of_tokens
+
 
 class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
     """An encoder, the mean of its last hidden states over the tokens, and a linear layer that starts at zero.
@@ -76,8 +78,7 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
             x_BTd = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         else:
             x_BTd = _through(self.backbone.encoder.layer[self.first_layer :], hidden.to(self.dtype), attention_mask)
-        mask_BT1 = torch.ones_like(x_BTd[..., :1]) if attention_mask is None else attention_mask[..., None].to(x_BTd)
-        mean_Bd = (x_BTd * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
+        mean_Bd = mean_of_tokens(x_BTd, attention_mask)
         return F.layer_norm(mean_Bd, mean_Bd.shape[-1:])
 
     def lower(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -143,9 +144,7 @@ def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = 
 
 
 def wants_mean(path: str) -> bool:
-    """True if the folder of a model says that it is a sentence encoder whose tokens are averaged.
-
-    Sentence Transformers writes it into `1_Pooling/config.json`.
+    """True if `1_Pooling/config.json` in the folder of a model says that it averages tokens (Sentence Transformers).
 
     >>> wants_mean("no-such-folder")
     False

@@ -5,7 +5,7 @@ The model is called without labels. What it would compute from them is a mean ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf import losses
+from dpfunc.hf import losses, padding
 from dpfunc.hf.facts import AnyForward, Caller, base_model, facts_of
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.types import LossFn, Params
@@ -32,16 +32,12 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
 
     A token after padding is not predicted: with padding on the left, how much of it there is depends on the longest
     sample of the batch, and the loss of the others must not.
-
-    Args:
-        forward: of a model with `.logits`. params: its parameters. batch: model inputs and "labels".
     """
     inputs, labels_BT = _split(batch)
     _refuse_packing(inputs)
     mask_BT = inputs.get("attention_mask")
     if mask_BT is not None and mask_BT.shape == labels_BT.shape:
-        before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
-        labels_BT = torch.where(before_BT == 0, losses.IGNORED, labels_BT)
+        labels_BT = padding.without_labels_after_padding(labels_BT, mask_BT)
     return losses.causal_lm(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
 
@@ -81,10 +77,7 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
 def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
     """The `problem_type` of a configuration, or what Transformers takes if it is None.
 
-    Args:
-        given: of the configuration. num_outputs: of the model, for each sample. labels: of a batch.
-
-    >>> problem_of(None, 3, torch.tensor([2, 0]))
+    >>> problem_of(None, num_outputs=3, labels=torch.tensor([2, 0]))
     'single_label_classification'
     """
     if given is not None:
@@ -126,49 +119,35 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
     Where "attention_mask" (B, T) is 0, no answer can be.
 
     Guarantees:
-        tests/hf/test_tasks.py: a row filled up to another length has the same loss
-        (test_answers_do_not_depend_on_filling).
+        tests/hf/test_tasks.py: a row that is padded to another length has the same loss
+        (test_answers_do_not_depend_on_padding).
     """
-    inputs = {
-        name: value for name, value in batch.items() if name not in ("labels", "start_positions", "end_positions")
-    }
-    if "start_positions" in batch and "end_positions" in batch:
-        first_B, last_B = batch["start_positions"], batch["end_positions"]
+    answer = ("start_positions", "end_positions")
+    if all(name in batch for name in answer):
+        inputs, positions = {**batch}, [batch[name] for name in answer]
     else:
-        labels = _split(batch)[1]
+        inputs, labels = _split(batch)
         if labels.dim() != 2 or labels.shape[1] != 2:
             raise InvalidArgument(
                 "Expected 'start_positions' and 'end_positions', or 'labels' (B, 2) with both, got labels "
                 f'{tuple(labels.shape)}. Where answers are classes (ViLT) name the task "sequence_classification".'
             )
-        first_B, last_B = labels.unbind(1)
+        positions = list(labels.unbind(1))
+    inputs = {name: value for name, value in inputs.items() if name not in ("labels", *answer)}
     output = forward(params, **inputs)
-    logits, positions = (output.start_logits, output.end_logits), (first_B, last_B)
+    scores = [output.start_logits, output.end_logits]
     mask_BT = inputs.get("attention_mask")
-    if isinstance(mask_BT, Tensor) and mask_BT.shape == logits[0].shape:
-        logits, positions = _without_filling(mask_BT == 0, logits, positions)
-    return losses.question_answering(*logits, *positions)
-
-
-def _without_filling(
-    filled_BT: Tensor, logits: tuple[Tensor, Tensor], positions: tuple[Tensor, Tensor]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Logits and positions of tokens only: how long the longest row of a batch is must not matter to the others."""
-    last = filled_BT.shape[1] - 1
-    start_BT, end_BT = (each.masked_fill(filled_BT, -torch.inf) for each in logits)
-    first_B, last_B = (
-        torch.where(filled_BT.gather(1, each.clamp(0, last)[:, None])[:, 0], losses.IGNORED, each) for each in positions
-    )
-    return (start_BT, end_BT), (first_B, last_B)
+    if mask_BT is not None and mask_BT.shape == scores[0].shape:
+        ends = [padding.scores_of_tokens(*end, mask_BT) for end in zip(scores, positions, strict=True)]
+        scores, positions = [score_BT for score_BT, _ in ends], [position_B for _, position_B in ends]
+    return losses.question_answering(*scores, *positions)
 
 
 def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """Text of speech, by connectionist temporal classification (Wav2Vec2, HuBERT); as the model's own, for each sample.
 
-    Args:
-        forward: of a model whose configuration has `ctc_loss_reduction`. params: its parameters.
-        batch: "input_values" or "input_features", "attention_mask" where they are padded, and "labels" (B, L) with
-            -100 where a sample has fewer.
+    The batch has "input_values" or "input_features", "attention_mask" where they are padded, and "labels" (B, L) with
+    -100 where a sample has fewer.
 
     Raises:
         UnsupportedModel: the model does not say which frames are padding.
@@ -193,10 +172,8 @@ def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
 def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
     """Squared error of the cosine of two sentences, as `CosineSimilarityLoss` has it by default.
 
-    Args:
-        forward: of a model that returns a "sentence_embedding" (B, D) for a mapping of inputs, as SentenceTransformer.
-        params: its parameters. batch: two sentences as "<column>_input_ids", "<column>_attention_mask", ..., in the
-            order of their columns, and "label", "labels" or "score" (B,).
+    The model returns a "sentence_embedding" (B, D) for a mapping of inputs, as SentenceTransformer. The batch has two
+    sentences as "<column>_input_ids", "<column>_attention_mask", ..., and "label", "labels" or "score" (B,).
     """
     sentences, scores_B = _sentences(batch)
     if len(sentences) != 2:
@@ -206,51 +183,35 @@ def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str,
 
 
 def sentence_classes(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of a class of a pair of sentences, as `SoftmaxLoss` has it by default.
+    """Cross entropy of a class of a pair of sentences, as `SoftmaxLoss` has it by default; see `sentence_similarity`.
 
-    Args:
-        forward: of the SoftmaxLoss module itself, which has the encoder and the classifier: called with a list of
-            mappings and no labels it returns embeddings and logits.
-        params, batch: see `sentence_similarity`; labels are class numbers.
+    The model is the SoftmaxLoss module itself, with the encoder and the classifier: called with a list of mappings and
+    no labels it returns embeddings and logits.
     """
     sentences, labels_B = _sentences(batch)
     _, logits_BC = forward(params, sentences, None)
     return losses.classification(logits_BC, labels_B)
 
 
-TASKS: Mapping[str, SampleLoss] = MappingProxyType(
-    {
-        "causal_lm": causal_lm,
-        "sequence_classification": sequence_classification,
-        "image_classification": sequence_classification,
-        "token_classification": token_classification,
-        "masked_lm": token_classification,
-        "seq2seq": seq2seq,
-        "question_answering": question_answering,
-        "ctc": ctc,
-        "sentence_similarity": sentence_similarity,
-        "sentence_classes": sentence_classes,
-        "vqa": vqa,
-    }
+_SEQUENCE = ("ForSequenceClassification", "MeanPooledClassifier", "ForAudioClassification", "ForVideoClassification",
+             "ForMultipleChoice", "ForNextSentencePrediction")  # fmt: skip
+# name of a task, its loss, endings of the names of model classes that are trained for it
+_TABLE: tuple[tuple[str, SampleLoss, tuple[str, ...]], ...] = (
+    ("causal_lm", causal_lm, ("ForCausalLM", "LMHeadModel")),
+    ("sequence_classification", sequence_classification, _SEQUENCE),
+    ("image_classification", sequence_classification, ("ForImageClassification",)),
+    ("token_classification", token_classification, ("ForTokenClassification",)),
+    ("masked_lm", token_classification, ("ForMaskedLM",)),
+    ("seq2seq", seq2seq, ()),
+    ("question_answering", question_answering, ("ForQuestionAnswering",)),
+    ("ctc", ctc, ("ForCTC",)),
+    ("sentence_similarity", sentence_similarity, ()),
+    ("sentence_classes", sentence_classes, ()),
+    ("vqa", vqa, ()),
 )
-"""Name of a task -> its loss."""
 
-_ENDINGS = {
-    "ForCausalLM": "causal_lm",
-    "LMHeadModel": "causal_lm",
-    "ForSequenceClassification": "sequence_classification",
-    "ForImageClassification": "image_classification",
-    "ForTokenClassification": "token_classification",
-    "ForMaskedLM": "masked_lm",
-    "ForQuestionAnswering": "question_answering",
-    "ForCTC": "ctc",
-    "MeanPooledClassifier": "sequence_classification",
-    **dict.fromkeys(
-        ("ForAudioClassification", "ForVideoClassification", "ForMultipleChoice", "ForNextSentencePrediction"),
-        "sequence_classification",
-    ),
-}
-"""Ending of the name of a model's class -> its task."""
+TASKS: Mapping[str, SampleLoss] = MappingProxyType({name: loss for name, loss, _ in _TABLE})
+"""Name of a task -> its loss."""
 
 _NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
 """Endings of names that say too little: Flaubert's head is masked, XLM's either, the others see some later tokens."""
@@ -280,7 +241,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         task: a name in `TASKS`, or a function `(forward, params, batch) -> losses_B`.
 
     Returns:
-        The loss function. A batch is a mapping from names to tensors with the samples on axis 0, labels among them.
+        The loss function of a batch: names -> tensors with the samples on axis 0, labels among them.
 
     Raises:
         InvalidArgument: no such task, or something that is not callable. UnsupportedModel: a module as a loss.
@@ -302,7 +263,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
             raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
         task = TASKS[task]
     if isinstance(task, nn.Module):
-        raise _refusal(task)
+        raise _refusal(type(task).__name__)
     if not callable(task):
         raise InvalidArgument(
             f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
@@ -310,9 +271,8 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
     return partial(task, Caller(forward, facts_of(forward)))
 
 
-def _refusal(task: object) -> UnsupportedModel:
+def _refusal(name: str) -> UnsupportedModel:
     """Error about a module given as a loss: it has one value for a batch, and may compare records."""
-    name = type(task).__name__
     if any(part in name for part in _COMPARE_RECORDS):
         return UnsupportedModel(
             f"{name} compares the records of a batch with each other (in-batch negatives): no part of its gradient "
@@ -331,9 +291,6 @@ def _refusal(task: object) -> UnsupportedModel:
 def infer_task(model: nn.Module) -> str:
     """The task that a model of Transformers was built for, by the name of its class; adapters are looked through.
 
-    Args:
-        model: a model of Transformers, or a PEFT model around one.
-
     Raises:
         UnsupportedModel: the class does not say it.
 
@@ -342,40 +299,33 @@ def infer_task(model: nn.Module) -> str:
     'causal_lm'
     """
     base = base_model(model)
+    config: Any = getattr(base, "config", None)
     names = [kind.__name__ for kind in type(base).__mro__]
-    if any(name.endswith(_NO_GUESS) for name in names):
-        raise _unknown(base)
-    for name in names:
-        for ending, task in _ENDINGS.items():
-            if name.endswith(ending):
-                _refuse_encoder(base, task)
-                return task
-    writes = getattr(base, "can_generate", lambda: False)
-    config = getattr(base, "config", None)
-    reads_images = getattr(config, "vision_config", None) is not None
-    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
-    if not writes() or reads_images == writes_apart:
-        raise _unknown(base)
-    return "vqa" if reads_images else "seq2seq"
-
-
-def _refuse_encoder(base: nn.Module, task: str) -> None:
-    config = getattr(base, "config", None)
-    if task != "causal_lm" or getattr(config, "is_decoder", None) is not False:
-        return
-    if getattr(config, "model_type", "") not in _ALWAYS_DECODERS:
+    ambiguous = any(name.endswith(_NO_GUESS) for name in names)
+    known = None if ambiguous else _by_ending(names)
+    encodes = getattr(config, "is_decoder", None) is False and config.model_type not in _ALWAYS_DECODERS
+    if known == "causal_lm" and encodes:
         raise UnsupportedModel(
             f"{type(base).__name__} is an encoder: each token sees the next one, which it would learn to copy. Load it "
             "with is_decoder=True, or wrap its forward function in dpfunc.hf.models.with_causal_attention and name the "
             'task "causal_lm".'
         )
+    if known is not None:
+        return known
+    reads_images = getattr(config, "vision_config", None) is not None
+    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
+    writes = getattr(base, "can_generate", lambda: False)()
+    if ambiguous or not writes or reads_images == writes_apart:
+        raise UnsupportedModel(
+            f"It cannot be told from the class {type(base).__name__} what the model is trained for. Name the task: one "
+            f"of {', '.join(map(repr, TASKS))}, or pass a function (forward, params, batch) -> losses_B."
+        )
+    return "vqa" if reads_images else "seq2seq"
 
 
-def _unknown(base: nn.Module) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"It cannot be told from the class {type(base).__name__} what the model is trained for. Name the task: one of "
-        f"{', '.join(map(repr, TASKS))}, or pass a function (forward, params, batch) -> losses_B."
-    )
+def _by_ending(names: Sequence[str]) -> str | None:
+    """The task of the first class whose name has a known ending."""
+    return next((task for name in names for task, _, endings in _TABLE if name.endswith(endings)), None)
 
 
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -1,4 +1,7 @@
-"""A training job as values: what `dpfunc train CONFIG.yaml` reads, checked before anything is loaded."""
+"""A training job as values: what `dpfunc train CONFIG.yaml` reads, checked before anything is loaded.
+
+The fields with their types, limits and texts document the job file: docs/guides/train.md repeats them.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import fail, integer, non_negative, one_of, positive, suggestion, wrong_type
+from dpfunc._utils.validation import fail, one_of, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 
-TASKS = ("text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa")
+Task = Literal["text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa"]
+TASKS: tuple[Task, ...] = get_args(Task)
 # What each task can train; a language model shares its head with its embeddings.
 STRATEGIES = {
     "text_classification": ("lora", "qlora", "full", "head", "bitfit"),
@@ -33,11 +37,21 @@ PAIRS = ("text_classification", "text_regression")  # tasks that take a second t
 
 # A list of texts. A number among them is a text as well: labels are often 0 and 1.
 Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
-Sizes = tuple[int, ...]
+_Count = Annotated[int, Field(ge=1)]
+_Whole = Annotated[int, Field(ge=0)]
+_Positive = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _key(text: str, default: object = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"help": text})
+
+
+def _refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
+    """Raise the error of the first rule that is broken: (broken, error), for what no type of one key can say."""
+    for broken, error in rules:
+        if broken:
+            raise error if isinstance(error, InvalidArgument) else InvalidArgument(error)
 
 
 @dataclass(frozen=True)
@@ -56,8 +70,8 @@ class ModelSection:
     local_files_only: bool = _key("False allows downloads from the hub.", True)
 
     def __post_init__(self) -> None:
-        if self.gguf_file is not None and self.init == "random":
-            raise InvalidArgument("Expected model.gguf_file or model.init: random, got both.")
+        both = self.gguf_file is not None and self.init == "random"
+        _refuse((both, "Expected model.gguf_file or model.init: random, got both."))
 
 
 @dataclass(frozen=True)
@@ -66,12 +80,14 @@ class DataSection:
 
     train: str = _key("Table to train on, .jsonl, .csv or .txt; private.")
     eval: str | None = _key("Table to evaluate on; not protected.", None)
-    eval_fraction: float = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
+    eval_fraction: _Share = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
     spent: Texts | None = _key("Journals or ledgers of earlier runs on these records: the budget counts them.", None)
     deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
-    max_length: int = _key("Tokens of a record that are used.", 128)
+    max_length: Annotated[int, Field(ge=2)] = _key("Tokens of a record that are used.", 128)
     unit_column: str | None = _key("Column that says whose record a row is: one person is then protected.", None)
-    max_records_per_unit: int | None = _key("With unit_column: most records of a person that are used; public.", None)
+    max_records_per_unit: _Count | None = _key(
+        "With unit_column: most records of a person that are used; public.", None
+    )
     text_column: str = _key("Column with the text; for token_classification with its words.", "text")
     text_pair_column: str | None = _key("Column with a second text, for classes or numbers of pairs.", None)
     label_column: str = _key("Column with the label, the number, or the labels of all words.", "label")
@@ -85,36 +101,30 @@ class DataSection:
     image_column: str = _key(
         "Column with the image's path, or a list of paths, from the table's folder (vqa).", "image"
     )
-    max_images: int = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
-    image_size: Sizes | None = _key("Height and width that images are fitted into, [336, 336]; public (vqa).", None)
+    max_images: _Count = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
+    image_size: tuple[int, ...] | None = _key(
+        "Height and width that images are fitted into, [336, 336]; public (vqa).", None
+    )
     question_column: str = _key("Column with the question (vqa).", "question")
     answer_column: str = _key("Column with the answer (vqa).", "answer")
 
     def __post_init__(self) -> None:
-        integer("data.max_length", self.max_length, minimum=2)
-        if not 0 <= self.eval_fraction < 1:
-            raise fail("0 <= data.eval_fraction < 1", "data.eval_fraction", self.eval_fraction)
-        if self.eval is not None and self.eval_fraction:
-            raise InvalidArgument("Expected data.eval or data.eval_fraction, got both.")
-        if (self.prompt_column is None) != (self.response_column is None):
-            raise InvalidArgument("Expected data.prompt_column and data.response_column together, got one of them.")
-        if self.prompt_column is not None and self.prompt_template is not None:
-            raise InvalidArgument("Expected data.prompt_column or data.prompt_template, got both.")
-        if self.labels is not None and len(set(self.labels)) != len(self.labels):
-            raise fail("different labels", "data.labels", list(self.labels))
-        if self.labels is not None and len(self.labels) < 2:
-            raise fail("at least two labels", "data.labels", list(self.labels))
+        labels, size = self.labels, self.image_size
+        _refuse(
+            (self.eval is not None and self.eval_fraction, "Expected data.eval or data.eval_fraction, got both."),
+            ((self.prompt_column is None) != (self.response_column is None),
+             "Expected data.prompt_column and data.response_column together, got one of them."),
+            (self.prompt_column is not None and self.prompt_template is not None,
+             "Expected data.prompt_column or data.prompt_template, got both."),
+            (labels and len(set(labels)) != len(labels), fail("different labels", "data.labels", labels)),
+            (labels and len(labels) < 2, fail("at least two labels", "data.labels", labels)),
+            ((self.unit_column is None) != (self.max_records_per_unit is None),
+             "Expected data.unit_column and data.max_records_per_unit together, got one of them. A person with more "
+             "records gives that many of them. It is a public number: choose it without a look at the table."),
+            (size is not None and (len(size) != 2 or min(size) < 1),
+             fail("data.image_size to be [height, width], both >= 1", "data.image_size", size)),
+        )  # fmt: skip
         self.placeholders()
-        if self.max_records_per_unit is not None:
-            integer("data.max_records_per_unit", self.max_records_per_unit, minimum=1)
-        if (self.unit_column is None) != (self.max_records_per_unit is None):
-            raise InvalidArgument(
-                "Expected data.unit_column and data.max_records_per_unit together, got one of them. A person with more "
-                "records gives that many of them. It is a public number: choose it without a look at the table."
-            )
-        integer("data.max_images", self.max_images, minimum=1)
-        if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
-            raise fail("data.image_size to be [height, width], both >= 1", "data.image_size", list(self.image_size))
 
     def placeholders(self) -> tuple[str, ...]:
         """The columns that the prompt template names."""
@@ -124,36 +134,27 @@ class DataSection:
             raise fail("columns in braces, as in `Label: {label} Text:`", "data.prompt_template",
                        self.prompt_template, f"({error})") from error  # fmt: skip
         names = tuple(name for _, name, _, _ in parts if name is not None)
-        if not all(name.isidentifier() for name in names) or any(
-            spec or conversion for _, _, spec, conversion in parts
-        ):
+        plain = all(name.isidentifier() for name in names) and not any(spec or change for _, _, spec, change in parts)
+        if not plain:
             raise fail("plain column names in braces", "data.prompt_template", self.prompt_template)
         return names
 
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Section `lora` of a job: low-rank adapters, in the terms of PEFT."""
+    """Low-rank adapters, in the terms of PEFT."""
 
-    rank: int = _key("Rank of the adapters.", 8)
-    alpha: float = _key("Their output is scaled by alpha / rank.", 16.0)
+    rank: _Count = _key("Rank of the adapters.", 8)
+    alpha: _Positive = _key("Their output is scaled by alpha / rank.", 16.0)
     targets: Texts | None = _key("Names of adapted layers, or `all-linear`; by default PEFT's choice.", None)
-    dropout: float = _key("Dropout before the adapters.", 0.0)
-    top_layers: int | None = _key(
+    dropout: _Share = _key("Dropout before the adapters.", 0.0)
+    top_layers: _Count | None = _key(
         "Adapters in so many of the highest layers; what is below is computed once. By default all layers, and one "
         "where the rate is left to the recipe and tokens are averaged.",
         None,
     )
     rslora: bool = _key("Scale by alpha / sqrt(rank) instead.", False)
     modules_to_save: Texts | None = _key("Modules trained whole besides; a new head always is.", None)
-
-    def __post_init__(self) -> None:
-        integer("lora.rank", self.rank, minimum=1)
-        positive("lora.alpha", self.alpha)
-        if self.top_layers is not None:
-            integer("lora.top_layers", self.top_layers, minimum=1)
-        if not 0 <= self.dropout < 1:
-            raise fail("0 <= lora.dropout < 1", "lora.dropout", self.dropout)
 
 
 @dataclass(frozen=True)
@@ -163,43 +164,37 @@ class TrainingSection:
     What is left out of learning_rate, batch_size and steps comes from a recipe, see `dpfunc.train.recipe`.
     """
 
-    learning_rate: float | None = _key("Peak learning rate; by default that of the recipe.", None)
-    head_rate: float | None = _key("Rate of a new head beside adapters; by default that of all, or the recipe's.", None)
-    batch_size: int | None = _key(
+    learning_rate: _Positive | None = _key("Peak learning rate; by default that of the recipe.", None)
+    head_rate: _Positive | None = _key(
+        "Rate of a new head beside adapters; by default that of all, or the recipe's.", None
+    )
+    batch_size: _Count | None = _key(
         "Logical batch: the expected number of records in a step; by default that of the recipe.", None
     )
-    steps: int | None = _key("Optimizer steps; or epochs, by default those of the recipe.", None)
-    epochs: float | None = _key("Passes over the records; rounded up to steps.", None)
-    physical_batch_size: int | None = _key("Records differentiated at once, for memory only.", None)
+    steps: _Count | None = _key("Optimizer steps; or epochs, by default those of the recipe.", None)
+    epochs: _Positive | None = _key("Passes over the records; rounded up to steps.", None)
+    physical_batch_size: _Count | None = _key("Records differentiated at once, for memory only.", None)
     optimizer: str = _key("As in the Trainer's `optim`.", "adamw_torch")
-    weight_decay: float = _key("Weight decay.", 0.0)
+    weight_decay: Annotated[float, Field(ge=0)] = _key("Weight decay.", 0.0)
     scheduler: str = _key("As in the Trainer's `lr_scheduler_type`.", "linear")
-    warmup_steps: int = _key("Steps in which the rate grows to its peak.", 0)
-    seed: int = _key("Where new parameters start, and the split: public. The noise does not depend on it.", 0)
-    eval_steps: int | None = _key("Evaluate every so many steps; only at the end by default.", None)
-    save_steps: int = _key("Write a checkpoint every so many steps.", 100)
-    keep_checkpoints: int = _key("Older checkpoints are removed.", 2)
-    logging_steps: int = _key("Log every so many steps.", 10)
+    warmup_steps: _Whole = _key("Steps in which the rate grows to its peak.", 0)
+    seed: _Whole = _key("Where new parameters start, and the split: public. The noise does not depend on it.", 0)
+    eval_steps: _Count | None = _key("Evaluate every so many steps; only at the end by default.", None)
+    save_steps: _Count = _key("Write a checkpoint every so many steps.", 100)
+    keep_checkpoints: _Count = _key("Older checkpoints are removed.", 2)
+    logging_steps: _Count = _key("Log every so many steps.", 10)
     report_to: Texts | None = _key("The Trainer's loggers, e.g. [tensorboard].", None)
     bf16: bool = _key("bfloat16 in forward and backward passes; clipping and noise stay in float32.", False)
     gradient_checkpointing: bool = _key("Less memory for activations, more time.", False)
-    cache_mib: int = _key("Most memory for what frozen layers give, computed once a record; 0 for none.", 2048)
+    cache_mib: _Whole = _key("Most memory for what frozen layers give, computed once a record; 0 for none.", 2048)
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "head_rate", "epochs"):
-            if getattr(self, name) is not None:
-                positive(f"training.{name}", getattr(self, name))
-        non_negative("training.weight_decay", self.weight_decay)
-        for name, minimum in {
-            "batch_size": 1, "steps": 1, "physical_batch_size": 1, "warmup_steps": 0, "seed": 0, "eval_steps": 1,
-            "save_steps": 1, "keep_checkpoints": 1, "logging_steps": 1, "cache_mib": 0,
-        }.items():  # fmt: skip
-            if getattr(self, name) is not None:
-                integer(f"training.{name}", getattr(self, name), minimum=minimum)
-        if self.steps is not None and self.epochs is not None:
-            raise InvalidArgument("Expected one of training.steps and training.epochs, got both.")
-        if self.head_rate is not None and self.optimizer != "adamw_torch":
-            raise fail("no training.head_rate with another optimizer than adamw_torch", "optimizer", self.optimizer)
+        _refuse(
+            (self.steps is not None and self.epochs is not None,
+             "Expected one of training.steps and training.epochs, got both."),
+            (self.head_rate is not None and self.optimizer != "adamw_torch",
+             fail("no training.head_rate with another optimizer than adamw_torch", "optimizer", self.optimizer)),
+        )  # fmt: skip
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -211,10 +206,10 @@ class TrainingSection:
         """Optimizer steps over that many records; a part of a step is a step."""
         if self.steps is not None:
             return self.steps
-        return math.ceil(round((self.epochs or 0.0) * dataset_size / required(self.batch_size), 6))
+        return math.ceil(round((self.epochs or 0.0) * dataset_size / _required(self.batch_size), 6))
 
 
-def required(value: int | None) -> int:
+def _required(value: int | None) -> int:
     """A value that the recipe has given where the job did not."""
     if value is None:
         raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
@@ -234,7 +229,7 @@ class Job:
         extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1
     )
 
-    task: str
+    task: Task
     output_dir: str
     model: ModelSection
     data: DataSection
@@ -244,62 +239,40 @@ class Job:
     lora: LoraSection = LoraSection()
 
     def __post_init__(self) -> None:
-        one_of("task", self.task, TASKS)
-        self._check_strategy()
-        mine, theirs = self.training.physical_batch_size, self.privacy.dp_physical_batch_size
-        if mine is not None and theirs is not None and mine != theirs:
-            raise InvalidArgument(
-                f"Expected one physical batch size, got training.physical_batch_size={mine} and "
-                f"privacy.dp_physical_batch_size={theirs}."
-            )
-        if self.privacy.dp_recipe is not None:
-            raise fail(
-                "no dp_recipe in a job", "privacy.dp_recipe", self.privacy.dp_recipe,
-                "What the section training leaves out comes from the recipe of the strategy.",
-            )  # fmt: skip
-        if self.training.head_rate is not None and not (self.task in NEW_HEAD and self.strategy in ADAPTERS):
-            raise fail("no head_rate without a new head beside adapters", "training.head_rate", self.training.head_rate)
-        if self.lora.top_layers is not None and self.task == "vqa":
-            raise fail("no lora.top_layers with task='vqa'", "lora.top_layers", self.lora.top_layers)
-        self._check_prompts()
-        self._check_columns()
-
-    def _check_strategy(self) -> None:
-        """Check that the task has the strategy, and the strategy what else the job has."""
         one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
-        if self.strategy not in ADAPTERS and self.lora != LoraSection():
-            raise InvalidArgument(f"Expected no section lora with strategy={self.strategy!r}, which has no adapters.")
-        if self.strategy == "qlora" and (self.model.init == "random" or self.model.gguf_file is not None):
-            raise InvalidArgument(
-                "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
-                "model.gguf_file. Name the folder of a pretrained model."
-            )
-
-    def _check_prompts(self) -> None:
-        """Check that prompts are where the task reads them."""
-        data = self.data
-        prompts = data.prompt_column is not None or data.prompt_template is not None
-        if prompts and self.task not in ("causal_lm", "seq2seq"):
-            raise InvalidArgument(f"Expected prompts with task='causal_lm' or 'seq2seq' only, got task={self.task!r}.")
-        if self.task == "seq2seq" and not prompts:
-            raise InvalidArgument(
-                "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
-                "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."
-            )
-        if self.task == "seq2seq" and data.loss_on == "all":
-            raise fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")
-
-    def _check_columns(self) -> None:
-        """Check that the section data names nothing else that the task would not read."""
-        data = self.data
-        if self.task == "text_regression" and data.labels is not None:
-            raise fail("no data.labels with task='text_regression'", "data.labels", list(data.labels))
-        if data.text_pair_column is not None and self.task not in PAIRS:
-            raise fail(f"no pairs of texts with task={self.task!r}", "data.text_pair_column", data.text_pair_column)
-        if self.task != "vqa" and (data.image_size is not None or data.max_images != 1):
-            raise InvalidArgument(
-                f"Expected data.image_size and data.max_images with task='vqa' only, got {self.task!r}."
-            )
+        task, data, lora, training = self.task, self.data, self.lora, self.training
+        adapts, prompts = self.strategy in ADAPTERS, data.prompt_column is not None or data.prompt_template is not None
+        mine, theirs = training.physical_batch_size, self.privacy.dp_physical_batch_size
+        _refuse(
+            (not adapts and lora != LoraSection(),
+             f"Expected no section lora with strategy={self.strategy!r}, which has no adapters."),
+            (self.strategy == "qlora" and (self.model.init == "random" or self.model.gguf_file is not None),
+             "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
+             "model.gguf_file. Name the folder of a pretrained model."),
+            (mine is not None and theirs is not None and mine != theirs,
+             f"Expected one physical batch size, got training.physical_batch_size={mine} and "
+             f"privacy.dp_physical_batch_size={theirs}."),
+            (self.privacy.dp_recipe is not None,
+             fail("no dp_recipe in a job", "privacy.dp_recipe", self.privacy.dp_recipe,
+                  "What the section training leaves out comes from the recipe of the strategy.")),
+            (training.head_rate is not None and not (task in NEW_HEAD and adapts),
+             fail("no head_rate without a new head beside adapters", "training.head_rate", training.head_rate)),
+            (lora.top_layers is not None and task == "vqa",
+             fail("no lora.top_layers with task='vqa'", "lora.top_layers", lora.top_layers)),
+            (prompts and task not in ("causal_lm", "seq2seq"),
+             f"Expected prompts with task='causal_lm' or 'seq2seq' only, got task={task!r}."),
+            (not prompts and task == "seq2seq",
+             "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
+             "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
+            (task == "seq2seq" and data.loss_on == "all",
+             fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
+            (task == "text_regression" and data.labels is not None,
+             fail("no data.labels with task='text_regression'", "data.labels", data.labels)),
+            (data.text_pair_column is not None and task not in PAIRS,
+             fail(f"no pairs of texts with task={task!r}", "data.text_pair_column", data.text_pair_column)),
+            (task != "vqa" and (data.image_size is not None or data.max_images != 1),
+             f"Expected data.image_size and data.max_images with task='vqa' only, got {task!r}."),
+        )  # fmt: skip
 
     @property
     def physical_batch_size(self) -> int:
@@ -310,7 +283,7 @@ class Job:
     @property
     def batch_size(self) -> int:
         """Logical batch size of a job to which the recipe has given what was missing."""
-        return required(self.training.batch_size)
+        return _required(self.training.batch_size)
 
 
 _QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
@@ -329,6 +302,7 @@ _KINDS = {
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
     "tuple_type": ("a list", "Write [first, second]."),
 }
+_OUTSIDE = ("greater_than", "greater_than_equal", "less_than")
 _LONGEST = 200  # characters of a value in a message
 _UNKNOWN = "unexpected_keyword_argument"
 
@@ -407,6 +381,8 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
         return InvalidArgument(f"Expected {name} in the job. {_keys(place)[str(place[-1])]}".rstrip())
     if kind == "literal_error":
         return _wrong(f"{name} to be one of {problem['ctx']['expected']}", name, problem["input"], "")
+    if kind in _OUTSIDE:
+        return _wrong(_limits(place, name), name, problem["input"], "")
     if kind in _KINDS:
         domain, hint = _KINDS[kind]
         return _wrong(domain.replace("{name}", name), name, problem["input"], hint)
@@ -419,7 +395,22 @@ def _wrong(domain: str, name: str, value: object, hint: str) -> InvalidArgument:
     return (wrong_type if hidden else fail)(domain, name, value, hint)
 
 
+def _section(place: Sequence[int | str]) -> Any:
+    """The section of a key; the job for a key at the top."""
+    return get_type_hints(Job)[str(place[0])] if len(place) > 1 else Job
+
+
 def _keys(place: Sequence[int | str]) -> dict[str, str]:
     """The keys of the section of a key, with their meanings."""
-    section: Any = get_type_hints(Job)[str(place[0])] if len(place) > 1 else Job
-    return {field.name: field.metadata.get("help", "") for field in dataclasses.fields(section)}
+    return {each.name: each.metadata.get("help", "") for each in dataclasses.fields(_section(place))}
+
+
+def _limits(place: Sequence[int | str], name: str) -> str:
+    """The domain of a number, `0 <= NAME < 1`, from the constraints of its type."""
+    kind = get_type_hints(_section(place), include_extras=True)[str(place[-1])]
+    number = next(each for each in (kind, *get_args(kind)) if hasattr(each, "__metadata__"))
+    limits = {type(limit).__name__: limit for limit in number.__metadata__[0].metadata}
+    if number.__origin__ is int:
+        return f"an integer {name} >= {limits['Ge'].ge}"
+    low = f"{limits['Gt'].gt} <" if "Gt" in limits else f"{limits['Ge'].ge} <="
+    return f"{low} {name} < {limits['Lt'].lt if 'Lt' in limits else 'inf'}"

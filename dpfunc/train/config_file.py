@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import click
 import yaml
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
-from dpfunc.train.config import SECTIONS, TOP, Job, Sizes, Texts, explained, job_from_dict
+from dpfunc.train.config import SECTIONS, TOP, Job, explained, job_from_dict
 
 # Far more than the largest job has, which lists every key and all labels and targets. A text of LONG characters counts
 # as two values, so that aliases multiply no long text either.
@@ -99,32 +99,25 @@ def _size(node: Any, path: str, known: dict[int, int]) -> int:
         return 1 if node is None else 1 + len(node.value) // LONG
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # as long as it is counted
-        parts = node.value
+        parts, keys = node.value, set()
         if isinstance(node, yaml.MappingNode):
-            _refuse_twice([key for key, _ in node.value], path)
             parts = [part for pair in node.value for part in pair]
+            for key in parts[::2]:
+                if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                    raise InvalidArgument(
+                        f"Expected each key once, got {key.value!r} again in {path!r}, line "
+                        f"{key.start_mark.line + 1}. YAML would take the last one and say nothing."
+                    )
+                keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         known[id(node)] = 1 + sum(_size(part, path, known) for part in parts)
     return known[id(node)]
-
-
-def _refuse_twice(keys: Sequence[Any], path: str) -> None:
-    """Refuse a mapping in which a key occurs twice."""
-    seen: set[str] = set()
-    for key in keys:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                raise InvalidArgument(
-                    f"Expected each key once, got {key.value!r} again in {path!r}, line {key.start_mark.line + 1}. "
-                    "YAML would take the last one and say nothing."
-                )
-            seen.add(key.value)
 
 
 def _places() -> dict[tuple[str, str], object]:
     """Each key as (section, name), with its type; keys at the top have the section ""."""
     kinds: dict[tuple[str, str], object] = {("", key): str for key in TOP}
     for section, cls in SECTIONS.items():
-        kinds |= {(section, key): kind for key, kind in get_type_hints(cls, include_extras=True).items()}
+        kinds |= {(section, key): kind for key, kind in get_type_hints(cls).items()}
     return kinds | {("privacy", name): kinds["privacy", key] for name, key in OTHER_NAMES.items()}
 
 
@@ -193,15 +186,14 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
 
 
 def _from_text(flag: str, text: str, kind: Any) -> object:
-    """The value of a flag: null, a list of texts, or what pydantic makes of it."""
+    """The value of a flag: null, a list, or what pydantic makes of it. The limits of its key are checked in the job."""
     options = get_args(kind)
     if type(None) in options and text.lower() in _NOTHING:
         return None
-    if Texts in options:
-        return [item.strip() for item in text.split(",")]
-    adapter: TypeAdapter[object] = TypeAdapter(int if Sizes in options else kind)
+    items = [get_args(option)[0] for option in options if get_origin(option) is tuple]
+    adapter: TypeAdapter[object] = TypeAdapter(items[0] if items else kind)
     try:
-        if Sizes in options:
+        if items:
             return [adapter.validate_strings(item.strip()) for item in text.split(",")]
         return adapter.validate_strings(text)
     except ValidationError as error:

@@ -75,8 +75,8 @@ class PadRight:
             labels = self._rows(records, "labels", IGNORED)
         if "features" in first:
             return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
-        name = "hidden" if "hidden" in first else "input_ids"
-        rows = self._rows(records, name, 0 if name == "hidden" else self.pad)
+        name, fill = ("hidden", 0) if "hidden" in first else ("input_ids", self.pad)
+        rows = self._rows(records, name, fill)
         lengths = torch.tensor([len(record[name]) for record in records])
         batch = {name: rows, "attention_mask": (torch.arange(rows.shape[1]) < lengths[:, None]).long()}
         if "token_type_ids" in first:
@@ -84,13 +84,13 @@ class PadRight:
         return {**batch, "labels": labels}
 
     def _rows(self, records: Sequence[Mapping[str, Any]], name: str, fill: int) -> Tensor:
-        """Lists of numbers, or tensors (T, width), filled up to one length."""
-        longest = max(len(record[name]) for record in records)
+        """Lists of integers (T,), or tensors (T, width), padded to one length."""
+        given = (record[name] for record in records)
+        values = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.long) for v in given]
+        longest = max(map(len, values))
         length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
-        values = [record[name] for record in records]
-        if isinstance(values[0], Tensor):
-            return torch.stack([F.pad(value, (0, 0, 0, length - len(value)), value=fill) for value in values])
-        return torch.tensor([[*value, *[fill] * (length - len(value))] for value in values], dtype=torch.long)
+        sides = [(0, 0) * (value.ndim - 1) + (0, length - len(value)) for value in values]
+        return torch.stack([F.pad(value, side, value=fill) for value, side in zip(values, sides, strict=True)])
 
 
 def read_records(job: Job, processing: Any) -> Records:
@@ -110,7 +110,7 @@ def read_records(job: Job, processing: Any) -> Records:
             "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
             "are not read off the private table."
         )
-    table = _table(job, data.train, unit)
+    table = _table(job, data.train, unit, data.deduplicate)
     train, held_out = split(table.rows, data.eval_fraction, job.training.seed, unit)
     evaluation = data.train if data.eval is None else data.eval
     if data.eval is not None:
@@ -122,8 +122,10 @@ def read_records(job: Job, processing: Any) -> Records:
             f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
             "text would be given. Check data.label_column, and that the table is whole."
         )
+    columns = columns_of(job)
+    known = {tuple(row[column] for column in columns) for row in train}
+    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
     persons, above = None, 0
-    seen = _seen(job, train, held_out)
     if unit is not None:
         train, persons, above = _by_person(job, train, unit)
     return Records(
@@ -136,24 +138,16 @@ def read_records(job: Job, processing: Any) -> Records:
     )
 
 
-def _seen(job: Job, train: Sequence[Row], evaluation: Sequence[Row]) -> int:
-    """Number of evaluation rows that equal a training row in all columns that the task reads."""
-    columns = columns_of(job)
-    known = {tuple(row[column] for column in columns) for row in train}
-    return sum(tuple(row[column] for column in columns) in known for row in evaluation)
-
-
 def count_records(job: Job) -> int:
     """Number of records that a job trains on; nothing else of its table is looked at."""
     table = read_table(job.data.train, columns_of(job), deduplicate=job.data.deduplicate, lists=lists_of(job))
     return len(split(table.rows, job.data.eval_fraction, job.training.seed)[0])
 
 
-def _table(job: Job, file: str, unit: str | None, deduplicate: bool = True) -> Table:
+def _table(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     """A table of the job, if its labels are known and its images are there."""
-    columns = columns_of(job) if unit is None else tuple(dict.fromkeys((*columns_of(job), unit)))
-    only_once = deduplicate and job.data.deduplicate
-    table = read_table(file, columns, deduplicate=only_once, unit=unit, lists=lists_of(job))
+    columns = tuple(dict.fromkeys((*columns_of(job), *([] if unit is None else [unit]))))
+    table = read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists_of(job))
     path = Path(file)
     for number, row in zip(table.numbers, table.rows, strict=True):
         check_row(job, row, f"row {number} of {path.name}", path.parent)
@@ -189,12 +183,9 @@ def left_out(records: Records) -> list[str]:
 
 def seen_lines(records: Records) -> list[str]:
     """A warning of evaluation records that are trained on as well."""
-    if not records.seen:
-        return []
-    return [
-        f"WARNING: {records.seen} of {len(records.evaluation)} evaluation records are trained on as well (private "
-        "numbers): metrics will say little about new records."
-    ]
+    number = f"{records.seen} of {len(records.evaluation)}"
+    text = f"WARNING: {number} evaluation records are trained on as well (private numbers): metrics will say little "
+    return [f"{text}about new records."] if records.seen else []
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:

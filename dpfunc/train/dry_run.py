@@ -14,9 +14,10 @@ from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train.config import Job
-from dpfunc.train.dataset import Records, collator, seen_lines
+from dpfunc.train.dataset import collator, seen_lines
 from dpfunc.train.recipe import recipe_lines
-from dpfunc.train.run import Prepared, loss_of_job, prepare, training_arguments
+from dpfunc.train.run import Prepared, check_job, loss_of_job, prepare, training_arguments
+from dpfunc.train.run_folder import recorded_job
 from dpfunc.types import LossFn, Params
 
 _MIB = 2**20
@@ -25,45 +26,41 @@ _PROBED = 2  # samples of the measured batch, at full length
 _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
 
-def dry_run(job: Job) -> list[str]:
-    """The plan, the trained parameters and an estimate of memory, as lines.
+def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None) -> list[str]:
+    """The plan, the trained parameters and an estimate of memory, as lines, after the checks of training.
 
     Guarantees:
         tests/cli/test_train.py::test_dry_run_writes_nothing.
     """
+    check_job(job, resume, insecure_seed)
+    job = recorded_job(job) if resume else job
     missing, prepared = job.training.missing, prepare(job)
     training_arguments(prepared)
-    job = prepared.job
-    plan, n = prepared.plan, len(prepared.records.units)
+    job, records = prepared.job, prepared.records
+    plan, n = prepared.plan, len(records.units)
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
+    people = (
+        f"people: {n}, each of them protected, with at most {job.data.max_records_per_unit} records "
+        f"each; {records.above_limit} records above that left out. Batches count people"
+    )
     return [
-        f"records: {len(prepared.records.train)} to train on, {len(prepared.records.evaluation)} to evaluate on, "
-        f"{prepared.records.duplicates} exact duplicates left out",
-        *seen_lines(prepared.records),
-        *_people_lines(job, prepared.records),
+        f"records: {len(records.train)} to train on, {len(records.evaluation)} to evaluate on, "
+        f"{records.duplicates} exact duplicates left out",
+        *seen_lines(records),
+        *([people] if records.persons is not None else []),
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
         f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",
         f"sampling probability: {q:.4g}" + ("" if plan is None else f" ({type(plan.sampler).__name__})"),
         f"trained parameters: {prepared.num_trained:,} of {total:,} ({job.strategy})",
-        *_budget_lines(job, prepared),
+        *_budget_lines(prepared),
         *_memory_lines(job, prepared),
         "Nothing was trained, written or spent.",
     ]
 
 
-def _people_lines(job: Job, records: Records) -> list[str]:
-    """The number of people, where they are the unit."""
-    if records.persons is None:
-        return []
-    return [
-        f"people: {len(records.persons)}, each of them protected, with at most {job.data.max_records_per_unit} records "
-        f"each; {records.above_limit} records above that left out. Batches count people"
-    ]
-
-
-def _budget_lines(job: Job, prepared: Prepared) -> list[str]:
+def _budget_lines(prepared: Prepared) -> list[str]:
     """Noise and epsilon of the plan, and epsilon together with earlier runs."""
     plan = prepared.plan
     if plan is None:

@@ -75,12 +75,12 @@ class Sampling:
         probability("top_p", self.top_p)
 
 
-def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Writer:
+def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts: Path | None = None) -> Writer:
     """The language model of a run folder, if its accounting is there.
 
     Args:
         folder: output_dir of `dpfunc train`. allow_non_private: take the twin without privacy as well, or a run whose
-            key anybody can guess; texts then come with epsilon null.
+            key anybody can guess; texts then come with epsilon null. prompts: file of prompts, which must be public.
 
     Guarantees:
         tests/train/test_generate.py::test_a_model_without_privacy_is_refused.
@@ -104,7 +104,9 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False) -> Write
     base = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
         model = _with_trained(base, root / MODEL, adapted=job.strategy in ADAPTERS)
-    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length, trained_on(root))
+    writer = Writer(model.train(False), processing, epsilon, delta, job.data.max_length, trained_on(root))
+    refuse_private_prompts(writer, prompts)
+    return writer
 
 
 def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:
@@ -156,25 +158,16 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     if file is None:
         return ({"prompt": prompt or ""},)
     path = Path(file)
-    if path.suffix == ".txt":
-        return tuple({"prompt": row["text"]} for row in read_table(path, ["text"], deduplicate=False).rows)
-    return tuple(_fields(path))
-
-
-def _fields(path: Path) -> Iterator[Mapping[str, str]]:
-    table = read_table(path, ["prompt"], deduplicate=False)
+    column = "text" if path.suffix == ".txt" else "prompt"
+    table = read_table(path, [column], deduplicate=False)
     if path.suffix != ".jsonl":
-        yield from table.rows
-        return
+        return tuple({"prompt": row[column]} for row in table.rows)
     lines = path.read_text("utf-8-sig").split("\n")
-    for number in table.numbers:
-        values = json.loads(lines[number - 1])
-        reserved = {"text", "epsilon", "delta"} & values.keys()
-        if reserved:
-            raise InvalidArgument(
-                f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here."
-            )
-        yield {name: str(value) for name, value in values.items()}
+    fields = [json.loads(lines[number - 1]) for number in table.numbers]
+    reserved = {"text", "epsilon", "delta"} & set().union(*fields)
+    if reserved:
+        raise InvalidArgument(f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here.")
+    return tuple({name: str(value) for name, value in row.items()} for row in fields)
 
 
 def sample(
@@ -212,9 +205,8 @@ def _drawn(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, s
     """The texts of the batches that begin at these places."""
     texts: list[str] = []
     for start in starts:
-        prompts = [row["prompt"] for row in wanted[start : start + how.batch_size]]
         with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
-            texts += _continue(writer, prompts, how)
+            texts += _continue(writer, [row["prompt"] for row in wanted[start : start + how.batch_size]], how)
     return texts
 
 

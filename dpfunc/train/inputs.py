@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,14 @@ def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     Guarantees:
         tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number.
     """
-    check = _CHECKS.get(job.task)
-    if check is not None:
-        check(job.data, row, where, folder)
+    if job.task == "text_classification":
+        _check_known([row[job.data.label_column]], job.data, where)
+    elif job.task == "text_regression":
+        _check_number(row[job.data.label_column], job.data, where)
+    elif job.task == "token_classification":
+        _check_words(_texts(row[job.data.text_column]), _texts(row[job.data.label_column]), job.data, where)
+    elif job.task == "vqa":
+        _check_images(_images(job.data, row), job.data, where, folder)
 
 
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
@@ -57,17 +62,16 @@ def _check_known(given: list[str], data: DataSection, where: str) -> None:
         raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got {hint}.")
 
 
-def _check_number(data: DataSection, row: Row, where: str, folder: Path) -> None:
+def _check_number(text: str, data: DataSection, where: str) -> None:
     try:
-        finite = math.isfinite(float(row[data.label_column]))
+        finite = math.isfinite(float(text))
     except ValueError:
         finite = False
     if not finite:
         raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
 
 
-def _check_words(data: DataSection, row: Row, where: str, folder: Path) -> None:
-    words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+def _check_words(words: list[str], given: list[str], data: DataSection, where: str) -> None:
     if not words or len(words) != len(given):
         raise InvalidArgument(
             f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. Write "
@@ -76,8 +80,7 @@ def _check_words(data: DataSection, row: Row, where: str, folder: Path) -> None:
     _check_known(given, data, where)
 
 
-def _check_images(data: DataSection, row: Row, where: str, folder: Path) -> None:
-    images = _images(data, row)
+def _check_images(images: list[str], data: DataSection, where: str, folder: Path) -> None:
     if len(images) > data.max_images:
         raise InvalidArgument(
             f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is public: "
@@ -91,8 +94,7 @@ def _check_image(image: Path, where: str) -> None:
     """Check that an image can be read to its end: a run must not die when it draws the record."""
     if not image.is_file():
         raise InvalidArgument(f"Expected an image file for {where}, which is missing.")
-    now = image.stat()
-    error = _unreadable(image, now.st_mtime_ns, now.st_size)
+    error = _unreadable(image, image.stat().st_mtime_ns, image.stat().st_size)
     if error is not None:
         raise InvalidArgument(f"The image of {where} cannot be used. {error}")
 
@@ -109,14 +111,6 @@ def _unreadable(image: Path, changed: int, size: int) -> str | None:
     return None
 
 
-_CHECKS: dict[str, Callable[[DataSection, Row, str, Path], None]] = {
-    "text_classification": lambda data, row, where, folder: _check_known([row[data.label_column]], data, where),
-    "text_regression": _check_number,
-    "token_classification": _check_words,
-    "vqa": _check_images,
-}
-
-
 def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
     """Make the record of a row: token ids and labels, or what the collator of images takes."""
     data = job.data
@@ -128,12 +122,14 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str,
         return _asked(processing, row, data, folder)
     if job.task == "token_classification":
         return _labelled(processing, row, data)
-    number = row[data.label_column]
-    label = float(number) if job.task == "text_regression" else (data.labels or ()).index(number)
+    label = row[data.label_column]
     pair = () if data.text_pair_column is None else (row[data.text_pair_column],)
     encoded = processing(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
-    kinds = {"token_type_ids": list(encoded["token_type_ids"])} if pair and "token_type_ids" in encoded else {}
-    return {"input_ids": list(encoded["input_ids"]), **kinds, "labels": label}
+    return {
+        "input_ids": list(encoded["input_ids"]),
+        **({"token_type_ids": list(encoded["token_type_ids"])} if pair and "token_type_ids" in encoded else {}),
+        "labels": float(label) if job.task == "text_regression" else (data.labels or ()).index(label),
+    }
 
 
 def _texts(value: str) -> list[str]:

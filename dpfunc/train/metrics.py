@@ -67,9 +67,6 @@ def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) 
         return lines
     name = names[-1]
     reference = json_values(Path(f"{folder}{_TWIN}") / METRICS).get(name)
-    lines.append(
-        "non-private reference: none. --no-dp trains the twin, which is as private as its records"
-        if reference is None else
-        f"non-private reference, {name} of the twin in {folder}{_TWIN}: {reference:.4g}"
-    )  # fmt: skip
-    return lines
+    twin = f"non-private reference, {name} of the twin in {folder}{_TWIN}:"
+    none = "non-private reference: none. --no-dp trains the twin, which is as private as its records"
+    return [*lines, none if reference is None else f"{twin} {reference:.4g}"]

@@ -17,21 +17,14 @@ from dpfunc.hf.models import four_bit
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, NEW_HEAD, Job, LoraSection
 
-_PEFT_TASKS = {
-    "text_classification": "SEQ_CLS",
-    "text_regression": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "causal_lm": "CAUSAL_LM",
-    "seq2seq": "SEQ_2_SEQ_LM",
-}
-# Task -> the class of Transformers that loads its model.
-_CLASSES = {
-    "text_classification": "AutoModelForSequenceClassification",
-    "text_regression": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-    "causal_lm": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "vqa": "AutoModelForImageTextToText",
+# Task -> the class of Transformers that loads its model, and the name of the task in PEFT, which adapts no images.
+_KINDS = {
+    "text_classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "text_regression": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
+    "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "vqa": ("AutoModelForImageTextToText", None),
 }
 
 
@@ -53,13 +46,15 @@ def one_line(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _here_or_downloaded(job: Job, path: str) -> Iterator[None]:
-    """Report a missing model folder as missing when downloads are not allowed.
+def _loading(what: str, job: Job, path: str) -> Iterator[None]:
+    """As `one_line`; a folder that is missing is reported as missing where downloads are not allowed.
 
     Transformers takes a path that is no folder for a name on the hub, and its error is about the internet connection.
     """
+    offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
     try:
-        yield
+        with one_line(f"{what} in {path!r}{offline}"):
+            yield
     except InvalidArgument as error:
         if not job.model.local_files_only or Path(path).exists() or not isinstance(error.__cause__, OSError):
             raise
@@ -77,19 +72,22 @@ def load_processing(job: Job) -> Any:
         from transformers import AutoProcessor, AutoTokenizer
 
     path = job.model.tokenizer or job.model.path
-    options: dict[str, Any] = {"local_files_only": job.model.local_files_only}
-    if job.model.gguf_file is not None and job.model.tokenizer is None:
-        options["gguf_file"] = job.model.gguf_file
+    options = _options(job) if job.model.tokenizer is None else {"local_files_only": job.model.local_files_only}
     if job.task == "token_classification":  # tokenizers of GPT-2's kind take lists of words with this only
         options["add_prefix_space"] = True
-    offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
-    with _here_or_downloaded(job, path), one_line(f"a tokenizer in {path!r}{offline}"):
+    with _loading("a tokenizer", job, path):
         processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
     _check_tokenizer(tokenizer, job, path)
     if tokenizer.pad_token is None:
         tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
     return processing
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Options of from_pretrained."""
+    gguf = {} if job.model.gguf_file is None else {"gguf_file": job.model.gguf_file}
+    return {"local_files_only": job.model.local_files_only, **gguf}
 
 
 def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
@@ -115,18 +113,10 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     """
     import transformers
 
-    options: dict[str, Any] = {"local_files_only": job.model.local_files_only}
-    if job.model.gguf_file is not None:
-        options["gguf_file"] = job.model.gguf_file
-    path = job.model.path
-    packed: dict[str, Any] = {}
+    options, path, packed = _options(job), job.model.path, {}
     if job.strategy == "qlora":  # refused first: without bitsandbytes no weights are read
         packed["quantization_config"] = four_bit(torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
-    with (
-        _here_or_downloaded(job, path),
-        one_line(f"a model for {job.task} in {path!r}"),
-        torch_seed(key_of(job, "model")),
-    ):
+    with _loading(f"a model for {job.task}", job, path), torch_seed(key_of(job, "model")):
         config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
         _check_length(job, config, processing)
         if getattr(config, "quantization_config", None) is not None:
@@ -163,7 +153,7 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
         return MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
     import transformers
 
-    kind: Any = getattr(transformers, _CLASSES[job.task])
+    kind: Any = getattr(transformers, _KINDS[job.task][0])
     given: dict[str, Any] = {"config": config, "dtype": torch.float32, **options}
     model: nn.Module = kind.from_config(config) if random else kind.from_pretrained(path, **given)
     return model
@@ -171,11 +161,11 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
 
 def _changes(job: Job, processing: Any) -> dict[str, Any]:
     """Changes that the job makes to the configuration of the model."""
-    labels = job.data.labels or ()
     changes: dict[str, Any] = {}
     if job.task in CLASSIFIES:
-        changes = {"num_labels": len(labels), "id2label": dict(enumerate(labels)),
-                   "label2id": {label: i for i, label in enumerate(labels)}}  # fmt: skip
+        names = dict(enumerate(job.data.labels or ()))
+        ids = {label: number for number, label in names.items()}
+        changes = {"num_labels": len(names), "id2label": names, "label2id": ids}
     if job.task == "text_classification":
         changes["problem_type"] = "single_label_classification"
     if job.task == "text_regression":
@@ -196,7 +186,7 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
 
     Guarantees:
-        tests/cli/test_train.py::test_strategies_train_what_they_say.
+        tests/train/test_model.py::test_strategies_train_what_they_say.
     """
     if job.task == "vqa":
         return _with_strategy(model, job)
@@ -246,7 +236,7 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
     lora = job.lora
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
         config = LoraConfig(
-            task_type=_PEFT_TASKS[job.task],
+            task_type=_KINDS[job.task][1],
             r=lora.rank,
             lora_alpha=lora.alpha,
             target_modules=_targets(lora),

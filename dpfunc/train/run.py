@@ -24,13 +24,11 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.checkpoint.chain import replace_file
 from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.distributed.object_collectives import all_or_none
-from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
-from dpfunc.hf.trainer.checks import recomputed
 from dpfunc.hf.trainer.recipes import new_head
 from dpfunc.hf.trainer.run import Loss, trainable
-from dpfunc.hf.trainer.settings import refuse_environment
+from dpfunc.hf.trainer.settings import recomputed, refuse_environment
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
@@ -52,10 +50,12 @@ from dpfunc.train.run_folder import (
     write_job,
 )
 
-LONGEST_WAIT = timedelta(minutes=30)  # a process that writes a large model keeps the others waiting
+LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 # Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
 LOSSES = {task: "sequence_classification" if task in PAIRS else task for task in STRATEGIES}
+# Settings that have the same name in TrainingArguments.
+_SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
 NOT_COVERED = (
@@ -142,50 +142,55 @@ def run_job(
         tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit,
         ::test_two_commands_at_the_same_time.
     """
-    ranks = distributed.from_environment(LONGEST_WAIT)
+    ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
+        distributed.once(ranks, lambda: _begin(job, resume, insecure_seed, held))
+        prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
+        writes = distributed.is_writer(ranks)
+        records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
+        lines = [*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about]
+        for line in lines if writes else ():
+            if line is not None:
+                say(line)
+        prepared = dataclasses.replace(prepared, records=records)
+        trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
+        if not resume:
+            reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
+            distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
+        # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
+        continues = resume and (job.privacy.dp_enabled or has_checkpoint(job))
+        trainer.train(resume_from_checkpoint=True if continues else None)
+        distributed.once(ranks, lambda: _save(prepared, folder, trainer.model))
+        measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
+        finished: list[dict[str, Any]] = []
+        distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
+        return finished[0] if finished else {}
 
-        def begin() -> None:
-            check_job(job, resume, insecure_seed)
-            held.enter_context(only_process(Path(job.output_dir)))
-            check_folder(job, resume, insecure_seed)  # again: another process may have ended there
 
-        distributed.once(ranks, begin)
-        return _run(job, ranks, resume, insecure_seed, say)
+def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -> None:
+    """Check the job, and take its folder, which no other process can use as long as `held` is open."""
+    check_job(job, resume, insecure_seed)
+    held.enter_context(only_process(Path(job.output_dir)))
+    check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
 
 
-def _run(
-    job: Job, ranks: Ranks | None, resume: bool, insecure_seed: int | None, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run a job in a folder that no other process uses."""
-    folder = Path(job.output_dir)
-    prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
-    writes = distributed.is_writer(ranks)
-    records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-    lines = [*left_out(prepared.records), *recipe_lines(prepared.recipe, job.training.missing)]
-    for line in lines if about is None else [*lines, about]:
-        if writes:
-            say(line)
-    prepared = dataclasses.replace(prepared, records=records)
-    trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
-    if not resume:
-        reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
-        distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
-    goes_on = resume and (job.privacy.dp_enabled or has_checkpoint(job))  # a twin that saved nothing begins again
-    trainer.train(resume_from_checkpoint=True if goes_on else None)
-    if job.privacy.dp_enabled:
-        distributed.once(ranks, lambda: check_accounting(folder))
-    distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
-    measured = trainer.evaluate() if prepared.records.evaluation else {}  # all processes, each some of the records
-    accounting: dict[str, Any] = {}
+def _save(prepared: Prepared, folder: Path, model: Any) -> None:
+    """Save the trained model, if its accounting has all steps of the journal."""
+    if prepared.job.privacy.dp_enabled:
+        check_accounting(folder)
+    save_model(folder / MODEL, model, prepared.processing)
 
-    def finish() -> None:
-        accounting.update(json.loads((folder / ACCOUNTING).read_text()) if job.privacy.dp_enabled else {})
-        replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
-        for line in _report(prepared, folder, accounting, measured, insecure_seed):
-            say(line)
 
-    distributed.once(ranks, finish)
+def _finish(
+    prepared: Prepared, folder: Path, measured: Mapping[str, float], insecure_seed: int | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Write the metrics, report, and return the accounting."""
+    private = prepared.job.privacy.dp_enabled
+    accounting: dict[str, Any] = json.loads((folder / ACCOUNTING).read_text()) if private else {}
+    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
+    for line in _report(prepared, folder, accounting, measured, insecure_seed):
+        say(line)
     return accounting
 
 
@@ -278,23 +283,17 @@ def training_arguments(prepared: Prepared) -> Any:
         return TrainingArguments(
             output_dir=job.output_dir,
             max_steps=prepared.num_steps,
-            learning_rate=training.learning_rate,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulated,
             per_device_eval_batch_size=job.physical_batch_size,
             optim=training.optimizer,
-            weight_decay=training.weight_decay,
             lr_scheduler_type=training.scheduler,
-            warmup_steps=training.warmup_steps,
-            seed=training.seed,
             eval_strategy="steps" if evaluates else "no",
             eval_steps=training.eval_steps if evaluates else None,
             save_strategy="steps",
-            save_steps=training.save_steps,
             save_total_limit=training.keep_checkpoints,
-            logging_steps=training.logging_steps,
             report_to="none" if training.report_to is None else list(training.report_to),
-            bf16=training.bf16,
+            **{name: getattr(training, name) for name in _SAME_NAME},
             **checkpointing,
             remove_unused_columns=False,
             use_cpu=not torch.accelerator.is_available(),
@@ -317,16 +316,12 @@ def _batches_of_twin(job: Job) -> tuple[int, int]:
 
 
 def _report(
-    prepared: Prepared,
-    folder: Path,
-    accounting: Mapping[str, Any],
-    measured: Mapping[str, float],
+    prepared: Prepared, folder: Path, accounting: Mapping[str, Any], measured: Mapping[str, float],
     insecure_seed: int | None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Lines to print at the end of a run: privacy cost, files and metrics."""
-    job = prepared.job
-    lines = ["Spent: epsilon=inf. This is the twin without privacy."]
-    if job.privacy.dp_enabled:
+    job, private = prepared.job, prepared.job.privacy.dp_enabled
+    if private:
         lines = [
             f"Spent: epsilon={accounting['epsilon']:.4g} at delta={accounting['delta']:g} "
             f"({accounting['accountant']}; rdp says {accounting['epsilon_rdp']:.4g}), {accounting['global_step']} "
@@ -334,13 +329,14 @@ def _report(
         ]
         if insecure_seed is not None:
             lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
+    else:
+        lines = ["Spent: epsilon=inf. This is the twin without privacy."]
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
         base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
-    lines.append(f"Saved: {folder / MODEL}, for {how}.")
-    lines += metric_lines(measured, folder, private=job.privacy.dp_enabled)
-    if job.privacy.dp_enabled:
-        lines.append(f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data.")
-        lines.append(NOT_COVERED)
-    return lines
+    lines += [f"Saved: {folder / MODEL}, for {how}.", *metric_lines(measured, folder, private=private)]
+    if not private:
+        return lines
+    secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
+    return [*lines, secret, NOT_COVERED]

@@ -148,20 +148,19 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     >>> _differences({"task": "vqa", "training": {"steps": 1}}, {"task": "vqa", "training": {"steps": 2, "seed": 0}})
     ['training.seed was None, now 0', 'training.steps was 1, now 2']
     """
-    before, after = _flat(saved), _flat(now)
+    before, after = (
+        {
+            (f"{section}.{key}" if key else section): value
+            for section, values in job.items()
+            for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+        }
+        for job in (saved, now)
+    )
     return [
         f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
         for name in sorted({*before, *after})
         if name.rpartition(".")[2] not in _FREE and before.get(name) != after.get(name)
     ]
-
-
-def _flat(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all sections by their full names, `section.key`."""
-    found: dict[str, Any] = {}
-    for name, value in job.items():
-        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def has_checkpoint(job: Job) -> bool:

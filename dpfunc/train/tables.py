@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +63,18 @@ def read_table(
     ...     read_table(path, ["text"])
     Table(rows=({'text': 'hello'},), numbers=(1,), duplicates=1)
     """
-    file = Path(path)
-    read = partial(_row, columns=columns, unit=unit, lists=lists, path=file)
-    numbered = [(number, read(row, number=number)) for number, row in _rows(file, columns)]
-    if not numbered:
+    file, found = Path(path), []
+    for number, row in _rows(file, columns):
+        found.append((number, _row(row, columns, unit, lists, f"in row {number} of {file.name}")))
+    if not found:
         raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
-    kept = numbered
-    if deduplicate:
-        first: dict[tuple[tuple[str, str], ...], tuple[int, Row]] = {}
-        for number, row in numbered:
-            first.setdefault(tuple(row.items()), (number, row))
-        kept = list(first.values())
-    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept), len(numbered) - len(kept))
+    first = {tuple(row.items()): (number, row) for number, row in reversed(found)}
+    kept = sorted(first.values(), key=lambda numbered: numbered[0]) if deduplicate else found
+    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept), len(found) - len(kept))
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
+    """The rows of a file with their numbers, not yet checked."""
     if path.suffix not in (".jsonl", ".csv", ".txt"):
         raise InvalidArgument(
             f"Expected a .jsonl, .csv or .txt file, got {str(path)!r}. Write a line for each object, row or text."
@@ -87,11 +83,7 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
                 return _rows_of_csv(csv.DictReader(file, strict=True), columns, path)
-            return [
-                (number, _object(line, number, columns, path))
-                for number, line in enumerate(file, start=1)
-                if line.strip()
-            ]
+            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
     except OSError as error:
         raise InvalidArgument(
             f"Expected a table that can be read, got {str(path)!r}: {error.strerror}. Paths are those of the folder in "
@@ -104,17 +96,20 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
             f"Expected a readable table, got {str(path)!r}: {error}. A text of a .csv that has commas, quotes or line "
             "ends needs quotes around it, and one of over 131072 characters a .jsonl."
         ) from error
+    if path.suffix == ".txt":
+        return [(number, {"text": line.rstrip("\r\n")}) for number, line in lines]
+    return [(number, _object(line, number, columns, path)) for number, line in lines]
 
 
 def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
     """Numbered rows, if each has at most as many values as there are names, and no name is there twice."""
     names = list(reader.fieldnames or ())
-    twice = [column for column in columns if names.count(column) > 1]
-    if twice:
-        raise InvalidArgument(
-            f"Expected one column {twice[0]!r} in the first line of {path.name}, got {names.count(twice[0])}. Rename "
-            "or remove the others."
-        )
+    for column in columns:
+        if names.count(column) > 1:
+            raise InvalidArgument(
+                f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
+                "or remove the others."
+            )
     found = list(enumerate(reader, start=1))
     for number, row in found:
         if any(row.get(None) or ()):  # values beyond the last name, which DictReader keeps under None
@@ -126,68 +121,48 @@ def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path
 
 
 def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
-    """The values in a line. The line is private, and messages do not show it."""
-    if path.suffix == ".txt":
-        return {"text": line.rstrip("\r\n")}
-    twice = ""
+    """The values in a line of JSON. The line is private, and messages do not show it."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal twice
         names = [name for name, _ in pairs]
-        twice = next((column for column in columns if names.count(column) > 1), twice)
+        for column in columns:
+            if names.count(column) > 1:
+                raise ValueError(f"it has {column!r} twice")
         return dict(pairs)
 
     try:
-        found = json.loads(line, object_pairs_hook=once)
-        if not twice:
-            return found
-        reason = f"it has {twice!r} twice"
+        return json.loads(line, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         reason = error.msg
     except RecursionError:
         reason = "its values are nested too deeply"
-    except ValueError:
-        reason = "a number has too many digits"
+    except ValueError as error:
+        reason = str(error) if str(error).endswith(" twice") else "a number has too many digits"
     raise InvalidArgument(
         f"Expected one JSON object a line in {str(path)!r}, got line {number}, which is none: {reason}."
     )
 
 
-def _row(
-    row: object, *, columns: Sequence[str], unit: str | None, lists: Sequence[str], number: int, path: Path
-) -> Row:
-    where = f"in row {number} of {path.name}"
+def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[str], where: str) -> Row:
+    """The texts of a row in the columns; lists and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
     values: Row = {}
     for column in columns:
-        value = _value(row, column, column in lists, where)
+        value: Any = row.get(column)
+        several = column in lists and isinstance(value, list)
+        if any(each is None or isinstance(each, list | dict) for each in (value if several else [value])):
+            raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
         if column == unit:
             _check_unit(value, column, where)
-        text = [_text(each) for each in value] if isinstance(value, list) else _text(value)
+        text = [_text(each) for each in value] if several else _text(value)
         values[column] = json.dumps(text, ensure_ascii=False) if column in lists else str(text)
-        _check_unicode(values[column], column, where)
+        if any("\ud800" <= sign <= "\udfff" for sign in values[column]):
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
+                "Write the table as UTF-8 again, or leave the row out."
+            )
     return values
-
-
-def _value(row: dict[str, Any], column: str, several: bool, where: str) -> object:
-    """The content of a row in a column: a value, or with `several` also a list of values."""
-    value = row.get(column)
-    if _is_value(value) or (several and isinstance(value, list) and all(map(_is_value, value))):
-        return value
-    raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
-
-
-def _check_unicode(text: str, column: str, where: str) -> None:
-    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise InvalidArgument(
-            f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. Write "
-            "the table as UTF-8 again, or leave the row out."
-        )
-
-
-def _is_value(value: object) -> bool:
-    return value is not None and not isinstance(value, (list, dict))
 
 
 def _text(value: object) -> str:
@@ -196,10 +171,10 @@ def _text(value: object) -> str:
 
 def _check_unit(value: object, column: str, where: str) -> None:
     """Check the value that says whose record a row is: what two spellings hide would be protected as two people."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise InvalidArgument(
             f"Expected a person in the column {column!r} {where}: a text that is not empty, or a whole number. "
-            " Leave the row out, or give it a name of its own if it is nobody else's."
+            "Leave the row out, or give it a name of its own if it is nobody else's."
         )
     if str(value) != str(value).strip():
         raise InvalidArgument(
@@ -212,9 +187,9 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
     """Advice about a column. The names in the row are not shown: without a header they are a record."""
     if column in row:
         return "It is empty, or a list or an object: leave the row out, or write its text."
-    close = [name for name in row if isinstance(name, str) and name.strip().lower() == column.lower()]
-    if close:
-        return f"There is {close[0]!r}: name it in the section data, e.g. text_column."
+    for name in row:
+        if isinstance(name, str) and name.strip().lower() == column.lower():
+            return f"There is {name!r}: name it in the section data, e.g. text_column."
     return (
         f"None of its {len(row)} columns has this name. Name yours in the section data, e.g. text_column; a .csv needs "
         "a first line with the names of its columns, and commas between them. (They are not shown: without such a line "
@@ -244,14 +219,12 @@ def split(
     >>> len(train) + len(held_out), 5 < len(held_out) < 40
     (100, True)
     """
-    held_out = [_place(row if unit is None else {unit: row[unit]}, seed) < fraction for row in rows]
-    pairs = list(zip(rows, held_out, strict=True))
-    return tuple(row for row, out in pairs if not out), tuple(row for row, out in pairs if out)
-
-
-def _place(row: Row, seed: int) -> float:
-    text = json.dumps([seed, sorted(row.items())])
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
+    sides: tuple[list[Row], list[Row]] = [], []
+    for row in rows:
+        text = json.dumps([seed, sorted(row.items() if unit is None else [(unit, row[unit])])])
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        sides[int.from_bytes(digest) / 2**64 < fraction].append(row)
+    return tuple(sides[0]), tuple(sides[1])
 
 
 def json_values(path: Path) -> dict[str, Any]:

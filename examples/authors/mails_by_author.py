@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import email
 import email.utils
 import hashlib
@@ -16,6 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.train.tables import read_table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "main_job"))
 from data import DataError, mail_text
@@ -59,13 +61,13 @@ def sender(raw: str) -> str:
 
 def read_csv(path: Path) -> list[tuple[str, str, int]]:
     """(author, text, label) of each row."""
-    if not path.exists():
-        raise DataError(f"Expected mails or a CSV file, got {str(path)!r}, which does not exist.")
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        rows = read_table(path, ["author", "text", "label"], deduplicate=False, unit="author").rows
+    except InvalidArgument as error:
+        raise DataError(f"Expected mails, or a CSV file with author, text and label. {error}") from error
     for number, row in enumerate(rows, start=1):
-        if not row.get("author") or row.get("text") is None or row.get("label") not in ("0", "1"):
-            raise DataError(f"Expected an author, a text and a label 0 or 1 in row {number} of {path.name}.")
+        if row["label"] not in ("0", "1"):
+            raise DataError(f"Expected a label 0 or 1 in row {number} of {path.name}.")
     return [(row["author"], row["text"], int(row["label"])) for row in rows]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import email
 import email.policy
 import json
@@ -13,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fetch import fetch_mails, fetch_news
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.train.tables import read_table
 
 SPLIT = (0.72, 0.08, 0.20)  # train, validation, test
 
@@ -102,16 +104,8 @@ def mail_text(raw: str) -> str:
 
 def read_file(path: Path) -> list[tuple[str, str]]:
     """(text, label) of each row of a CSV file with a header, or of each line of a JSONL file."""
-    if not path.exists():
-        raise DataError(f"Expected bbc, mail or a file, got {str(path)!r}, which does not exist.")
-    with open(path, encoding="utf-8", newline="") as file:
-        if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in file if line.strip()]
-        elif path.suffix == ".csv":
-            rows = list(csv.DictReader(file))
-        else:
-            raise DataError(f"Expected a .csv or .jsonl file, got {path.name!r}.")
-    for number, row in enumerate(rows, start=1):
-        if row.get("text") is None or row.get("label") is None:
-            raise DataError(f"Expected the fields text and label in row {number} of {path.name}, got {sorted(row)}.")
-    return [(str(row["text"]), str(row["label"])) for row in rows]
+    try:
+        rows = read_table(path, ["text", "label"], deduplicate=False).rows
+    except InvalidArgument as error:
+        raise DataError(f"Expected bbc, mail or a file with the fields text and label. {error}") from error
+    return [(row["text"], row["label"]) for row in rows]

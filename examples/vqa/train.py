@@ -8,7 +8,6 @@ One record is one image with all its questions. See README.md.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -21,11 +20,12 @@ import downloads
 import torch
 import vision
 from fetch import FetchError
-from learn import Run, Task, accuracy, blind, make_plan, train_plain, train_private
+from learn import UNIT, VALIDATION, blind, make_plan, task_of
+from loop import Rows, Run, Task, accuracy, train_plain, train_private
 from model import load_encoder
 from processes import Processes, join
 from questions import ImageQuestions, Part, load
-from report import PeakMemory, Row, print_table, write_metrics
+from report import PeakMemory, Row, epsilons, print_table, write_run
 from vlm import VisionLanguage
 
 import dpfunc
@@ -51,7 +51,7 @@ def cached_features(part: Part, name: str, network: vision.EfficientNetLite0, *,
     return features
 
 
-def rows_of(data: ImageQuestions, *, keep: bool) -> dict[str, dict[str, torch.Tensor]]:
+def rows_of(data: ImageQuestions, *, keep: bool) -> dict[str, Rows]:
     """What the model is trained on and tested with: features, questions and answers of the three parts."""
     network = vision.load_vision(downloads.fetch_vision())
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -107,7 +107,7 @@ def main(
     adapter = dpfunc.lora.attach(
         model, dpfunc.insecure_key(seed), targets=TARGETS, rank=rank, alpha=rank, train="B", also_train=TRAINED
     )
-    task = Task(adapter.forward, adapter.params, **rows)
+    task = task_of(adapter.forward, adapter.params, rows)
     n = len(data.train.pixels)
     try:
         plan = make_plan(adapter.params, epsilon=epsilon, delta=delta, n=n, batch=batch_size, steps=steps)
@@ -122,20 +122,10 @@ def main(
     key = processes.key(insecure_seed)
     memory, run = PeakMemory(), None
     try:
-        for name, trained, params, found, seconds in phases(
-            task,
-            plan,
-            lr,
-            key,
-            folder,
-            plain_lr=plain_lr,
-            epochs=epochs,
-            seed=seed,
-            resume=resume is not None,
-            processes=processes,
-        ):
+        trainings = phases(task, plan, lr, key, folder, plain_lr, epochs, seed, resume is not None, processes)
+        for name, trained, params, found, seconds in trainings:
             run = found or run
-            spent = epsilons(found, delta)
+            spent = epsilons(None if found is None else found.state.ledger, delta)
             count = sum(p.numel() for p in params.values())
             score = accuracy(trained, params, trained.test)
             table.append(Row(name, score, num_test, *spent, count, seconds, memory.mib()))
@@ -145,15 +135,15 @@ def main(
     settings["seconds"] = time.perf_counter() - start
     distributed.shutdown()
     if processes.writes:
-        write_all(folder, table, settings, plan, adapter, run)
+        write_run(folder, table, settings, adapter, run)
         print_table(table, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
         print(f"Written to {folder}. Whole command: {settings['seconds']:.0f} s.")
 
 
-def inputs(processes: Processes, smoke: bool) -> tuple[ImageQuestions, Any, dict[str, dict[str, torch.Tensor]]]:
+def inputs(processes: Processes, smoke: bool) -> tuple[ImageQuestions, Any, dict[str, Rows]]:
     """Questions, the encoder of texts, and the rows of the three parts. One process downloads and computes features."""
 
-    def read() -> tuple[ImageQuestions, Any, dict[str, dict[str, torch.Tensor]]]:
+    def read() -> tuple[ImageQuestions, Any, dict[str, Rows]]:
         data = load(downloads.fetch_questions(), 60 if smoke else None)
         return data, load_encoder(downloads.fetch_model()), rows_of(data, keep=not smoke)
 
@@ -177,17 +167,10 @@ def describe(data: ImageQuestions, plan: dpfunc.Plan, seconds: float) -> str:
     )
 
 
-def epsilons(run: Run | None, delta: float) -> tuple[float, float]:
-    """Epsilon by two accountants."""
-    if run is None:
-        return math.inf, math.inf
-    return run.state.ledger.epsilon(delta).epsilon, run.state.ledger.epsilon(delta, "rdp").epsilon
-
-
 def phases(
-    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, *, plain_lr: float, epochs: int,
+    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, plain_lr: float, epochs: int,
     seed: int, resume: bool, processes: Processes,
-) -> Iterator[tuple[str, Task, dict[str, torch.Tensor], Run | None, float]]:  # fmt: skip
+) -> Iterator[tuple[str, Task, Rows, Run | None, float]]:  # fmt: skip
     """The trainings of the table, in order; the last one is the result. Each with its time."""
     if not resume and processes.writes:  # the others wait
         for name, variant in (("question only (not private)", blind(task)), ("non-private twin", task)):
@@ -195,18 +178,11 @@ def phases(
             params = train_plain(variant, plain_lr, epochs, seed)
             yield name, variant, params, None, time.perf_counter() - since
     since = time.perf_counter()
-    run = train_private(task, plan, lr, key, folder, resume, processes)
+    run = train_private(
+        "DP", task, plan, lr, key, processes, unit=UNIT, not_covered=[VALIDATION], folder=folder, resume=resume,
+        microbatch_size="auto",
+    )  # fmt: skip
     yield "DP training", task, run.params, run, time.perf_counter() - since
-
-
-def write_all(
-    folder: Path, table: list[Row], settings: dict[str, Any], plan: dpfunc.Plan, adapter: dpfunc.lora.LoRA, run: Run
-) -> None:
-    """The run folder, besides the journal and the checkpoints, which are there already."""
-    (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
-    (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
-    dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
-    write_metrics(folder, table, {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()})
 
 
 if __name__ == "__main__":

@@ -122,17 +122,6 @@ def next_token(forward, logits=lambda out: out):
     return loss_fn
 
 
-def hf_classify(forward):
-    """With an additive mask (B, 1, 1, T): transformers looks at the values of a 2-D one, which vmap cannot do."""
-
-    def loss_fn(p, b):
-        mask = (1.0 - b["mask"].to(torch.float64))[:, None, None, :] * -1e9
-        logits = forward(p, input_ids=b["ids"], attention_mask=mask.to(next(iter(p.values())).dtype)).logits
-        return F.cross_entropy(logits, b["y"], reduction="none")
-
-    return loss_fn
-
-
 def build(name, size=5, dtype=torch.float32, device="cpu"):
     """The case of a name. Models are seeded; float64 where the dtype says so."""
     with torch.random.fork_rng(), torch.device(device):
@@ -170,25 +159,9 @@ def _tied(size, dtype):
     return Case(next_token(forward), params, token_batch(size))
 
 
-def _bert(size, dtype):
-    forward, params = functionalize(tiny_bert().to(dtype), r"encoder\.layer\.1|classifier")
-    return Case(hf_classify(forward), params, token_batch(size))
-
-
 def _gpt2(size, dtype):
     forward, params = functionalize(tiny_gpt2().to(dtype))
     return Case(next_token(forward, lambda out: out.logits), params, token_batch(size))
-
-
-def _gpt2_lora(size, dtype):
-    adapter = attach(tiny_gpt2().to(dtype), insecure_key(0), targets=r"c_attn|mlp\.c_fc", rank=2, alpha=4)
-    params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
-    return Case(next_token(adapter.forward, lambda out: out.logits), params, token_batch(size))
-
-
-def _peft(size, dtype):
-    forward, params = functionalize(peft_bert().to(dtype))
-    return Case(hf_classify(forward), params, token_batch(size))
 
 
 CASES = {
@@ -198,8 +171,5 @@ CASES = {
     "transformer bias-only": lambda size, dtype: _transformer(size, dtype, BIASES),
     "transformer LoRA": _transformer_lora,
     "tied weights": _tied,
-    "BERT top layer": _bert,
     "GPT-2 full, tied": _gpt2,
-    "GPT-2 LoRA": _gpt2_lora,
-    "PEFT LoRA": _peft,
 }

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from reference import loop_gradients
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from dpfunc.engines import auto
+from dpfunc.errors import DPFuncError
 
 D = 4
 Step = Callable[[dict[str, Tensor], list[Tensor]], Tensor]
@@ -37,10 +41,6 @@ class Program:
         return "\n".join(name for name, _ in self.steps)
 
 
-def _scaled(x: Tensor, factor: float | Tensor) -> Tensor:
-    return x * factor
-
-
 def _uses(rng: random.Random, x: int) -> dict[str, Step]:
     """Uses of the parameters."""
     return {
@@ -60,7 +60,7 @@ def _values(rng: random.Random, x: int, y: int) -> dict[str, Step]:
     i, shift = rng.randrange(D), rng.randrange(1, D)
     return {
         "mean over the samples": lambda p, v: v[x] - v[x].mean(0, keepdim=True) * 0.5,
-        "turned": lambda p, v: v[x].roll(shift, rng_axis[x % 2]),
+        "turned": lambda p, v: v[x].roll(shift, (-1, 0)[x % 2]),
         "samples turned over": lambda p, v: v[x].flip(0) + v[y],
         "sorted": lambda p, v: v[x].sort(-1).values,
         "selected": lambda p, v: v[x][..., [i, (i + 1) % D, i, shift]],
@@ -75,7 +75,10 @@ def _values(rng: random.Random, x: int, y: int) -> dict[str, Step]:
     }
 
 
-rng_axis = (-1, 0)
+def _written(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    h = x.clone()
+    write(h)
+    return h
 
 
 def _masked(rng: random.Random, x: int, y: int) -> dict[str, Step]:
@@ -95,11 +98,11 @@ def _reads(rng: random.Random, x: int) -> dict[str, Step]:
     """Numbers that Python reads."""
     limit = rng.choice((-10.0, 0.0, 0.4))
     return {
-        "any": lambda p, v: _scaled(v[x], 2.0 if (v[x].detach() > limit).any() else 0.5),
-        "item": lambda p, v: _scaled(v[x], float(round(v[x].detach().sum().item()))),
+        "any": lambda p, v: v[x] * (2.0 if (v[x].detach() > limit).any() else 0.5),
+        "item": lambda p, v: v[x] * (float(round(v[x].detach().sum().item()))),
         "caught": lambda p, v: _caught(v[x], limit),
-        "length": lambda p, v: _scaled(v[x], 1.0 / len(v[x])),
-        "list": lambda p, v: _scaled(v[x], float(max(v[x].detach().sign().long().flatten().tolist()))),
+        "length": lambda p, v: v[x] * (1.0 / len(v[x])),
+        "list": lambda p, v: v[x] * (float(max(v[x].detach().sign().long().flatten().tolist()))),
     }
 
 
@@ -111,12 +114,6 @@ def _caught(x: Tensor, limit: float) -> Tensor:
     return x * 3 if positive else x
 
 
-def _written(x: Tensor, write: Callable[[Tensor], object]) -> Tensor:
-    h = x.clone()
-    write(h)
-    return h
-
-
 def _writes(rng: random.Random, x: int, y: int) -> dict[str, Step]:
     """Writes into memory of the loss."""
     i = rng.randrange(D - 1)
@@ -125,9 +122,7 @@ def _writes(rng: random.Random, x: int, y: int) -> dict[str, Step]:
         "a column is set": lambda p, v: _written(v[x], lambda h: h[:, i].copy_(v[y][:, i + 1])),
         "a slice is added to": lambda p, v: _written(v[x], lambda h: h[:, i:].add_(1.5)),
         "written into zeros": lambda p, v: _written(torch.zeros(v[x].shape, dtype=v[x].dtype), lambda h: h.add_(v[x])),
-        "written into new memory": lambda p, v: _written(
-            v[x].new_zeros(v[x].shape), lambda h: h[:, 1:].copy_(v[y][:, 1:])
-        ),
+        "written into new memory": lambda p, v: _written(torch.zeros_like(v[x]), lambda h: h[:, 1:].copy_(v[y][:, 1:])),
         "index_add": lambda p, v: torch.zeros_like(v[x]).index_add(1, torch.tensor([i, i + 1]), v[y][:, :2]),
     }
 
@@ -180,15 +175,8 @@ def made(seed: int, length: int = 6) -> Program:
     steps: list[tuple[str, Step]] = []
     for number in range(length):
         x, y = rng.randrange(number + 1), rng.randrange(number + 1)
-        families = [
-            _uses(rng, x),
-            _values(rng, x, y),
-            _masked(rng, x, y),
-            _reads(rng, x),
-            _writes(rng, x, y),
-            _draws(rng, x),
-            _inside(rng, x, y),
-        ]
+        families = [_uses(rng, x), _values(rng, x, y), _masked(rng, x, y), _reads(rng, x), _writes(rng, x, y),
+                    _draws(rng, x), _inside(rng, x, y)]  # fmt: skip
         family = rng.choices(families, (4, 4, 2, 1, 2, 2, 2))[0] if number else families[0]
         steps.append(rng.choice(sorted(family.items(), key=lambda item: item[0])))
     return Program(tuple(steps), any(name in _DRAWING for name, _ in steps))
@@ -197,8 +185,31 @@ def made(seed: int, length: int = 6) -> Program:
 def batch_of(seed: int, rows: int = 4) -> tuple[dict[str, Tensor], Tensor]:
     """Parameters and a batch."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"m": (D, D), "b": (D,)}
-    params = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for name, shape in shapes.items()
-    }
-    return params, torch.randn(rows, D, generator=generator, dtype=torch.float64)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    return {"m": draw(D, D) * 0.5, "b": draw(D) * 0.5}, draw(rows, D)
+
+
+# Loss and gradient of each row, (B, 1 + P): beside the others, and alone.
+
+
+def credited(loss_fn: Callable[..., Tensor], params: dict[str, Tensor], batch: Tensor) -> tuple[Tensor, str] | None:
+    """What `auto` credits to each row, and how it was computed; None where it refuses."""
+    engine = auto()
+    try:
+        found = engine(loss_fn, params, batch.clone())
+    except DPFuncError:
+        return None
+    table = [found.losses_B[:, None].detach()]
+    for name in params:
+        ones = torch.eye(len(batch), dtype=torch.float64)
+        table.append(torch.stack([found.weighted_sum(dict.fromkeys(params, one))[name].flatten() for one in ones]))
+    return torch.cat(table, 1), engine.decision(loss_fn).engine
+
+
+def alone(loss_fn: Callable[..., Tensor], params: dict[str, Tensor], batch: Tensor) -> Tensor | None:
+    """The same by ordinary autograd; None where a row fails."""
+    try:
+        rows = loop_gradients(loss_fn, params, batch.clone())
+    except Exception:  # noqa: BLE001  (whatever torch says of a random loss)
+        return None
+    return torch.stack([torch.cat([loss[None], *(grads[name].flatten() for name in params)]) for loss, grads in rows])

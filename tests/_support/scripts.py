@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 from click.testing import CliRunner, Result
 
-_command = functools.cache(lambda path: runpy.run_path(str(path))["main"])
+
+@functools.cache
+def names(path: Path) -> SimpleNamespace:
+    """The names of a script, of which the functions can be tested."""
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def ran(path: Path, *arguments: object) -> Result:
     """Exit code and output of a script; an exception that a user would see as a traceback is raised."""
-    result = CliRunner().invoke(_command(path), [*map(str, arguments)])
+    result = CliRunner().invoke(names(path).main, [*map(str, arguments)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -16,12 +16,9 @@ from enum import Enum
 from typing import Any
 
 import torch
-from reference import loop_gradients
+from row_programs import alone, credited
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-from dpfunc.engines import auto
-from dpfunc.errors import DPFuncError
 
 DOUBLE = torch.float64
 SAMPLES = 4
@@ -302,9 +299,6 @@ def chosen(rng: random.Random, name: str) -> tuple[tuple[Any, ...], dict[str, An
     return ((X,) if rng.random() < 0.15 else rng.choice(PATTERNS)), keywords
 
 
-ROWS = 4
-
-
 def value_of(result: Any) -> Tensor:
     """One number, in which all numbers of a result count differently."""
     total = torch.zeros((), dtype=DOUBLE)
@@ -326,34 +320,6 @@ def loss_of(call: Call) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
     return loss_fn
 
 
-def numbers(losses_B: Tensor, grads_B: Tensor) -> Tensor:
-    return torch.cat([losses_B[:, None].detach(), grads_B], 1)
-
-
-def alone(loss_fn: Callable[..., Tensor], params: dict[str, Tensor], batch: Tensor) -> Tensor | None:
-    """Losses and gradients of rows alone, (B, 3); None where a row cannot be computed or draws random numbers."""
-    state = torch.get_rng_state()
-    try:
-        found = loop_gradients(loss_fn, params, batch.clone())
-    except Exception:  # noqa: BLE001  (whatever torch says of arguments that do not fit)
-        return None
-    if not torch.equal(state, torch.get_rng_state()):
-        torch.set_rng_state(state)
-        return None
-    return numbers(torch.stack([loss for loss, _ in found]), torch.stack([grads["v"] for _, grads in found]))
-
-
-def together(loss_fn: Callable[..., Tensor], params: dict[str, Tensor], batch: Tensor) -> tuple[Tensor, str] | None:
-    """The same by the engine, and how it computed them; None where it refuses."""
-    engine = auto()
-    try:
-        found = engine(loss_fn, params, batch.clone())
-    except DPFuncError:
-        return None
-    rows = [found.weighted_sum({"v": one})["v"] for one in torch.eye(len(batch), dtype=DOUBLE)]
-    return numbers(found.losses_B, torch.stack(rows)), engine.decision(loss_fn).engine
-
-
 def same(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -369,18 +335,15 @@ class Swept:
 
 def judged(call: Call, seed: int) -> str:
     """Outcome of a call: how the engine computed it, "refused", "wrong"; empty where a row alone says nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    batch, params = (
-        torch.randn(ROWS, 2, generator=generator, dtype=DOUBLE),
-        {"v": torch.tensor([1.0, 0.5], dtype=DOUBLE)},
-    )
-    loss_fn = loss_of(call)
-    truth = alone(loss_fn, params, batch)
-    near = alone(loss_fn, params, batch * (1 + 1e-13))
-    tolerance = 1e-2 if "single" in str(call) else 1e-6
-    if truth is None or near is None or not same(truth, near, tolerance):
+    generator, params = torch.Generator().manual_seed(seed), {"v": torch.tensor([1.0, 0.5], dtype=DOUBLE)}
+    batch, loss_fn = torch.randn(SAMPLES, 2, generator=generator, dtype=DOUBLE), loss_of(call)
+    state, tolerance = torch.get_rng_state(), 1e-2 if "single" in str(call) else 1e-6
+    truth, near = alone(loss_fn, params, batch), alone(loss_fn, params, batch * (1 + 1e-13))
+    drew = not torch.equal(state, torch.get_rng_state())
+    torch.set_rng_state(state)
+    if drew or truth is None or near is None or not same(truth, near, tolerance):
         return ""
-    found = together(loss_fn, params, batch)
+    found = credited(loss_fn, params, batch)
     if found is None:
         return "refused"
     return found[1] if same(found[0], truth, tolerance) else "wrong"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,3 +93,49 @@ def write_job(folder: Path, task: str = "causal_lm", kind: str = "llama", extra:
     path = folder / "job.yaml"
     path.write_text(JOB.format(task=task, data=DATA[task]) + extra)
     return path
+
+
+def run(*arguments: object) -> Any:
+    """Exit code and output of a command of dpfunc."""
+    from click.testing import CliRunner
+
+    from dpfunc.cli.main import main
+
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def train(*arguments: object) -> Any:
+    """The same of `dpfunc train` with the job of the present folder."""
+    return run("train", "job.yaml", *arguments)
+
+
+def at_events(patch: Any, **events: Any) -> None:
+    """Each Trainer that `dpfunc train` makes from now on calls a function of (trainer, state) at an event of its own.
+
+    Args:
+        patch: a MonkeyPatch, which undoes it. events: e.g. on_step_end=function.
+    """
+    from transformers import TrainerCallback
+
+    from dpfunc.train import run as train_job
+
+    make = train_job.make_trainer
+
+    def made(*given: Any) -> Any:
+        trainer, callback = make(*given), TrainerCallback()
+        for name, function in events.items():
+            setattr(callback, name, lambda args, state, control, f=function, **_: f(trainer, state))
+        trainer.add_callback(callback)
+        return trainer
+
+    patch.setattr(train_job, "make_trainer", made)
+
+
+def interrupt_at(step: int) -> Any:
+    """Ctrl-C after a step, for `at_events(patch, on_step_end=...)`."""
+
+    def stop(trainer: Any, state: Any) -> None:
+        if state.global_step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return stop

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from benchmarks.survey import table, tables
+import pytest
+
+from benchmarks.survey.__main__ import page, run
+from benchmarks.survey.cases import cases
 from benchmarks.survey.measure import measure
 
 
 def test_a_row_of_the_table():
-    row = measure(tables.cases()["other/MLP/full/eval/none"])
+    row = measure(cases()["other/MLP/full/eval/none"])
     assert row["engine"] == "one pass"
     assert row["parity"] < 1e-4
     assert row["ratio"] > 0
 
 
 def test_a_refusal_is_a_row():
-    row = measure(tables.cases()["other/spectral norm/full/train/none"])
+    row = measure(cases()["other/spectral norm/full/train/none"])
     assert row["engine"] == "refused"
     assert "samples would influence each other" in row["reason"]
-    assert "spectral norm" in table.page([row], {"torch": "2"})
+    assert "spectral norm" in page([row], dict.fromkeys(("torch", "transformers", "peft"), "2"))
 
 
 def test_what_cannot_be_built_is_no_row():
-    case = tables.cases()["other/MLP/full/eval/none"]
+    case = cases()["other/MLP/full/eval/none"]
 
     def broken():
         raise KeyError("no such configuration")
@@ -32,16 +35,14 @@ def test_what_cannot_be_built_is_no_row():
 
 
 def test_there_are_cases_of_every_field():
-    fields = {case.field for case in tables.cases().values()}
-    assert fields >= {
-        "decoder",
-        "encoder",
-        "encoder-decoder",
-        "vision",
-        "multimodal",
-        "audio",
-        "series",
-        "PEFT",
-        "other",
-    }
-    assert len(tables.cases()) > 1000
+    fields = "decoder encoder encoder-decoder vision multimodal audio series PEFT other"
+    assert {case.field for case in cases().values()} == set(fields.split())
+    assert len(cases()) > 1000
+
+
+@pytest.mark.slow
+def test_a_process_measures_several_cases():
+    rows = []
+    run([case for name, case in cases().items() if name.startswith("other/MLP/")], 1, 60, rows.append)
+    assert len(rows) == 2
+    assert all(row["engine"] == "one pass" for row in rows)

@@ -6,16 +6,15 @@ import json
 import math
 
 import pytest
-from click.testing import CliRunner
 from journal_cases import line, written
 from record_cases import LEDGER, RECORD, record
+from text_job import run as invoke
 
 from dpfunc.accounting.record import NOT_COVERED
-from dpfunc.cli.main import main
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["ledger", *map(str, arguments)])
+    return invoke("ledger", *arguments)
 
 
 def words(result):
@@ -44,15 +43,8 @@ def test_a_record_is_shown_with_what_it_covers(folder, monkeypatch, name, width)
     result = run("show", folder / name)
     assert result.exit_code == 0, result.output
     shown = words(result)
-    for text in (
-        "one patient",
-        "at delta 1e-05, within the budget 3",
-        "10 of 10",
-        "(add_remove)",
-        "5 times",
-        "secret",
-        "torch 2.13.0",
-    ):
+    budget = "at delta 1e-05, within the budget 3"
+    for text in ("one patient", budget, "10 of 10", "(add_remove)", "5 times", "secret", "torch 2.13.0"):
         assert text in shown
     covered, not_covered = shown.split("Not covered by this epsilon:")
     assert "may be published: - the trained parameters" in covered
@@ -60,13 +52,11 @@ def test_a_record_is_shown_with_what_it_covers(folder, monkeypatch, name, width)
 
 
 def test_a_record_as_json(folder):
+    """As it was written; with another delta it is computed anew."""
     values = json.loads(run("show", folder, "--json").stdout)
     assert values["epsilon"] == RECORD.epsilon
     assert values["covered"]
     assert values["not_covered"] == list(NOT_COVERED)
-
-
-def test_another_delta_is_computed(folder):
     values = json.loads(run("show", folder, "--delta", 1e-6, "--json").stdout)
     assert values["epsilon"] == LEDGER.epsilon(1e-6).epsilon
     assert run("show", folder, "--method", "tilted").exit_code == 0
@@ -97,21 +87,13 @@ def test_a_changed_record_is_refused(folder, command):
     for changed, message in (
         ({**values, "epsilon": 0.1}, "Expected a record with the digest of its values"),
         ({**values, "schema": "dpfunc.accounting/1"}, "before version 2 files had no digest"),
+        ({**values, "schema": "dpfunc.accounting/3"}, "Use the version of dpfunc that wrote it"),
         (old, "which is none of them. The journal of a run"),
     ):
         path.write_text(json.dumps(changed))
         result = run(command, folder, "--delta", 1e-5)
         assert result.exit_code == 1
         assert message in result.stderr
-
-
-def test_a_record_of_a_later_version_is_refused(folder):
-    values = json.loads(RECORD.to_json())
-    (folder / "privacy_accounting.json").write_text(json.dumps({**values, "schema": "dpfunc.accounting/3"}))
-    for command in ("show", "check"):
-        result = run(command, folder)
-        assert result.exit_code == 1
-        assert "Use the version of dpfunc that wrote it" in result.stderr
 
 
 def test_what_agrees(folder):
@@ -126,6 +108,7 @@ def test_what_agrees(folder):
 
 
 WRONG = {
+    "sampling probability": {"sampling_prob": 0.25},
     "epsilon": {"epsilon": RECORD.epsilon * 0.999},
     "key": {"noise_key": "guessable"},
     "delta": {"dataset_size": 10**5, "expected_batch_size": 1e5},
@@ -140,14 +123,9 @@ def test_what_does_not_agree(folder, name):
     result = run("check", folder, "--json")
     assert result.exit_code == 1
     values = json.loads(result.stdout)
-    assert [row["check"] for row in values["checks"] if not row["agrees"]] == [name]
+    assert [row["check"] for row in values["checks"] if not row["agrees"]] == [name.partition(" ")[0]]
     assert values["agrees"] is False
     assert "Do not publish the claim" in run("check", folder).stdout
-
-
-def test_a_batch_size_that_is_not_the_probability(folder):
-    rewrite(folder, sampling_prob=0.25)
-    assert run("check", folder).exit_code == 1
 
 
 def test_a_journal_with_more_steps_than_the_record(folder):

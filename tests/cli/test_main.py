@@ -6,53 +6,38 @@ import json
 import re
 
 import pytest
-from click.testing import CliRunner
 from journal_cases import line, written
+from text_job import run
 
 from dpfunc.accounting import Ledger
 from dpfunc.cli.main import main
 from dpfunc.types import Event
 
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+RUN = ("--sigma", 1, "--delta", 1e-5, "--json")
 
 
-def test_epsilon_in_json():
-    result = run("epsilon", "-q", 0.01, "--steps", 1000, "--sigma", 1, "--delta", 1e-5, "--json")
+def test_epsilon_and_its_inverse():
+    result = run("epsilon", "-q", 0.01, "--steps", 1000, *RUN)
     values = json.loads(result.stdout)
     assert result.exit_code == 0
     assert 1.828 < values["epsilon"] < 1.839
     assert (values["method"], values["steps"]) == ("tilted", 1000)
-
-
-def test_two_ways_to_say_it_agree():
-    one = run("epsilon", "-q", 0.25, "--steps", 12, "--sigma", 2, "--delta", 1e-5, "--json").stdout
-    two = run("epsilon", "-n", 64, "-b", 16, "--epochs", 3, "--sigma", 2, "--delta", 1e-5, "--json").stdout
-    assert json.loads(one) == json.loads(two)
-
-
-def test_a_part_of_a_step_is_a_step():
-    result = run("epsilon", "-n", 1000, "-b", 32, "--epochs", 3, "--sigma", 0.8, "--delta", 1e-5, "--json")
-    assert json.loads(result.stdout)["steps"] == 94
-
-
-def test_epochs_that_fit_exactly_are_not_rounded_up():
-    result = run("epsilon", "-q", 0.07, "--epochs", 7, "--sigma", 1, "--delta", 1e-5, "--json")
-    assert json.loads(result.stdout)["steps"] == 100
-
-
-def test_sigma_is_the_inverse_of_epsilon():
     sigma = json.loads(run("sigma", "-q", 0.1, "--steps", 50, "--epsilon", 2, "--delta", 1e-5, "--json").stdout)
     back = run("epsilon", "-q", 0.1, "--steps", 50, "--sigma", sigma["noise_multiplier"], "--delta", 1e-5, "--json")
     assert 1.95 < json.loads(back.stdout)["epsilon"] <= 2.0
 
 
-def test_tables_are_readable():
-    result = run("epsilon", "-q", 1, "--steps", 10, "--sigma", 5, "--delta", 1e-5)
-    assert result.exit_code == 0
-    assert "2.594" in result.stdout
-    assert "gaussian" in result.stdout
+def test_two_ways_to_say_it_agree():
+    one, two = (("-q", 0.25, "--steps", 12), ("-n", 64, "-b", 16, "--epochs", 3))
+    assert json.loads(run("epsilon", *one, *RUN).stdout) == json.loads(run("epsilon", *two, *RUN).stdout)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [(("-n", 1000, "-b", 32, "--epochs", 3), 94), (("-q", 0.07, "--epochs", 7), 100)]
+)
+def test_a_part_of_a_step_is_a_step(given, steps):
+    """And epochs that fit exactly are not rounded up."""
+    assert json.loads(run("epsilon", *given, *RUN).stdout)["steps"] == steps
 
 
 def test_requirements():
@@ -67,22 +52,6 @@ def test_requirements():
     assert (
         "Prefer a smaller one" not in run("requirements", "-n", 60000, "-b", 256, "--epochs", 60, "--epsilon", 3).stdout
     )
-
-
-def test_ledger_show(tmp_path):
-    path = tmp_path / "ledger.json"
-    path.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
-    text = run("ledger", "show", path, "--delta", 1e-5)
-    assert text.exit_code == 0
-    assert "2.594" in text.stdout
-    values = json.loads(run("ledger", "show", path, "--delta", 1e-5, "--json").stdout)
-    assert values["events"] == [{"sampling_prob": 1.0, "noise_multiplier": 5.0, "num_steps": 10}]
-
-
-def test_journal_show(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    written(path, *(line(step) for step in range(10)))
-    assert "2.594" in run("ledger", "show", path, "--delta", 1e-5).stdout
 
 
 def test_infinite_epsilon_is_valid_json_and_readable():
@@ -131,29 +100,32 @@ def test_errors_are_messages_with_exit_codes(name):
     assert "Traceback" not in result.output
 
 
-NO_LEDGERS = {
-    "empty": b"{}",
-    "state of a checkpoint": json.dumps({"schema": 1, "ledger": json.loads(Ledger().to_json())}).encode(),
-    "list": b"[1]",
-    "text": b"hello",
-    "weights": b"\xff\xfe\x00",
+DAMAGED = {  # file -> content, message
+    "empty.json": (b"{}", "Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl)"),
+    "state.json": (json.dumps({"schema": 1, "ledger": {}}).encode(), "Expected a ledger, as Ledger.to_json writes it"),
+    "list.json": (b"[1]", "Expected a ledger, as Ledger.to_json writes it"),
+    "text.json": (b"hello", "Expected a ledger, as Ledger.to_json writes it"),
+    "weights.json": (b"\xff\xfe\x00", "Expected a ledger, as Ledger.to_json writes it"),
+    "later.json": (b'{"schema": "dpfunc.ledger/9"}', "Use the version of dpfunc that wrote it"),
+    "twice.json": (b'{"schema": "dpfunc.ledger/2", "schema": "dpfunc.ledger/2"}', "occurs twice"),
+    "deep.json": (b"[" * 100_000, ""),
+    "short.json": (Ledger((Event(1.0, 5.0, 10),)).to_json()[:-4].encode(), ""),
+    "pair.json": (b'{"schema": "dpfunc.ledger/2", "adjacency": "\\ud800", "events": []}', ""),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", ""),
+    "list.jsonl": (b"[1]\n", ""),
+    "bytes.jsonl": (b"\xff\xfe\n", ""),
 }
 
 
-@pytest.mark.parametrize("name", NO_LEDGERS)
-def test_a_ledger_that_is_none(tmp_path, name):
-    path = tmp_path / "ledger.json"
-    path.write_bytes(NO_LEDGERS[name])
-    result = run("ledger", "show", path, "--delta", 1e-5)
-    assert result.exit_code == 1
-    assert "Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl)" in result.stderr
-    assert "version" not in result.stderr
-
-
-def test_a_ledger_of_another_version(tmp_path):
-    path = tmp_path / "ledger.json"
-    path.write_text('{"schema": "dpfunc.ledger/9"}')
-    assert "Use the version of dpfunc that wrote it" in run("ledger", "show", path, "--delta", 1e-5).stderr
+@pytest.mark.parametrize("name", DAMAGED)
+def test_ledgers_and_journals_that_are_none(tmp_path, name):
+    """An error in one line, never a traceback."""
+    content, message = DAMAGED[name]
+    (tmp_path / name).write_bytes(content)
+    result = run("ledger", "show", tmp_path / name, "--delta", 1e-5)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exception
+    assert result.stderr.startswith("Error: ")
+    assert message in result.stderr
 
 
 def commands(group=main, path=()):
@@ -207,6 +179,8 @@ def test_every_accounting_command_has_json(tmp_path, name):
     assert result.exit_code == 0
     values = json.loads(result.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert "delta" in values
+    if name == "ledger":
+        assert values["events"] == [{"sampling_prob": 1.0, "noise_multiplier": 5.0, "num_steps": 10}]
 
 
 def test_exit_codes_are_as_the_help_says(monkeypatch):
@@ -221,22 +195,3 @@ def test_exit_codes_are_as_the_help_says(monkeypatch):
     monkeypatch.setattr("dpfunc.accounting.epsilon", stop)
     stopped = run(*GOOD)
     assert (stopped.exit_code, stopped.stdout) == (1, "")
-
-
-def test_damaged_ledgers_and_journals(tmp_path):
-    """An error in one line, never a traceback."""
-    texts = {
-        "twice.json": '{"schema": "dpfunc.ledger/2", "schema": "dpfunc.ledger/2"}',
-        "deep.json": "[" * 100_000,
-        "short.json": Ledger((Event(1.0, 5.0, 10),)).to_json()[:-4],
-        "pair.json": '{"schema": "dpfunc.ledger/2", "adjacency": "\\ud800", "events": []}',
-        "deep.jsonl": "[" * 100_000 + "\n",
-        "list.jsonl": "[1]\n",
-        "bytes.jsonl": "\udcff\udcfe\n",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-        result = run("ledger", "show", tmp_path / name, "--delta", 1e-5)
-        assert result.exit_code == 1, name
-        assert isinstance(result.exception, SystemExit), (name, result.exception)
-        assert result.stderr.startswith("Error: "), name

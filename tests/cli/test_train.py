@@ -14,46 +14,47 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from full_disk import allow
 from safetensors.torch import load_file
-from text_job import write_job, write_model, write_table
+from text_job import at_events, interrupt_at, run, train, write_job, write_table
 from trainer_cases import again
-from transformers import TrainerCallback
 
 import dpfunc
 from dpfunc.checkpoint.chain import known_end
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.cli.main import main
 from dpfunc.cli.train import _interruptible
-from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.files import is_complete
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.train import run as train_job
 from dpfunc.train.config import SECTIONS, STRATEGIES
 from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import PadRight, read_records
-from dpfunc.train.inputs import language_record, prompt_ids
-from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train.model import load_base, load_processing
 from dpfunc.train.run_folder import interrupted
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def train(*arguments):
-    return run("train", "job.yaml", *arguments)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+JOURNAL = "privacy_journal.jsonl"
+MODES = pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
 
 
 def files(folder):
     return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*"))
+
+
+def adapters(folder):
+    return load_file(f"{folder}/model/adapter_model.safetensors")
+
+
+def same(one, two):
+    one, two = adapters(one), adapters(two)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def record(folder):
+    return json.loads(Path(folder, "privacy_accounting.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -74,22 +75,18 @@ def here(folder, monkeypatch):
     return folder[0]
 
 
-def test_T9_the_end_says_what_was_spent_and_what_is_not_covered(folder):
-    _, output = folder
-    assert "Spent: epsilon=7.99" in output
-    assert "at delta=0.001 (tilted; rdp says" in output
-    assert "Not covered by epsilon: metrics on the evaluation records, a choice between runs" in output
-    assert "Saved: run/model" in output
-
-
-def test_T12_the_run_folder_is_complete(here):
-    values = json.loads((here / "run" / "privacy_accounting.json").read_text())
+def test_T9_T12_what_a_run_says_and_leaves(folder, here):
+    for text in (
+        "Spent: epsilon=7.99", "at delta=0.001 (tilted; rdp says", "Saved: run/model",
+        "Not covered by epsilon: metrics on the evaluation records, a choice between runs",
+    ):  # fmt: skip
+        assert text in folder[1]
+    values = record("run")
     assert values["epsilon"] <= 8.0
     assert (values["target_epsilon"], values["global_step"], values["delta"]) == (8.0, 4, 1e-3)
-    assert json.loads((here / "run" / "job.json").read_text())["insecure_seed"] is None
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
-        path.name for path in (here / "run" / "model").iterdir()
-    }
+    assert json.loads(Path("run/job.json").read_text())["insecure_seed"] is None
+    names = {path.name for path in Path("run/model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
 
 
 def test_T8_the_adapter_opens_with_peft(here):
@@ -101,16 +98,15 @@ def test_T8_the_adapter_opens_with_peft(here):
     model = PeftModel.from_pretrained(base, here / "run" / "model")
     trained = [value for name, value in model.named_parameters() if "lora_B" in name]
     assert any(value.abs().max() > 0 for value in trained)
-    saved = load_file(here / "run" / "model" / "adapter_model.safetensors")
-    assert len(saved) == 2 * len(trained)
+    assert len(adapters("run")) == 2 * len(trained)
     assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
 
 
-@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@MODES
 def test_a_used_folder_is_refused(here, mode):
     before = files(here)
-    result = train(*mode)
-    assert result.exit_code == 1
+    result = train(*mode, "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
     assert "Expected an empty output_dir, got 'run'" in result.stderr
     assert "--resume" in result.stderr
     assert files(here) == before
@@ -120,24 +116,29 @@ def test_dry_run_writes_nothing(here):
     before = files(here)
     result = train("--dry-run", "--output_dir", "other")
     assert result.exit_code == 0, result.output
-    assert files(here) == before
     for line in (
-        "records: 120 to train on, 0 to evaluate on",
-        "steps: 4",
-        "logical batch: 32 expected, physical batch: 16",
-        "sampling probability: 0.2667 (Poisson)",
-        "noise multiplier: 0.5489, ",
-        "at delta = 0.001, add_remove",
-        "trained parameters: 512 of 3,504 (lora)",
-        "memory: about",
-        "one forward pass of 2 records",
+        "records: 120 to train on, 0 to evaluate on", "steps: 4", "logical batch: 32 expected, physical batch: 16",
+        "sampling probability: 0.2667 (Poisson)", "noise multiplier: 0.5489, ", "at delta = 0.001, add_remove",
+        "trained parameters: 512 of 3,504 (lora)", "memory: about", "one forward pass of 2 records",
         "Nothing was trained, written or spent.",
-    ):
+    ):  # fmt: skip
         assert line in result.stdout
     epsilon = result.stdout.split("epsilon: ")[1].split(" (tilted), ")
     assert 7.9 < float(epsilon[0]) <= 8.0 < float(epsilon[1].split(" ")[0])
-    activations = float(result.stdout.split("activations ")[1].split(",")[0])
-    assert 0 < activations < 1
+    for flags in (["--dp_dry_run"], ["--dry_run"]):
+        assert "Nothing was trained" in train(*flags, "--output_dir", "other").stdout
+    assert files(here) == before
+
+
+def test_memory_grows_with_the_physical_batch_only(here):
+    def activations(*flags):
+        output = train("--dry-run", "--output_dir", "other", *flags).stdout
+        return float(output.split("activations ")[1].split(",")[0])
+
+    small, large = activations("--physical_batch_size", 8), activations("--physical_batch_size", 32)
+    assert 0 < small < 1
+    assert 3.8 < large / small < 4.2
+    assert activations("--physical_batch_size", 8, "--batch_size", 64) == small
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], ["--no-dp"], []], ids=["dry run", "twin", "run"])
@@ -150,51 +151,23 @@ def test_json_is_all_that_stdout_has(here, flags):
     assert all(line in result.stderr for line in values["report"])
     names = [line.split(":")[0] for line in values["report"]]
     assert names == [line.split(":")[0] for line in plain.stdout.splitlines() if line.split(":")[0] in names]
-    if flags:
-        assert values["record"] is None
-    else:
-        assert values["record"] == json.loads(Path("json/privacy_accounting.json").read_text())
-        assert (values["record"]["unit"], values["record"]["noise_key"]) == (
-            "one record of the training data set",
-            "secret",
-        )
+    assert values["record"] == (None if flags else record("json"))
+    if not flags:
+        known = values["record"]
+        assert (known["unit"], known["noise_key"]) == ("one record of the training data set", "secret")
         assert run("ledger", "check", "json").exit_code == 0
         assert "epsilon" in run("ledger", "show", "json").stdout
-
-
-def test_an_error_leaves_stdout_empty(here):
-    result = train("--json")  # the folder is in use
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert "Expected an empty output_dir" in result.stderr
-
-
-def test_dp_dry_run_is_a_dry_run_too(here):
-    before = files(here)
-    for flags in (["--dp_dry_run"], ["--dry_run"]):
-        assert "Nothing was trained" in train(*flags, "--output_dir", "other").stdout
-    assert files(here) == before
-
-
-def test_memory_grows_with_the_physical_batch_only(here):
-    def activations(*flags):
-        output = train("--dry-run", "--output_dir", "other", *flags).stdout
-        return float(output.split("activations ")[1].split(",")[0])
-
-    small, large = activations("--physical_batch_size", 8), activations("--physical_batch_size", 32)
-    assert 3.8 < large / small < 4.2
-    assert activations("--physical_batch_size", 8, "--batch_size", 64) == small
 
 
 def test_T15_the_twin_has_a_folder_of_its_own(here):
     result = train("--no-dp")
     assert result.exit_code == 0, result.output
     assert "epsilon=inf. This is the twin without privacy" in result.stdout
-    assert not (here / "run-no-dp" / "privacy_accounting.json").exists()
-    assert (here / "run-no-dp" / "model" / "adapter_model.safetensors").exists()
-    again = train("--no-dp")
-    assert again.exit_code == 1
-    assert "run-no-dp" in again.stderr
+    assert not Path("run-no-dp/privacy_accounting.json").exists()
+    assert adapters("run-no-dp")
+    used = train("--no-dp")
+    assert used.exit_code == 1
+    assert "run-no-dp" in used.stderr
 
 
 def test_the_twin_needs_no_privacy_arguments(here):
@@ -221,38 +194,28 @@ def test_L21_killed_command_resumes_bit_for_bit(here):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not Path("killed/model").exists()
-    taken = {run: len(steps) for run, steps in read_steps(Path("killed/privacy_journal.jsonl")).items()}
+    taken = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
     resumed = train(*flags, "--output_dir", "killed", "--resume")
     assert resumed.exit_code == 0, resumed.output
-    one, two = (load_file(f"{name}/model/adapter_model.safetensors") for name in ("whole", "killed"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    after = {run: len(steps) for run, steps in read_steps(Path("killed/privacy_journal.jsonl")).items()}
+    assert same("whole", "killed")
+    after = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
     assert sum(taken.values()) >= 5
     assert list(after) == list(taken)
     assert list(after.values()) == [40]
-    spent = [json.loads(Path(name, "privacy_accounting.json").read_text())["epsilon"] for name in ("whole", "killed")]
-    assert spent[0] == spent[1]
+    assert record("whole")["epsilon"] == record("killed")["epsilon"]
 
 
 @pytest.fixture(scope="module")
 def early(folder):
     """A folder that a kill would leave after the first step, and one from before it."""
 
-    class Copied(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            shutil.copytree("early", "early-killed")
-            raise KeyboardInterrupt
+    def copied(trainer, state):
+        shutil.copytree("early", "early-killed")
+        raise KeyboardInterrupt
 
-    def made(*args):
-        trainer = make(*args)
-        trainer.add_callback(Copied())
-        return trainer
-
-    make = train_job.make_trainer
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder[0])
-        patch.setattr(train_job, "make_trainer", made)
+        at_events(patch, on_pre_optimizer_step=copied)
         assert train("--output_dir", "early", "--insecure-seed", 3).exit_code == 1
     return folder[0] / "early-killed"
 
@@ -290,19 +253,19 @@ def left_in(folder, early, names):
 @pytest.mark.parametrize("name", BEFORE_THE_FIRST_STEP)
 def test_a_run_killed_before_its_first_step_begins_again(here, early, tmp_path, name, mode):
     """Whichever of the two is tried, and with the same result; where there is no job yet, there is nothing to resume."""
-    names, target = BEFORE_THE_FIRST_STEP[name], tmp_path / "again"
-    left_in(target, early, names)
-    result = train("--output_dir", target, "--insecure-seed", 3, *mode, "--dry-run")
+    names, flags = BEFORE_THE_FIRST_STEP[name], ["--output_dir", tmp_path / "again", "--insecure-seed", 3, *mode]
+    left_in(tmp_path / "again", early, names)
+    result = train(*flags, "--dry-run")
     if mode and "job.json" not in names:
         assert "found none. Start it without --resume." in result.stderr
         return
     assert result.exit_code == 0, result.output
     if name == "half a checkpoint":
         again(insecure_key(3))
-        result = train("--output_dir", target, "--insecure-seed", 3, *mode)
+        result = train(*flags)
         assert result.exit_code == 0, result.output
-        assert journal_ledger(target / "privacy_journal.jsonl").num_steps == 4
-        assert not (target / "checkpoint-0").exists()
+        assert journal_ledger(tmp_path / "again" / JOURNAL).num_steps == 4
+        assert not (tmp_path / "again" / "checkpoint-0").exists()
 
 
 def test_a_run_killed_at_its_first_step_goes_on(here, early, tmp_path):
@@ -312,14 +275,12 @@ def test_a_run_killed_at_its_first_step_goes_on(here, early, tmp_path):
     start = train("--output_dir", target, "--insecure-seed", 3)
     assert start.exit_code == 1
     assert "which is not. Go on with the run there: --resume; or name another folder, --output_dir" in start.stderr
-    assert f", and count what was spent here: --spent {target}/privacy_journal.jsonl." in start.stderr
-    again(insecure_key(3))
-    assert train("--output_dir", target, "--insecure-seed", 3, "--resume").exit_code == 0
-    again(insecure_key(3))
-    assert train("--output_dir", tmp_path / "whole", "--insecure-seed", 3).exit_code == 0
-    one, two = (load_file(tmp_path / name / "model/adapter_model.safetensors") for name in ("whole", "killed"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert journal_ledger(target / "privacy_journal.jsonl").num_steps == 4
+    assert f", and count what was spent here: --spent {target}/{JOURNAL}." in start.stderr
+    for flags in (["--output_dir", target, "--resume"], ["--output_dir", tmp_path / "whole"]):
+        again(insecure_key(3))
+        assert train(*flags, "--insecure-seed", 3).exit_code == 0
+    assert same(tmp_path / "whole", target)
+    assert journal_ledger(target / JOURNAL).num_steps == 4
 
 
 NOT_OURS = {  # what is in the folder besides, and what is said
@@ -343,24 +304,14 @@ def test_a_folder_in_which_something_may_have_been_released_is_not_used(here, ea
     assert files(tmp_path) == before
 
 
-def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
-    """As one that was killed by an earlier version. The message says how, and the next noise is for what is left."""
+def test_a_run_without_checkpoints_is_counted(here, monkeypatch):
+    """The message says how, and the next noise is for what is left."""
     flags = ["--steps", "4", "--save_steps", "50"]
-    code = (
-        "import os, signal\nfrom transformers import TrainerCallback\nfrom dpfunc.train import run as train_job\n"
-        "from dpfunc.cli.main import main\n"
-        "class Kill(TrainerCallback):\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n"
-        "        if state.global_step == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "make = train_job.make_trainer\n"
-        "def made(*args):\n    trainer = make(*args)\n    trainer.add_callback(Kill())\n    return trainer\n"
-        "train_job.make_trainer = made\n"
-        f"main(['train', 'job.yaml', *{flags!r}, '--output_dir', 'lost'])\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, check=False, env=environment)
-    assert child.returncode == -signal.SIGKILL, child.stderr
-    shutil.rmtree("lost/checkpoint-0")
+    with monkeypatch.context() as patch:
+        at_events(patch, on_step_end=interrupt_at(2))
+        assert train(*flags, "--output_dir", "lost").exit_code == 1
+    for path in Path("lost").glob("checkpoint-*"):
+        shutil.rmtree(path)
     told = train(*flags, "--output_dir", "lost", "--resume")
     assert told.exit_code == 1
     assert train(*flags, "--output_dir", "lost", "--resume", "--dry-run").stderr == told.stderr
@@ -371,13 +322,12 @@ def test_a_run_killed_before_its_first_checkpoint_is_counted(here):
     assert not Path("next").exists()
     result = train(*flags, "--output_dir", "next", "--spent", path)
     assert result.exit_code == 0, result.output
-    spent = json.loads(Path("next/privacy_accounting.json").read_text())
-    first = json.loads(Path("run/privacy_accounting.json").read_text())
+    spent = record("next")
     assert 7.9 < spent["epsilon"] <= 8.0
-    assert spent["noise_multiplier"] > 1.1 * first["noise_multiplier"]
-    assert sum(event[2] if isinstance(event, list) else event["num_steps"] for event in spent["ledger"]["events"]) == 6
-    again = train(*flags, "--output_dir", "third", "--spent", "next/privacy_accounting.json", "--dp_epsilon", 7)
-    assert again.exit_code == 1  # nothing is left of a smaller budget
+    assert spent["noise_multiplier"] > 1.1 * record("run")["noise_multiplier"]
+    assert sum(event["num_steps"] for event in spent["ledger"]["events"]) == 6
+    third = train(*flags, "--output_dir", "third", "--spent", "next/privacy_accounting.json", "--dp_epsilon", 7)
+    assert third.exit_code == 1  # nothing is left of a smaller budget
     assert not Path("third").exists()
     assert train(*flags, "--output_dir", "next", "--resume").exit_code == 1  # without --spent it is another job
 
@@ -388,73 +338,56 @@ def test_a_folder_in_which_another_process_trains_is_refused(here):
         "import sys\nfrom pathlib import Path\nfrom dpfunc._utils.locks import only_process\n"
         "with only_process(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": here, "env": ENVIRONMENT}
     for name, flags in (("busy", []), ("run", ["--resume"])):
-        command = [sys.executable, "-c", code, name]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=here, env=environment
-        ) as other:
+        with subprocess.Popen([sys.executable, "-c", code, name], **pipes) as other:
             assert other.stdout.readline() == b"held\n"
             before = files(here)
             result = train("--output_dir", name, *flags)
             other.communicate(b"")
         assert result.exit_code == 1
-        assert (
-            f"Expected no other process in '{name}', got process {other.pid}, which trains there now" in result.stderr
-        )
+        said = f"Expected no other process in '{name}', got process {other.pid}, which trains there now"
+        assert said in result.stderr
         assert "Two runs in one folder would publish one ledger for the steps of both" in result.stderr
         assert [path for path, _ in before if ".dpfunc.lock" in path]
     assert not Path("busy").exists()
-    assert not (here / "run" / ".dpfunc.lock").exists()
+    assert not Path("run/.dpfunc.lock").exists()
 
 
 @pytest.mark.slow
 def test_two_commands_at_the_same_time(here):
     """One of them trains, and its ledger has all that was taken."""
-    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", "--output_dir"]
-    options = {"cwd": here, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    options["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
-    both = [subprocess.Popen([*command, "twice"], **options) for _ in range(2)]
+    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", "--output_dir", "twice"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": here, "env": ENVIRONMENT}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
     said = [process.communicate(timeout=300)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1]
     refused = said[[process.returncode for process in both].index(1)]
     assert "Expected no other process in" in refused or "Expected an empty output_dir" in refused
-    steps = json.loads((here / "twice/privacy_accounting.json").read_text())["global_step"]
-    assert journal_ledger(here / "twice/privacy_journal.jsonl").num_steps == steps == 4
+    assert journal_ledger(Path("twice", JOURNAL)).num_steps == record("twice")["global_step"] == 4
 
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_model_is_saved_with_the_cost_of_its_whole_journal(here, monkeypatch, step):
     """Where locks do nothing, as on some file systems, the next step or the end finds steps of others."""
+    journal = Path(f"mixed-{step}", JOURNAL)
 
-    class Other(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == self.step:
-                trainer = self.trainer
-                spent = journal_ledger(f"{name}/privacy_journal.jsonl")
-                another = trainer._run.dp_step.init(trainer._run.params, secure_key())
-                Journal(Path(f"{name}/privacy_journal.jsonl"), trainer.plan)(
-                    another._replace(step=1, ledger=spent.compose(trainer.plan.ledger(1)))
-                )
+    def other(trainer, state):
+        if state.global_step == step:
+            another = trainer._run.dp_step.init(trainer._run.params, secure_key())
+            spent = journal_ledger(journal).compose(trainer.plan.ledger(1))
+            Journal(journal, trainer.plan)(another._replace(step=1, ledger=spent))
 
-    def made(*args):
-        callback = Other()
-        callback.step = step
-        callback.trainer = make(*args)
-        callback.trainer.add_callback(callback)
-        return callback.trainer
-
-    name, make = f"mixed-{step}", train_job.make_trainer
-    monkeypatch.setattr(train_job, "make_trainer", made)
-    result = train("--output_dir", name)
+    at_events(monkeypatch, on_step_end=other)
+    result = train("--output_dir", journal.parent)
     assert result.exit_code == 1
-    assert not Path(f"{name}/model").exists()
+    assert not (journal.parent / "model").exists()
     if step == 4:
-        assert f"to count the steps of {name}/privacy_journal.jsonl, Ledger(5 steps" in result.stderr
-        assert f"--spent {name}/privacy_journal.jsonl" in result.stderr
+        assert f"to count the steps of {journal}, Ledger(5 steps" in result.stderr
+        assert f"--spent {journal}" in result.stderr
     else:
-        assert f"{name}/privacy_journal.jsonl one after the other" in result.stderr
-        assert journal_ledger(f"{name}/privacy_journal.jsonl").num_steps == 3
+        assert f"{journal} one after the other" in result.stderr
+        assert journal_ledger(journal).num_steps == 3
 
 
 DAMAGED_JOBS = {
@@ -475,17 +408,14 @@ def test_a_damaged_job_file_says_so(here, tmp_path, name):
     folder = tmp_path / "run"
     shutil.copytree(here / "run", folder)
     (folder / "job.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    for command in (
-        ["train", "job.yaml", "--output_dir", folder, "--resume"],
-        ["generate", folder, "-n", 1, "--out", "x.jsonl"],
-    ):
-        result = run(*command)
-        assert result.exit_code == 1
-        assert isinstance(result.exception, SystemExit), result.exception
-        if name != "half a pair" or "train" in command:
+    drawn = ["generate", folder, "-n", 1, "--out", "x.jsonl"]
+    for result in (train("--output_dir", folder, "--resume"), run(*drawn)):
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exception
+        if name != "half a pair":
             assert message in result.stderr
-        if name not in ("half a pair",):
-            assert f"--spent {folder}/privacy_journal.jsonl" in result.stderr
+            assert f"--spent {folder}/{JOURNAL}" in result.stderr
+    if name == "half a pair":
+        assert message in train("--output_dir", folder, "--resume").stderr
 
 
 RESUMES = {
@@ -497,7 +427,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@MODES
 @pytest.mark.parametrize("name", RESUMES)
 def test_what_cannot_be_resumed(here, name, mode):
     flags, message = RESUMES[name]
@@ -508,15 +438,14 @@ def test_what_cannot_be_resumed(here, name, mode):
     assert files(here) == before
 
 
-def test_a_finished_run_resumes_to_itself(here):
-    before = load_file("run/model/adapter_model.safetensors")
+def test_a_finished_run_resumes_to_itself(here, tmp_path):
+    shutil.copytree("run/model", tmp_path / "model")
     result = train("--resume", "--logging_steps", 1)
     assert result.exit_code == 0, result.output
-    after = load_file("run/model/adapter_model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    dry = files(here)
+    assert same(tmp_path, "run")
+    before = files(here)
     assert "Nothing was trained" in train("--resume", "--dry-run").stdout
-    assert files(here) == dry
+    assert files(here) == before
 
 
 REFUSED = {  # flags, exit code, message
@@ -567,7 +496,7 @@ def locked(monkeypatch):
 
 
 @pytest.mark.usefixtures("loggers", "locked")
-@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+@MODES
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_dry_run_refuses_what_training_refuses(here, name, mode):
     """With a message, and nothing is written."""
@@ -599,67 +528,37 @@ def test_a_hub_name_with_downloads_is_not_a_missing_folder(here, monkeypatch):
     assert "Expected a tokenizer in 'some/model': We couldn't connect" in result.stderr
 
 
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Ctrl-C after a step."""
-    from transformers import TrainerCallback
-
-    from dpfunc.train import run as train_job
-
-    make = train_job.make_trainer
-
-    def patch(step):
-        class Stop(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                if state.global_step == step:
-                    signal.raise_signal(signal.SIGINT)
-
-        def made(*arguments):
-            trainer = make(*arguments)
-            trainer.add_callback(Stop())
-            return trainer
-
-        monkeypatch.setattr(train_job, "make_trainer", made)
-        return lambda: monkeypatch.setattr(train_job, "make_trainer", make)
-
-    return patch
-
-
-def test_an_interrupt_says_what_was_spent(here, stop_at):
-    undo = stop_at(3)
-    result = train("--output_dir", "stopped")
+def test_an_interrupt_says_what_was_spent(here, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_events(patch, on_step_end=interrupt_at(3))
+        result = train("--output_dir", "stopped")
     assert result.exit_code == 1
     said, aborted = [line for line in result.stderr.splitlines() if line][-2:]
     assert aborted == "Aborted!"
-    journal = Path("stopped/privacy_journal.jsonl")
+    journal = Path("stopped", JOURNAL)
     spent = journal_ledger(journal)
     assert spent.num_steps == 3
-    epsilon = spent.epsilon(1e-3).epsilon
-    assert f"The journal has 3 steps, which spent epsilon={epsilon:.4g} at delta=0.001." in said
+    assert f"The journal has 3 steps, which spent epsilon={spent.epsilon(1e-3).epsilon:.4g} at delta=0.001." in said
     assert f"--spent {journal}." in said
     assert said.endswith("--resume goes on with this run.")
-    undo()
     assert train("--output_dir", "stopped", "--resume").exit_code == 0
     dry = train("--output_dir", "other", "--spent", journal, "--dry-run")
     assert "with 4 steps of earlier runs" in dry.stdout
 
 
-def test_an_interrupt_after_the_first_step(here, stop_at):
-    undo = stop_at(1)
-    said = train("--output_dir", "first").stderr
-    assert "The journal has 1 steps" in said
-    assert "--resume goes on with this run." in said
-    twin = train("--output_dir", "first", "--no-dp").stderr
-    assert "The twin without privacy spends nothing. The same command starts it again." in twin
-    undo()
-    assert train("--output_dir", "first", "--no-dp", "--resume").exit_code == 0
+def test_an_interrupt_of_the_twin(here, monkeypatch):
+    flags = ["--output_dir", "first", "--no-dp"]
+    with monkeypatch.context() as patch:
+        at_events(patch, on_step_end=interrupt_at(1))
+        stopped = train(*flags).stderr
+    assert "The twin without privacy spends nothing. The same command starts it again." in stopped
+    assert train(*flags, "--resume").exit_code == 0
 
 
 def test_an_interrupt_without_a_checkpoint_promises_no_resume(here, early, tmp_path):
-    left_in(tmp_path / "lost", early, ["job.json", "privacy_journal.jsonl", "privacy_journal.jsonl.head"])
-    assert interrupted(read_job("job.yaml", ["--output_dir", str(tmp_path / "lost")])).endswith(
-        "There is no checkpoint to resume."
-    )
+    left_in(tmp_path / "lost", early, ["job.json", JOURNAL, f"{JOURNAL}.head"])
+    said = interrupted(read_job("job.yaml", ["--output_dir", str(tmp_path / "lost")]))
+    assert said.endswith("There is no checkpoint to resume.")
 
 
 FULL = {  # when the disk is full, for files of how many bytes, what could not be written, steps that were released
@@ -675,78 +574,70 @@ FULL = {  # when the disk is full, for files of how many bytes, what could not b
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, name):
     when, size, said, steps = FULL[name]
-    folder, make, check = tmp_path / "full", train_job.make_trainer, train_job.check_accounting
+    folder, real = tmp_path / "full", getattr(train_job, when, None)
+    flags = ["--output_dir", folder, "--insecure-seed", 3]
 
-    class Full(TrainerCallback):
-        pass
+    def filled(*given):
+        result = real(*given)
+        allow(size)
+        return result
 
-    def made(*args):
-        trainer = make(*args)
-        if when.startswith("on_"):
-            setattr(Full, when, lambda *args, **kwargs: allow(size))
-            trainer.add_callback(Full())
-        elif when == "make_trainer":
-            allow(size)
-        return trainer
-
-    monkeypatch.setattr(train_job, "make_trainer", made)
-    if when == "check_accounting":
-        monkeypatch.setattr(train_job, when, lambda *args: [check(*args), allow(size)])
     again(insecure_key(3))
-    try:
-        result = train("--output_dir", folder, "--insecure-seed", 3)
-    finally:
-        allow()
+    with monkeypatch.context() as patch:
+        if real is None:
+            at_events(patch, **{when: lambda *given: allow(size)})
+        else:
+            patch.setattr(train_job, when, filled)
+        try:
+            result = train(*flags)
+        finally:
+            allow()
     assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
     assert "Error: " + said.format(folder=folder) in result.stderr
     assert "Traceback" not in result.output
     spent = "Stopped before the first step was released: nothing was spent."
     if steps:
-        known = journal_ledger(folder / "privacy_journal.jsonl")
+        known = journal_ledger(folder / JOURNAL)
         assert known.num_steps == steps
         spent = f"Stopped. The journal has {steps} steps, which spent epsilon={known.epsilon(1e-3).epsilon:.4g} at"
         assert result.stderr.endswith("--resume goes on with this run.\n")
     assert spent in result.stderr
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
     again(insecure_key(3))
-    result = train("--output_dir", folder, "--insecure-seed", 3, *(["--resume"] if steps else []))
+    result = train(*flags, *(["--resume"] if steps else []))
     assert result.exit_code == 0, result.output
-    assert journal_ledger(folder / "privacy_journal.jsonl").num_steps == 4
+    assert journal_ledger(folder / JOURNAL).num_steps == 4
 
 
 def test_only_the_process_that_writes_speaks_of_an_interrupt(here, capsys):
     job = read_job("job.yaml", ["--output_dir", "nowhere"])
     said = []
     for writes in (True, False):
-        with pytest.raises(KeyboardInterrupt), _interruptible(job, SimpleNamespace(writes=writes)):
+        with pytest.raises(KeyboardInterrupt), _interruptible(job, writes):
             raise KeyboardInterrupt
         said.append(capsys.readouterr().err)
     assert said[0].startswith("\nInterrupted before the first step was released: nothing was spent.")
     assert said[1] == ""
 
 
-def test_a_launcher_that_starts_one_process_only_is_refused(here, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+LAUNCHERS = {  # environment -> message
+    "one process only": ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`"),
+    "FSDP": ({"ACCELERATE_USE_FSDP": "true"}, "got ACCELERATE_USE_FSDP='true' in the environment"),
+    "DeepSpeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, "got ACCELERATE_USE_DEEPSPEED='true' in the environment"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_that_does_not_keep_privacy_is_refused(here, monkeypatch, name):
+    environment, message = LAUNCHERS[name]
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
     before = files(here)
-    for flags in ([], ["--no-dp"], ["--dry-run"]):
+    for flags in ([], ["--dry-run"], *([["--no-dp"]] if name == "one process only" else [])):
         result = train("--output_dir", "other", *flags)
         assert result.exit_code == 1
-        assert "`accelerate launch`" in result.stderr
+        assert message in result.stderr
         assert "torchrun --nproc-per-node N" in result.stderr
     assert files(here) == before
-
-
-@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_a_launcher_that_shards_is_refused(here, monkeypatch, name, mode):
-    monkeypatch.setenv(name, "true")
-    result = train("--output_dir", "other", *mode)
-    assert result.exit_code == 1
-    assert f"Expected a launcher that keeps differential privacy, got {name}='true' in the environment" in result.stderr
-    assert "torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml" in result.stderr
-    assert not Path("other").exists()
 
 
 @pytest.mark.slow
@@ -756,25 +647,24 @@ def test_L9_T5_torchrun_with_one_process(here):
     result = subprocess.run([*command, *options], cwd=here, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "Spent: epsilon=" in result.stdout
-    assert json.loads(Path("launched/privacy_accounting.json").read_text())["epsilon"] <= 3.0
-    assert Path("launched/model/adapter_model.safetensors").exists()
+    assert record("launched")["epsilon"] <= 3.0
+    assert adapters("launched")
 
 
 def test_L18_bf16_with_gradient_checkpointing(here):
     result = train("--bf16", "--gradient_checkpointing", "--steps", 2, "--output_dir", "narrow")
     assert result.exit_code == 0, result.output
-    saved = load_file("narrow/model/adapter_model.safetensors")
-    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in saved.values())
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in adapters("narrow").values())
 
 
 def test_text_classification(tmp_path, monkeypatch):
+    from transformers import AutoModelForSequenceClassification
+
     write_job(tmp_path, "text_classification", "gpt2")
     monkeypatch.chdir(tmp_path)
     result = train("--strategy", "head", "--eval_steps", 2)
     assert result.exit_code == 0, result.output
     assert "eval_accuracy: 0." in result.stdout
-    from transformers import AutoModelForSequenceClassification
-
     model = AutoModelForSequenceClassification.from_pretrained("run/model")
     assert model.config.id2label == {0: "sport", 1: "money"}
 
@@ -800,117 +690,6 @@ def test_L7_L8_vqa(tmp_path, monkeypatch):
     assert "Expected an image file for row 4 of data.jsonl" in missing.stderr
 
 
-# Parts
-
-
-TRAINED = {
-    ("text_classification", "head"): lambda name: name == "score.weight",
-    ("text_classification", "bitfit"): lambda name: name.endswith("bias") or name == "score.weight",
-    ("text_classification", "full"): lambda name: True,
-    ("text_classification", "lora"): lambda name: "lora_" in name or "score.modules_to_save" in name,
-    ("causal_lm", "lora"): lambda name: "lora_" in name,
-    ("causal_lm", "bitfit"): lambda name: name.endswith("bias"),
-    ("causal_lm", "full"): lambda name: True,
-}
-
-
-@pytest.mark.parametrize("case", TRAINED, ids="-".join)
-def test_strategies_train_what_they_say(tmp_path, monkeypatch, case):
-    task, strategy = case
-    write_job(tmp_path, task, "gpt2")
-    monkeypatch.chdir(tmp_path)
-    job = read_job("job.yaml", ["--strategy", strategy])
-    model = choose_parameters(load_base(job, load_processing(job)), job)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {name for name, _ in model.named_parameters() if TRAINED[case](name)}
-    assert trained
-
-
-def test_the_start_is_drawn_from_the_public_seed(tmp_path, monkeypatch):
-    write_job(tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-    def start(seed):
-        job = read_job("job.yaml", ["--seed", str(seed)])
-        model = choose_parameters(load_base(job, load_processing(job)), job)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    torch.manual_seed(1)
-    one = start(0)
-    before = torch.get_rng_state()
-    assert torch.equal(one, start(0))
-    assert torch.equal(before, torch.get_rng_state())
-    assert not torch.equal(one, start(1))
-
-
-def test_prompts_are_not_learnt_and_ends_are(tmp_path):
-    tokenizer = load_tokenizer(write_model(tmp_path))
-    from dpfunc.train.config import DataSection
-
-    record = language_record(tokenizer, "label : sport", "the goal", DataSection("t.jsonl", max_length=16))
-    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
-    assert words == ["<s>", "label", ":", "sport", "the", "goal", "</s>"]
-    assert record["labels"] == [-100] * 4 + record["input_ids"][4:]
-    everything = language_record(tokenizer, "a", "b", DataSection("t.jsonl", loss_on="all"))
-    assert everything["labels"] == [-100, *everything["input_ids"][1:]]
-
-
-def test_long_prompts_leave_room_for_the_response(tmp_path):
-    tokenizer = load_tokenizer(write_model(tmp_path))
-    from dpfunc.train.config import DataSection
-
-    record = language_record(tokenizer, "a " * 50 + "sport", "goal " * 50, DataSection("t.jsonl", max_length=16))
-    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
-    assert len(words) == 16
-    assert words[7:9] == ["sport", "goal"]
-    assert prompt_ids(tokenizer, "a " * 50 + "sport", 8) == record["input_ids"][:8]
-
-
-def load_tokenizer(path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
-
-
-def test_batches_have_few_lengths():
-    collate = PadRight(pad=9, max_length=40, multiple=8)
-    batch = collate([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": list(range(9)), "labels": 0}])
-    assert batch["input_ids"].shape == (2, 16)
-    assert batch["attention_mask"].sum(1).tolist() == [3, 9]
-    assert batch["labels"].tolist() == [1, 0]
-    assert batch["input_ids"][0, 3:].unique().tolist() == [9]
-    assert collate([{"input_ids": [1] * 39, "labels": 1}])["input_ids"].shape == (1, 40)
-
-
-def test_prompt_and_response_columns(tmp_path, monkeypatch):
-    write_job(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    flags = ["--prompt_template", "null", "--prompt_column", "label", "--response_column", "text"]
-    job = read_job("job.yaml", flags)
-    tokenizer = load_processing(job)
-    first = read_records(job, tokenizer).train[0]
-    assert tokenizer.convert_ids_to_tokens(first["input_ids"])[:2] == ["<s>", "sport"]
-    assert first["labels"][:2] == [-100, -100]
-    plain = read_job("job.yaml", ["--prompt_template", "null"])
-    assert read_records(plain, tokenizer).train[0]["labels"][0] == -100
-    assert read_records(plain, tokenizer).train[0]["labels"][1] != -100
-
-
-def test_evaluation_from_a_table_of_its_own(tmp_path, monkeypatch):
-    write_job(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    write_table(Path("more.jsonl"), 10, seed=1)
-    job = read_job("job.yaml", ["--data.eval", "more.jsonl"])
-    records = read_records(job, load_processing(job))
-    assert (len(records.train), len(records.evaluation)) == (120, 10)
-    both = read_job("job.yaml", ["--eval_fraction", "0.5"])
-    records = read_records(both, load_processing(both))
-    assert len(records.train) + len(records.evaluation) == 120
-    assert 30 < len(records.train) < 90
-    with pytest.raises(InvalidArgument, match="data.eval or data.eval_fraction"):
-        read_job("job.yaml", ["--eval_fraction", "0.5", "--eval", "more.jsonl"])
-
-
 @pytest.mark.parametrize("package", ["yaml", "pydantic"])
 def test_a_package_that_is_missing_is_named(here, monkeypatch, package):
     monkeypatch.setattr(dpfunc, "train", importlib.import_module("dpfunc.train"))  # the import below binds another
@@ -918,16 +697,15 @@ def test_a_package_that_is_missing_is_named(here, monkeypatch, package):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     result = train("--dry-run")
-    assert result.exit_code == 1
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
     assert package in result.stderr
     assert 'pip install "dpfunc[hf]"' in result.stderr
-    assert isinstance(result.exception, SystemExit)
 
 
 def test_importing_the_commands_is_light():
-    code = "import sys, dpfunc.cli.main; print(sorted(m for m in ('opacus', 'transformers', 'peft', 'scipy', 'yaml', 'pydantic') if m in sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    heavy = ("opacus", "transformers", "peft", "scipy", "yaml", "pydantic")
+    code = f"import sys, dpfunc.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert result.stdout.strip() == "[]"
 
 

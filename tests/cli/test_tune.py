@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from search_cases import MadeUpRuns
-from text_job import write_job, write_table
+from text_job import run, train, write_job, write_table
 
 from dpfunc.accounting import RunCount
-from dpfunc.cli.main import main
 from dpfunc.rng import fold_in, insecure_key, stream
 
 PRIVATE = ("--private", "--mean-runs", 2, "--score-noise", 2)
 
 
 def tune(*arguments):
-    return CliRunner().invoke(main, ["tune", "job.yaml", *[str(argument) for argument in arguments]])
+    return run("tune", "job.yaml", *arguments)
 
 
 @pytest.fixture
@@ -71,10 +69,10 @@ def test_a_private_search_shows_its_best_run_and_no_other(here):
         job = json.loads((folder / "job.json").read_text())
         chosen = record["candidates"][record["chosen"]]
         assert job["filled"]["training"]["learning_rate"] == chosen["learning_rate"]
-        assert CliRunner().invoke(main, ["ledger", "check", str(folder)]).exit_code == 1  # the key is guessable
-        assert "epsilon=7.99" in CliRunner().invoke(main, ["ledger", "show", str(folder), "--delta", "1e-3"]).stdout
+        assert run("ledger", "check", folder).exit_code == 1  # the key is guessable
+        assert "epsilon=7.99" in run("ledger", "show", folder, "--delta", 1e-3).stdout
     assert seen[0] == seen[1]
-    refused = CliRunner().invoke(main, ["train", "job.yaml", "--spent", "other0/privacy_accounting.json"])
+    refused = train("--spent", "other0/privacy_accounting.json")
     assert refused.exit_code == 1
     assert "the record of a search" in refused.stderr
 
@@ -89,7 +87,7 @@ def test_a_public_search_writes_a_job_that_trains(here):
     assert scores[best] == max(scores)
     assert all(0 <= score <= 1 for score in scores)
     assert Path("job.tuned.yaml").is_file()
-    plan = CliRunner().invoke(main, ["train", "job.tuned.yaml", "--dry-run"])
+    plan = run("train", "job.tuned.yaml", "--dry-run")
     assert plan.exit_code == 0, plan.output
     assert "steps: 20" in plan.stdout
     assert f"noise multiplier: {found['candidates'][best]['noise_multiplier']:.4g}" in plan.stdout
@@ -107,11 +105,7 @@ def test_dry_run_writes_nothing(here, mode):
     assert "Nothing was trained, written or spent." in result.stdout
     assert files() == before
     if mode == PRIVATE:
-        for text in (
-            "runs: 2 on average, with probability 0.99 at most",
-            "without a search",
-            "one run would cost epsilon=",
-        ):
+        for text in ("runs: 2 on average, with probability 0.99", "without a search", "one run would cost epsilon="):
             assert text in result.stdout, text
 
 

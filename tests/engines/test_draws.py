@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -102,22 +100,15 @@ def test_a_row_draws_alone_what_it_draws_beside_others(name, engine):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
+def clipped(loss_fn, params, rows, engine, size):
+    made = getattr(engines, engine)()
+    return clipped_grad(loss_fn, params, rows, clipping.Flat(0.5), engine=made, microbatch_size=size, key=KEY)
+
+
 @cases
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_draws_do_not_depend_on_microbatches(name, engine):
-    loss_fn, params = case(name)
-    whole, *parts = (
-        clipped_grad(
-            loss_fn,
-            params,
-            batch(),
-            clipping.Flat(0.5),
-            engine=getattr(engines, engine)(),
-            microbatch_size=size,
-            key=KEY,
-        )
-        for size in (None, 1, 3)
-    )
+    whole, *parts = (clipped(*case(name), batch(), engine, size) for size in (None, 1, 3))
     for part in parts:
         torch.testing.assert_close(part[0].sums, whole[0].sums, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(part[1], whole[1], rtol=1e-10, atol=1e-12)
@@ -126,35 +117,8 @@ def test_draws_do_not_depend_on_microbatches(name, engine):
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_rows_draw_different_numbers(engine):
     """Also rows of different microbatches."""
-    same = batch(1).expand(ROWS, D)
-    _, unreleased = clipped_grad(
-        LOSSES["randn"],
-        weights(),
-        same,
-        clipping.Flat(0.5),
-        engine=getattr(engines, engine)(),
-        microbatch_size=2,
-        key=KEY,
-    )
+    _, unreleased = clipped(LOSSES["randn"], weights(), batch(1).expand(ROWS, D), engine, 2)
     assert len(set(unreleased.losses_B.tolist())) == ROWS
-
-
-def by_python(p, x):
-    return (p["w"] * 0 * x).sum(1) + (1.0 if torch.rand([]) < 0.3 else 0.0)
-
-
-@pytest.mark.parametrize("size", [None, 1, 3])
-@pytest.mark.parametrize("engine", ["auto", "loop"])
-def test_the_law_of_a_branch_does_not_depend_on_microbatches(engine, size):
-    """Probability .3 within 4 sigma, and not the .21 that one draw for two rows would give."""
-    steps, made, hits = 150, getattr(engines, engine)(), 0.0
-    for step in range(steps):
-        _, unreleased = clipped_grad(
-            by_python, weights(), batch(), clipping.Flat(0.5), engine=made, microbatch_size=size, key=insecure_key(step)
-        )
-        hits += float(unreleased.losses_B.sum())
-    off = lambda law: abs(hits / (steps * ROWS) - law) / math.sqrt(law * (1 - law) / (steps * ROWS))
-    assert off(0.3) < 4 < off(0.21)
 
 
 def test_positions_are_those_in_the_batch():

@@ -88,18 +88,16 @@ def test_a_second_pass_that_differs_is_refused(make):
 
 @pytest.mark.parametrize("make", [checkpointed, tied])
 def test_sums_are_those_of_a_loop(make):
-    got, expected = sums(make(), ghost()), sums(make(), loop())
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(sums(make(), ghost()), sums(make(), loop()), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_random_numbers_of_torch_are_the_same_in_both_passes(rate):
-    torch.manual_seed(0)
-    got = sums(checkpointed(rate), ghost())
-    torch.manual_seed(0)
-    for name, value in sums(checkpointed(rate), auto()).items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-7)
+    found = []
+    for engine in (ghost(), auto()):
+        torch.manual_seed(0)
+        found.append(sums(checkpointed(rate), engine))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
 def test_sums_can_be_taken_again():
@@ -108,13 +106,4 @@ def test_sums_can_be_taken_again():
         got, expected = (
             each.weighted_sum(dict.fromkeys("ab", factors_B)) for each in (found, auto()(tied(), *inputs()))
         )
-        for name, value in expected.items():
-            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-4)
-
-
-def test_norms_keep_no_gradients():
-    """After the first pass only norms are alive: a thousandth of what the gradients of all rows would take."""
-    params, x = inputs()
-    found = ghost()(lambda p, x: loss(linear(hidden(p, x), p["a"])), params, x)
-    assert sum(norms.numel() for norms in found.sq_norms().values()) == 2 * SAMPLES
-    assert not [value for value in vars(found.again.args[2])["pieces"].values() if value]
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

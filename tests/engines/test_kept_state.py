@@ -4,24 +4,182 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
+import itertools
+import random
+import types
+from collections import deque
+from contextvars import ContextVar
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from kept_state import PLACES
 from torch import nn
 from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.engines.guards.kept_state import python_state
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
 D = 4
-EVERY = ("auto", "vmap", "ghost", "loop")
-every_engine = pytest.mark.parametrize("engine", EVERY)
+every_engine = pytest.mark.parametrize("engine", ["auto", "vmap", "ghost", "loop"])
+
+
+# Places where a loss may keep something from call to call: each gives `value()` and `change()`.
+
+COUNT, TABLE, SETTINGS = 0, [0], types.ModuleType("settings_of_a_user")
+
+
+class Slot:
+    __slots__ = ("n",)
+
+
+def of(kept, value, change):
+    return lambda: value(kept), lambda: change(kept)
+
+
+def entry(kept):
+    """The first number of a container."""
+    return of(kept, lambda kept: float(kept[0]), lambda kept: kept.__setitem__(0, kept[0] + 1))
+
+
+def attribute(kept, name="n"):
+    """An attribute of any object."""
+    setattr(kept, name, 0)
+    return of(kept, lambda kept: getattr(kept, name), lambda kept: setattr(kept, name, getattr(kept, name) + 1))
+
+
+def user():
+    return type("User", (), {"n": 0, "__module__": __name__})
+
+
+def class_of_an_instance():
+    def change(kept):
+        type(kept).n += 1
+
+    return of(user()(), lambda kept: kept.n, change)
+
+
+def a_global():
+    def change():
+        global COUNT
+        COUNT += 1
+
+    before = COUNT
+    return lambda: COUNT - before, change
+
+
+def global_of_a_method():
+    class User:
+        def change(self):
+            TABLE[0] += 1
+
+        def value(self):
+            return TABLE[0]
+
+    TABLE[0] = 0
+    return of(User(), lambda user: user.value(), lambda user: user.change())
+
+
+def module_of_python():
+    SETTINGS.n = 0
+
+    def change():
+        SETTINGS.n += 1
+
+    return lambda: SETTINGS.n, change
+
+
+def default_of_a_function():
+    def value(kept=[0]):  # noqa: B006  (what this is about)
+        return kept[0]
+
+    return value, lambda: value.__defaults__[0].append(value.__defaults__[0].pop() + 1)
+
+
+def closure():
+    number = 0
+
+    def change():
+        nonlocal number
+        number += 1
+
+    return lambda: number, change
+
+
+def buffer(new):
+    def change(net):
+        if new:
+            net[0].num_batches_tracked = net[0].num_batches_tracked + 1
+        else:
+            net[0].num_batches_tracked += 1
+
+    return of(nn.Sequential(nn.BatchNorm1d(1)), lambda net: net[0].num_batches_tracked.item(), change)
+
+
+def draws_of_a_generator():
+    other = torch.Generator()
+
+    def value(kept):
+        other.set_state(kept.get_state())
+        return float(torch.rand((), generator=other) > 0.6)
+
+    return of(torch.Generator().manual_seed(0), value, lambda kept: torch.rand((), generator=kept))
+
+
+def python_generator():
+    before = random.Random(0).getstate()
+    return of(random.Random(0), lambda kept: float(kept.getstate() != before), lambda kept: kept.random())
+
+
+def next_of_an_iterator():
+    kept = itertools.count()
+    return lambda: int(repr(kept)[6:-1]), kept.__next__
+
+
+PLACES = {
+    "dict": lambda: of({}, len, lambda seen: seen.update({len(seen): True})),
+    "list": lambda: entry([0]),
+    "list, from -1 to -2": lambda: of([-1], lambda n: -1 - n[0], lambda n: n.__setitem__(0, n[0] - 1)),  # equal hashes
+    "number under a name of Transformers": lambda: attribute(types.SimpleNamespace(), "rope_deltas"),
+    "deque": lambda: entry(deque([0])),
+    "bytearray": lambda: entry(bytearray(1)),
+    "numpy array": lambda: entry(np.zeros(3)),
+    "large tensor": lambda: of(torch.zeros(1000), lambda kept: kept[0].item(), lambda kept: kept.add_(1)),
+    "closure": closure,
+    "global": a_global,
+    "global of a method": global_of_a_method,
+    "module of Python": module_of_python,
+    "class": lambda: attribute(user()),
+    "class of an instance": class_of_an_instance,
+    "slot": lambda: attribute(Slot()),
+    "subclass of list": lambda: attribute(type("Kept", (list,), {})()),
+    "default of a function": default_of_a_function,
+    "attribute of a function": lambda: attribute(lambda: None),
+    "attribute of a submodule": lambda: attribute(nn.Sequential(nn.Linear(1, 1))[0]),
+    "buffer of a submodule": lambda: buffer(new=False),
+    "new buffer of a submodule": lambda: buffer(new=True),
+    "seed of a generator": lambda: of(
+        torch.Generator().manual_seed(0), lambda kept: kept.initial_seed(), lambda kept: kept.manual_seed(kept.initial_seed() + 1)),
+    "draws of a generator": draws_of_a_generator,
+    "numpy generator": lambda: of(
+        np.random.default_rng(0), lambda kept: 1 - kept.bit_generator.state["state"]["state"] % 2, lambda kept: kept.random()),
+    "Python generator of numbers": python_generator,
+    "itertools.count": lambda: of(itertools.count(), lambda kept: int(repr(kept)[6:-1]), next),
+    "iterator": lambda: of(iter(range(1000)), lambda kept: 1000 - kept.__length_hint__(), next),
+    "generator function": lambda: of(
+        (number for number in range(1000)), lambda kept: kept.gi_frame.f_locals.get("number", -1) + 1, next),
+    "__next__ of an iterator": next_of_an_iterator,
+    "context variable": lambda: of(ContextVar("kept", default=0), lambda kept: kept.get(), lambda kept: kept.set(kept.get() + 1)),
+    "lru_cache": lambda: of(functools.lru_cache(None)(lambda n: n), lambda kept: kept.cache_info().currsize,
+                            lambda kept: kept(kept.cache_info().currsize)),
+}  # fmt: skip
+SWITCHES = ["dict", "class", "attribute of a submodule", "itertools.count"]
+
+
+# Steps with and without one record.
 
 
 def batch(size, seed, large=False):
@@ -48,7 +206,6 @@ def weights():
 
 
 def released(make, engine, batches, size=None):
-    """The sums of all steps; None for those that were refused."""
     made = make()
     loss_fn, params = made if isinstance(made, tuple) else (made, weights())
     prepared = make_clipped_grad(loss_fn, clipping.Flat(1.0), engine=getattr(engines, engine)(), microbatch_size=size)
@@ -62,25 +219,24 @@ def released(make, engine, batches, size=None):
     return found
 
 
-def excess(make, engine, batches=None, size=None, step=1):
-    """The largest distance between neighbours, minus what is allowed: the bound in the step of the record, else none.
+class Judged(NamedTuple):
+    """The largest distance between neighbours beyond what is allowed, and whether a step was refused."""
+
+    excess: float
+    refused: bool
+
+
+def judged(make, engine, batches=None, size=None, step=1):
+    """Each step with and without the first record of one: the bound is allowed in that step, nothing in the others.
 
     Steps count that both release, before one of them is refused.
     """
     batches = steps() if batches is None else batches
     other = [rows[1:] if number == step else rows for number, rows in enumerate(batches)]
-    pairs = zip(released(make, engine, batches, size), released(make, engine, other, size), strict=True)
-    off = [
-        float((one - two).norm()) - (number == step)
-        for number, (one, two) in enumerate(pairs)
-        if one is not None and two is not None
-    ]
-    return max(off, default=0.0)
-
-
-def refused(make, engine, batches=None, size=None):
-    """True if a step was refused."""
-    return any(sums is None for sums in released(make, engine, steps() if batches is None else batches, size))
+    whole = released(make, engine, batches, size)
+    pairs = enumerate(zip(whole, released(make, engine, other, size), strict=True))
+    off = [float((one - two).norm()) - (n == step) for n, (one, two) in pairs if one is not None and two is not None]
+    return Judged(max(off, default=0.0), any(sums is None for sums in whole))
 
 
 def latch(place, wanted=True):
@@ -116,26 +272,25 @@ def counter(place, period=2):
     return make
 
 
-places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-SWITCHES = {name: PLACES[name] for name in ("dict", "class", "attribute of a submodule", "itertools.count")}
-
-
-@places
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_a_latch_that_is_idle_at_first(place, engine):
-    assert excess(latch(place), engine) < 1e-4
-    assert refused(latch(place), engine)
+    found = judged(latch(PLACES[place]), engine)
+    assert found.excess < 1e-4
+    assert found.refused
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("place", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("place", SWITCHES)
 @every_engine
 def test_a_latch_with_and_without_a_large_number(place, engine, wanted):
     """`any()` that is false says the same of each row, but not that nothing was kept."""
-    assert excess(latch(place, wanted), engine) < 1e-4
-    assert excess(latch(place, wanted), engine, steps(large=0), step=0) < 1e-4
-    assert excess(latch(place, wanted), engine, steps(large=0), "auto", step=0) < 1e-4
-    assert refused(latch(place, wanted), engine) or not wanted  # zeros, which come first, have no large number either
+    make = latch(PLACES[place], wanted)
+    found = judged(make, engine)
+    assert found.excess < 1e-4
+    assert found.refused or not wanted  # zeros, which come first, have no large number either
+    for size in (None, "auto"):
+        assert judged(make, engine, steps(large=0), size, step=0).excess < 1e-4
 
 
 def test_what_an_error_would_keep_is_compared_as_well():
@@ -151,43 +306,28 @@ def test_what_an_error_would_keep_is_compared_as_well():
 
         return loss_fn
 
-    assert excess(make, "auto") < 1e-4
-    assert refused(make, "auto")
+    found = judged(make, "auto")
+    assert found.excess < 1e-4
+    assert found.refused
 
 
-@places
+@pytest.mark.parametrize("place", PLACES)
 def test_a_counter_over_rows(place):
-    assert excess(counter(place), "loop") < 1e-4
-    assert refused(counter(place), "loop")
+    found = judged(counter(PLACES[place]), "loop")
+    assert found.excess < 1e-4
+    assert found.refused
 
 
-@pytest.mark.parametrize("place", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("place", SWITCHES)
 @every_engine
 def test_a_counter_over_microbatches(place, engine):
+    make = counter(PLACES[place])
     for step in (0, 1):
-        assert excess(counter(place), engine, size=4, step=step) < 1e-4
-    assert refused(counter(place), engine, size=4)
-    assert refused(counter(place), engine, [batch(5, 0), batch(6, 1)], size=4)
-    assert refused(counter(place, 1000), engine, size=4)
-
-
-@every_engine
-def test_a_counter_over_groups_of_rows(engine):
-    """The number of calls follows from what rows say, so that a counter of calls would tell it."""
-
-    def make():
-        value, change = PLACES["list"]()
-
-        def loss_fn(p, x):
-            losses = linear(p, x, value() % 2 >= 1) * (2.0 if bool((x > 20).any()) else 1.0)
-            change()
-            return losses
-
-        return loss_fn
-
-    assert excess(counter(PLACES["list"]), engine) < 1e-4
-    assert excess(make, engine) < 1e-4
-    assert refused(make, engine)
+        found = judged(make, engine, size=4, step=step)
+        assert found.excess < 1e-4
+        assert found.refused
+    assert judged(make, engine, [batch(5, 0), batch(6, 1)], size=4).refused
+    assert judged(counter(PLACES[place], 1000), engine, size=4).refused
 
 
 class Statistics(nn.Module):
@@ -211,50 +351,56 @@ UPDATES = {
     "F.batch_norm": lambda x, mean, var: F.batch_norm(x, mean, var, training=True, momentum=1.0),
     "F.instance_norm": lambda x, mean, var: F.instance_norm(x, mean, var, momentum=1.0),
     "batch_norm": lambda x, mean, var: ops.batch_norm(x, None, None, mean, var, True, 1.0, 1e-5, False),
-    "_batch_norm_impl_index": lambda x, mean, var: ops._batch_norm_impl_index(
-        x, None, None, mean, var, True, 1.0, 1e-5, False
-    ),
+    "_batch_norm_impl_index": lambda x, mean, var: ops._batch_norm_impl_index(x, None, None, mean, var, True, 1.0, 1e-5, False),
     "native_batch_norm": lambda x, mean, var: ops.native_batch_norm(x, None, None, mean, var, True, 1.0, 1e-5),
-    "_native_batch_norm_legit": lambda x, mean, var: ops._native_batch_norm_legit(
-        x, None, None, mean, var, True, 1.0, 1e-5
-    ),
+    "_native_batch_norm_legit": lambda x, mean, var: ops._native_batch_norm_legit(x, None, None, mean, var, True, 1.0, 1e-5),
     "_batch_norm_with_update": lambda x, mean, var: ops._batch_norm_with_update(x, None, None, mean, var, 1.0, 1e-5),
     "batch_norm_update_stats": lambda x, mean, var: ops.batch_norm_update_stats(x, mean, var, 1.0),
-}
+}  # fmt: skip
+
+
+def statistics_of(update):
+    forward, params = dpfunc.functionalize(Statistics(update))
+    return (lambda p, x: forward(p, x)), {name: torch.ones_like(value) for name, value in params.items()}
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 @every_engine
 def test_statistics_in_buffers_of_a_function(update, engine):
-    make = lambda: _as_loss(Statistics(update))
-    assert excess(make, engine) < 1e-4
-    assert refused(make, engine)
+    found = judged(lambda: statistics_of(update), engine)
+    assert found.excess < 1e-4
+    assert found.refused
 
 
-@pytest.mark.parametrize("name", ["cudnn_batch_norm", "miopen_batch_norm"])
-def test_statistics_of_accelerators_are_refused_before_the_operation_runs(name):
-    update = lambda x, mean, var: getattr(ops, name)(x, torch.ones(1), None, mean, var, True, 1.0, 1e-5)
-    for engine in ("auto", "loop"):
-        with pytest.raises(UnsupportedModel, match=f"writes values of the batch .{name}"):
-            _step(_as_loss(Statistics(update)), engine)
+REFUSED = {
+    "cudnn_batch_norm": lambda x, mean, var: ops.cudnn_batch_norm(x, torch.ones(1), None, mean, var, True, 1.0, 1e-5),
+    "miopen_batch_norm": lambda x, mean, var: ops.miopen_batch_norm(x, torch.ones(1), None, mean, var, True, 1.0, 1e-5),
+    "batch_norm_gather_stats": lambda x, mean, var: ops.batch_norm_gather_stats(
+        x, x[:1, 0, :1], x[:1, 0, :1], mean, var, 1.0, 1e-5, 3),
+    "batch_norm_gather_stats_with_counts": lambda x, mean, var: ops.batch_norm_gather_stats_with_counts(
+        x, x[:1, 0, :1], x[:1, 0, :1], mean, var, 1.0, 1e-5, torch.ones(1)),
+}  # fmt: skip
 
 
-def test_gathered_statistics_are_refused_before_the_operation_runs():
-    for more in ((3, ops.batch_norm_gather_stats), (torch.ones(1), ops.batch_norm_gather_stats_with_counts)):
-        update = lambda x, mean, var, more=more: more[1](x, x[:1, 0, :1], x[:1, 0, :1], mean, var, 1.0, 1e-5, more[0])
-        with pytest.raises(UnsupportedModel, match="writes values of the batch .batch_norm_gather_stats"):
-            _step(_as_loss(Statistics(update)), "auto")
-
-
-def _as_loss(module):
-    forward, params = dpfunc.functionalize(module)
-    return (lambda p, x: forward(p, x)), {name: torch.ones_like(value) for name, value in params.items()}
-
-
-def _step(made, engine):
-    loss_fn, params = made if isinstance(made, tuple) else (made, weights())
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_statistics_of_accelerators_are_refused_before_the_operation_runs(engine, name):
+    loss_fn, params = statistics_of(REFUSED[name])
     prepared = make_clipped_grad(loss_fn, clipping.Flat(1.0), engine=getattr(engines, engine)())
-    return prepared(params, batch(8, 0), key=insecure_key(1))
+    with pytest.raises(UnsupportedModel, match=f"writes values of the batch .{name}"):
+        prepared(params, batch(8, 0), key=insecure_key(1))
+
+
+def counter_over_groups_of_rows():
+    """The number of calls follows from what rows say, so that a counter of calls would tell it."""
+    value, change = PLACES["list"]()
+
+    def loss_fn(p, x):
+        losses = linear(p, x, value() % 2 >= 1) * (2.0 if bool((x > 20).any()) else 1.0)
+        change()
+        return losses
+
+    return loss_fn
 
 
 def batch_norm_in_a_closure():
@@ -276,28 +422,6 @@ def spectral_norm_in_a_closure():
     return lambda p, x: linear(p, torch.tanh(layer(x)).detach() + x)
 
 
-def seed_of_torch():
-    """torch's own generator is the counter."""
-
-    def loss_fn(p, x):
-        torch.manual_seed(torch.initial_seed() % 1000 + 1)
-        return linear(p, x, torch.initial_seed() % 2 == 1)
-
-    return loss_fn
-
-
-def shape_of_repeated_rows():
-    seen = []
-
-    def loss_fn(p, x):
-        losses = linear(p, x, len(seen) > 0)
-        if len(x.flatten().repeat_interleave(x.flatten().long())) > 100 * len(x):
-            seen.append(True)
-        return losses
-
-    return loss_fn
-
-
 def shape_of_selected_numbers():
     kept = {}
 
@@ -310,51 +434,49 @@ def shape_of_selected_numbers():
     return loss_fn
 
 
-KEEPING = [batch_norm_in_a_closure, spectral_norm_in_a_closure, shape_of_repeated_rows,
-           shape_of_selected_numbers]  # fmt: skip
+def toggle():
+    """Each other call is flipped, and after an even number of calls all is as it was."""
+    kept = {"flipped": False}
+
+    def loss_fn(p, x):
+        losses = linear(p, x, kept["flipped"])
+        kept["flipped"] = not kept["flipped"]
+        return losses
+
+    return loss_fn
 
 
-@pytest.mark.parametrize("size", [None, 1, 4])
+def handed_on():
+    """A large row sets what the next one takes: at the end all is as it was."""
+    kept = {}
+
+    def loss_fn(p, x):
+        flipped = kept.pop("large", False)
+        if bool((x > 20).any()):
+            kept["large"] = True
+        return linear(p, x, flipped)
+
+    return loss_fn
+
+
+# Loss -> where a step must be refused: a single pass of a step, for which nothing is kept yet, may release.
+KEEPING = {
+    batch_norm_in_a_closure: lambda engine, size: (engine, size) != ("auto", None),
+    spectral_norm_in_a_closure: lambda engine, size: (engine, size) != ("auto", None),
+    shape_of_selected_numbers: lambda engine, size: (engine, size) != ("auto", None),
+    toggle: lambda engine, size: size == 2,  # an even number of microbatches
+    handed_on: lambda engine, size: True,
+    counter_over_groups_of_rows: lambda engine, size: size is None,
+}
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 4])
 @pytest.mark.parametrize("make", KEEPING)
-@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
 def test_losses_that_keep_what_follows_from_rows(make, engine, size):
-    assert excess(make, engine, size=size) < 1e-4
-    assert refused(make, engine, size=size) or (engine, size) == ("auto", None)  # one call a step
-
-
-@pytest.mark.parametrize("engine", ["auto", "loop"])
-def test_the_seed_of_torch_counts_rows(engine):
-    assert excess(seed_of_torch, engine) < 1e-4
-
-
-def memory_of_a_view(p, x):
-    memory = torch.empty(0).set_(x.untyped_storage())
-    return linear(p, x, memory.max() > 20)
-
-
-def memory_of_a_base(p, x):
-    base = x if x._base is None else x._base
-    return linear(p, x, base.max() > 20)
-
-
-def memory_by_strides(p, x):
-    try:
-        memory = x.as_strided((4 * D,), (1,), 0)
-    except RuntimeError:
-        memory = x
-    return linear(p, x, memory.max() > 20)
-
-
-def memory_of_numpy(p, x):
-    array = x.detach().numpy()
-    return linear(p, x, bool((array if array.base is None else torch.empty(0).set_(x.untyped_storage())).max() > 20))
-
-
-@pytest.mark.parametrize("size", [None, 4])
-@pytest.mark.parametrize("loss_fn", [memory_of_a_view, memory_of_a_base, memory_by_strides, memory_of_numpy])
-@every_engine
-def test_rows_alone_have_memory_of_their_own(loss_fn, engine, size):
-    assert excess(lambda: loss_fn, engine, size=size) < 1e-4
+    found = judged(make, engine, size=size)
+    assert found.excess < 1e-4
+    assert found.refused or not KEEPING[make](engine.replace("ghost", "auto"), size)
 
 
 def chosen_by_torch(p, x):
@@ -414,22 +536,12 @@ TORCHS = {
 @every_engine
 def test_code_that_torch_runs_otherwise_is_computed_or_refused_by_name(make, engine):
     """No error of torch, which says nothing about a way out."""
-    assert excess(make, engine) < 1e-4
+    assert judged(make, engine).excess < 1e-4
 
 
 def test_a_scripted_module_is_refused_by_name():
     with pytest.raises(UnsupportedModel, match="before torch.jit.script"):
         dpfunc.functionalize(torch.jit.script(nn.Linear(D, 1)))
-
-
-def masks_by_length():
-    masks = {}
-
-    def loss_fn(p, x):
-        mask = masks.setdefault(x.shape[1:], torch.ones(x.shape[1:]).cumsum(0))
-        return linear(p, x * mask)
-
-    return loss_fn
 
 
 class Positions(nn.Module):
@@ -453,27 +565,14 @@ def growing_table():
     return lambda p, x: torch.func.functional_call(module, {"linear.weight": p["w"][None]}, (x,))
 
 
-def number_of_each_row():
-    """Numbers of rows are read, and nothing is kept."""
-    return lambda p, x: torch.stack([linear(p, row[None])[0] * math.exp(-float(row.sum())) for row in x])
-
-
-HONEST = [
-    (masks_by_length, "auto"),
-    (masks_by_length, "loop"),
-    (growing_table, "auto"),
-    (growing_table, "loop"),
-    (number_of_each_row, "auto"),
-    (number_of_each_row, "loop"),
-]
-
-
 @pytest.mark.parametrize("size", [None, 4])
-@pytest.mark.parametrize(("make", "engine"), HONEST)
-def test_what_is_built_for_a_shape_is_no_state(make, engine, size):
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_what_is_built_for_a_shape_is_no_state(engine, size):
     calm = steps(large=None)
-    for sums, rows in zip(released(make, engine, calm, size), calm, strict=True):
-        torch.testing.assert_close(sums, sum(_clipped(make(), row) for row in rows.split(1)), rtol=1e-3, atol=1e-3)
+    for sums, rows in zip(released(growing_table, engine, calm, size), calm, strict=True):
+        torch.testing.assert_close(
+            sums, sum(_clipped(growing_table(), row) for row in rows.split(1)), rtol=1e-3, atol=1e-3
+        )
 
 
 def _clipped(loss_fn, row):
@@ -489,7 +588,7 @@ def test_calls_may_be_counted_where_no_loss_depends_on_it():
         calls.append(len(x))
         return linear(p, x)
 
-    assert not refused(lambda: loss_fn, "auto")
+    assert all(sums is not None for sums in released(lambda: loss_fn, "auto", steps()))
     assert set(calls) == {1}, "each over a batch of one"
     assert len(calls) <= 12, "one pass a step, and the audits"
 
@@ -530,46 +629,5 @@ def test_libraries_may_stand_in_any_folder_of_packages(tmp_path, monkeypatch):
         def loss_fn(p, x, count=library.count):
             return linear(p, count(x))
 
-        before = python_state(loss_fn)
-        library.count(None)
-        assert (python_state(loss_fn) != before) == keeps
-
-
-def toggle():
-    """Each other call is flipped, and after an even number of calls all is as it was."""
-    kept = {"flipped": False}
-
-    def loss_fn(p, x):
-        losses = linear(p, x, kept["flipped"])
-        kept["flipped"] = not kept["flipped"]
-        return losses
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("size", [None, 1, 2])
-@every_engine
-def test_state_that_comes_back_after_some_calls(engine, size):
-    """As many rows or microbatches as it takes: an even number."""
-    assert excess(toggle, engine, size=size) < 1e-4
-    assert size != 2 or refused(toggle, engine, size=size)
-
-
-def handed_on():
-    """A large row sets what the next one takes: at the end all is as it was."""
-    kept = {}
-
-    def loss_fn(p, x):
-        flipped = kept.pop("large", False)
-        if bool((x > 20).any()):
-            kept["large"] = True
-        return linear(p, x, flipped)
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("size", [None, 1, 2, 4])
-@every_engine
-def test_state_that_one_row_hands_to_the_next(engine, size):
-    assert excess(handed_on, engine, size=size) < 1e-4
-    assert refused(handed_on, engine, size=size)
+        found = released(lambda loss_fn=loss_fn: loss_fn, "loop", steps())
+        assert (None in found) == keeps

@@ -61,15 +61,8 @@ def test_the_run_folder_is_complete(finished):
 def test_the_accounting_is_that_of_the_ledger(finished):
     folder, _ = finished
     values = json.loads((folder / "privacy_accounting.json").read_text())
-    assert {
-        "epsilon",
-        "delta",
-        "target_epsilon",
-        "max_grad_norm",
-        "noise_multiplier",
-        "global_step",
-        "epoch",
-    } <= values.keys()
+    names = {"epsilon", "delta", "target_epsilon", "max_grad_norm", "noise_multiplier", "global_step", "epoch"}
+    assert names <= values.keys()
     ledger = Ledger.from_json((folder / "ledger.json").read_text())
     assert values["epsilon"] == ledger.epsilon(values["delta"]).epsilon <= values["target_epsilon"]
     assert values["global_step"] == ledger.num_steps == 4
@@ -116,7 +109,7 @@ def test_another_plan_is_not_resumed(finished):
 
 
 BAD = {
-    "no such file": (["--data", "nowhere.csv"], "which does not exist"),
+    "no such file": (["--data", "nowhere.csv"], "No such file"),
     "delta": (["--smoke", "--delta", "0.5"], "Expected delta < 1 / dataset_size"),
     "epsilon": (["--smoke", "--epsilon", "-1"], "Expected 0 < epsilon < inf"),
     "layers": (["--smoke", "--layers", "9"], "layers"),
@@ -145,10 +138,10 @@ def test_csv_and_jsonl(tmp_path):
     parts = [set(part.texts) for part in (data.train, data.validation, data.test)]
     assert sum(len(part) for part in parts) == len(set.union(*parts)) == 40
     (tmp_path / "bad.csv").write_text("text,class\nx,y\n")
-    with pytest.raises(DataError, match="fields text and label in row 1 of bad.csv"):
+    with pytest.raises(DataError, match="Expected a text in the column 'label' in row 1 of bad.csv"):
         read_file(tmp_path / "bad.csv")
-    with pytest.raises(DataError, match=r"Expected a .csv or .jsonl file"):
-        read_file(csv_path.rename(tmp_path / "d.txt"))
+    with pytest.raises(DataError, match=r"Expected a .jsonl, .csv or .txt file"):
+        read_file(csv_path.rename(tmp_path / "d.tsv"))
 
 
 def test_duplicates_are_removed_before_the_split(tmp_path):

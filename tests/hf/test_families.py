@@ -2,85 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from models import Case
 from zoo import language as zoo
-from zoo.parity import roughen
+from zoo.parity import differences, roughen, truth_of, without_gradient
 
+from benchmarks.survey.tiny import built
 from dpfunc import engines
 from dpfunc.hf import peft as adapters
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 
-SIZES = {**zoo.SIZES, "num_hidden_layers": 1}
-
-
-def mistral():
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=4))
-
-
-def qwen3():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8))
-
-
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2))
-
-
-def tokens():
-    from transformers import BertConfig, BertForTokenClassification
-
-    return BertForTokenClassification(BertConfig(**SIZES, num_labels=zoo.CLASSES))
-
-
-def answers():
-    from transformers import BertConfig, BertForQuestionAnswering
-
-    return BertForQuestionAnswering(BertConfig(**SIZES))
-
-
-def decoder_classifier():
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    return LlamaForSequenceClassification(LlamaConfig(**SIZES, num_key_value_heads=1, num_labels=zoo.CLASSES))
-
 
 @dataclass(frozen=True)
 class Family:
-    """A model, the layers with adapters, what PEFT trains beside them, and the kind of its labels."""
+    """A class of transformers, the layers with adapters, what PEFT trains beside them, and the kind of its labels."""
 
-    model: object
+    name: str
+    kind: str
     targets: tuple[str, ...]
+    saved: tuple[str, ...] = ()
     labels: str = "tokens"
     left: bool = False
-    saved: tuple[str, ...] = ()
+    changes: dict = field(default_factory=dict)
 
 
+GPT2 = Family("GPT2LMHeadModel", "gpt2", ("c_attn", "c_proj"))
+OPT = Family("OPTForCausalLM", "opt", ("q_proj", "v_proj", "fc1"), changes={"word_embed_proj_dim": 16, "ffn_dim": 24})
+LLAMA = Family("LlamaForCausalLM", "llama", ("q_proj", "v_proj", "down_proj"), ("lm_head",))
+QV = ("q_proj", "v_proj")
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
 FAMILIES = {
-    "GPT-2": Family(zoo.gpt2, ("c_attn", "c_proj")),
-    "OPT": Family(zoo.opt, ("q_proj", "v_proj", "fc1")),
-    "GPT-NeoX": Family(zoo.gpt_neox, ("query_key_value",)),
-    "Llama": Family(zoo.llama, ("q_proj", "v_proj", "down_proj"), saved=("lm_head",)),
-    "Llama, padded on the left": Family(zoo.llama, ("q_proj", "v_proj"), left=True),
-    "GPT-2, padded on the left": Family(zoo.gpt2, ("c_attn",), left=True),
-    "OPT, padded on the left": Family(zoo.opt, ("q_proj",), left=True),
-    "Mistral": Family(mistral, ("q_proj", "v_proj")),
-    "Qwen2": Family(zoo.qwen2, ("q_proj", "v_proj")),
-    "Qwen3": Family(qwen3, ("q_proj", "v_proj")),
-    "BERT": Family(zoo.bert, ("query", "value"), "class", saved=("classifier",)),
-    "RoBERTa": Family(zoo.roberta, ("query", "value")),
-    "BERT, tokens": Family(tokens, ("query",), saved=("classifier",)),
-    "BERT, answers": Family(answers, ("query",), "answers", saved=("qa_outputs",)),
-    "Llama, classes": Family(decoder_classifier, ("q_proj",), "class", saved=("score",)),
-    "T5": Family(zoo.t5, ("q", "v")),
-}
+    "GPT-2": GPT2, "OPT": OPT, "Llama": LLAMA,
+    "GPT-2, padded on the left": replace(GPT2, left=True), "OPT, padded on the left": replace(OPT, left=True),
+    "Llama, padded on the left": replace(LLAMA, left=True),
+    "GPT-NeoX": Family("GPTNeoXForCausalLM", "gpt_neox", ("query_key_value",)),
+    "Mistral": Family("MistralForCausalLM", "mistral", QV), "Qwen2": Family("Qwen2ForCausalLM", "qwen2", QV),
+    "Qwen3": Family("Qwen3ForCausalLM", "qwen3", QV), "Mixtral": Family("MixtralForCausalLM", "mixtral", QV),
+    "BERT": Family("BertForSequenceClassification", "bert", ("query", "value"), ("classifier",), "class"),
+    "RoBERTa": Family("RobertaForMaskedLM", "roberta", ("query", "value")),
+    "BERT, tokens": Family("BertForTokenClassification", "bert", ("query",), ("classifier",)),
+    "BERT, answers": Family("BertForQuestionAnswering", "bert", ("query",), ("qa_outputs",), "answers",
+                           changes={"num_labels": 2}),
+    "Llama, classes": Family("LlamaForSequenceClassification", "llama", ("q_proj",), ("score",), "class"),
+    "T5": Family("T5ForConditionalGeneration", "t5", ("q", "v"), changes=T5),
+}  # fmt: skip
 
 
 def batch_of(family):
@@ -90,67 +58,52 @@ def batch_of(family):
         return {**inputs, "labels": rows["y"]}
     if family.labels == "answers":
         return {**inputs, "start_positions": rows["y"], "end_positions": rows["y"].flip(0)}
-    classes = zoo.CLASSES if family.model is tokens else zoo.VOCAB
+    classes = zoo.CLASSES if family.name.endswith("TokenClassification") else zoo.VOCAB
     return {**inputs, "labels": torch.where(rows["mask"] == 1, rows["ids"] % classes, -100)}
 
 
-def build(family, dtype=torch.float32, **options):
+def case_of(name, dtype=torch.float32):
+    """A loss, moved parameters of its adapters and a batch."""
     from peft import LoraConfig, get_peft_model
 
+    family = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = roughen(family.model()).to(dtype).eval()
+        model = roughen(built(family.name, family.kind, **family.changes)).to(dtype).eval()
         config = LoraConfig(
             r=2, lora_alpha=4, target_modules=list(family.targets), modules_to_save=list(family.saved) or None,
-            fan_in_fan_out=family.model is zoo.gpt2, **options,
+            fan_in_fan_out=family.kind == "gpt2",
         )  # fmt: skip
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
     forward, params = adapters.functionalize(adapted)
     generator = torch.Generator().manual_seed(2)
-    params = {name: p + 0.1 * torch.randn(p.shape, generator=generator).to(p) for name, p in params.items()}
-    return adapted, make_loss_fn(forward, infer_task(adapted)), params
-
-
-def assert_equal(found, expected, tolerance):
-    """Losses, norms and weighted sums, against the largest norm."""
-    torch.testing.assert_close(found.losses_B, expected.losses_B, rtol=tolerance, atol=tolerance)
-    norms, theirs = expected.sq_norms(), found.sq_norms()
-    largest = max(float(norms_B.max()) for norms_B in norms.values()) ** 0.5
-    factors = {name: torch.linspace(0, 1, len(expected.losses_B)) for name in norms}
-    sums, their_sums = expected.weighted_sum(factors), found.weighted_sum(factors)
-    for name in norms:
-        assert float((norms[name].sqrt() - theirs[name].sqrt()).abs().max()) <= tolerance * largest, name
-        assert float((sums[name] - their_sums[name]).norm()) <= tolerance * largest, name
-        assert norms[name].any(), f"no sample has a gradient for {name}"
+    params = {at: p + 0.1 * torch.randn(p.shape, generator=generator).to(p) for at, p in params.items()}
+    return Case(make_loss_fn(forward, infer_task(adapted)), params, batch_of(family))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_engine_equals_single_samples(name):
-    """L7, T8, C2: the default engine for each family, the ghost engine for two of them."""
-    family = FAMILIES[name]
-    _, loss_fn, params = build(family)
-    batch = batch_of(family)
-    expected = engines.loop()(loss_fn, params, batch)
-    assert_equal(engines.auto()(loss_fn, params, batch), expected, 2e-4)
-    if name in ("GPT-2", "T5"):
-        assert_equal(engines.ghost()(loss_fn, params, batch), expected, 2e-4)
+    """L7, T8, C2: the default engine for each family, in one pass; the ghost engine for two of them."""
+    case = case_of(name)
+    truth, auto = truth_of(case), engines.auto()
+    assert not without_gradient(truth)
+    for engine in (auto, engines.ghost()) if name in ("GPT-2", "T5") else (auto,):
+        assert max(differences(engine, case, truth).values()) < 2e-4
+    assert auto.decision(case.loss_fn).engine == "one pass"
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "GPT-2, padded on the left", "OPT, padded on the left",
-                                  "Llama, padded on the left", "BERT", "T5"])  # fmt: skip
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5", *(name for name, family in FAMILIES.items() if family.left)])
 def test_T3_padding_of_the_batch_does_not_matter(name):
     """A sample's loss and norms are those of the sample cut to its own length: no collator makes position_ids.
 
     How far a batch is padded depends on its longest sample, so nothing else may depend on it.
     """
-    family = FAMILIES[name]
-    _, loss_fn, params = build(family)
-    batch = batch_of(family)
-    together = engines.auto()(loss_fn, params, batch)
-    length = int(batch["attention_mask"][1].sum())
-    rows = slice(-length, None) if family.left else slice(length)
-    short = {key: value[1:2, rows] if value.dim() == 2 else value[1:2] for key, value in batch.items()}
-    alone = engines.loop()(loss_fn, params, short)
+    case = case_of(name)
+    together = engines.auto()(case.loss_fn, case.params, case.batch)
+    length = int(case.batch["attention_mask"][1].sum())
+    rows = slice(-length, None) if FAMILIES[name].left else slice(length)
+    short = {key: value[1:2, rows] if value.dim() == 2 else value[1:2] for key, value in case.batch.items()}
+    alone = engines.loop()(case.loss_fn, case.params, short)
     torch.testing.assert_close(together.losses_B[1:2], alone.losses_B, rtol=1e-3, atol=1e-4)
     norms, theirs = alone.sq_norms(), together.sq_norms()
     largest = max(float(value) for value in norms.values())
@@ -159,45 +112,10 @@ def test_T3_padding_of_the_batch_does_not_matter(name):
 
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
 def test_L18_bfloat16(name):
-    """Parameters in 16 bits; losses and norms in float32, near those of float32."""
-    family = FAMILIES[name]
-    _, loss_fn, params = build(family, torch.bfloat16)
-    batch = batch_of(family)
-    found, expected = engines.auto()(loss_fn, params, batch), engines.loop()(loss_fn, params, batch)
+    """Parameters in 16 bits; losses and norms in float32, near those of the loop."""
+    case = case_of(name, torch.bfloat16)
+    found = engines.auto()(case.loss_fn, case.params, case.batch)
     assert found.losses_B.dtype == torch.float32
     assert all(norms_B.dtype == torch.float32 for norms_B in found.sq_norms().values())
-    assert_equal(found, expected, 5e-2)
-
-
-def checkpointed(model):
-    """As every version of Transformers calls it."""
-    base = model.get_base_model()
-    getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_gradient_checkpointing(name):
-    """The same gradients, layer by layer computed twice; functionalize before it is switched on."""
-    family = FAMILIES[name]
-    model, loss_fn, params = build(family)
-    batch = batch_of(family)
-    model.get_base_model().config.use_cache = False
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-    expected = engines.loop()(loss_fn, params, batch)
-    checkpointed(model)
-    model.train()
-    layers = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
-    assert layers
-    assert_equal(engines.auto()(loss_fn, params, batch), expected, 2e-4)
-
-
-def test_experts():
-    """Routing is a choice for each token, so samples stay apart; the loss that mixes them is not used."""
-    family = Family(mixtral, ("q_proj", "v_proj"))
-    _, loss_fn, params = build(family)
-    batch = batch_of(family)
-    engine = engines.auto()
-    assert_equal(engine(loss_fn, params, batch), engines.loop()(loss_fn, params, batch), 2e-4)
-    assert engine.decision(loss_fn).engine == "one pass"
+    found = differences(engines.auto(), case, truth_of(case))
+    assert max(value for kind, value in found.items() if kind != "squared norms") < 5e-2

@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from models import Case
 from zoo.language import llama, text
-from zoo.parity import roughen
+from zoo.parity import differences, roughen, truth_of, without_gradient
 
+from benchmarks.survey.tiny import built
 from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import with_params
@@ -19,6 +20,7 @@ from dpfunc.hf.tasks import infer_task, make_loss_fn
 
 TASK = {"task_type": "CAUSAL_LM"}
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], **TASK}
+IA3 = {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 
 
 def config(kind, **options):
@@ -35,9 +37,7 @@ CONFIGS = {
     "modules_to_save": lambda: config("LoraConfig", **LORA, modules_to_save=["lm_head"]),
     "embeddings": lambda: config("LoraConfig", **{**LORA, "target_modules": ["embed_tokens", "q_proj"]}),
     "new tokens": lambda: config("LoraConfig", **LORA, trainable_token_indices=[8, 31]),
-    "IA3": lambda: config(
-        "IA3Config", target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], **TASK
-    ),
+    "IA3": lambda: config("IA3Config", **IA3, **TASK),
     "prefix": lambda: config("PrefixTuningConfig", num_virtual_tokens=3, **TASK),
     "prefix with projection": lambda: config(
         "PrefixTuningConfig", num_virtual_tokens=3, prefix_projection=True, **TASK
@@ -54,17 +54,38 @@ def base():
 
 
 def adapted(name):
+    return made(CONFIGS[name]())
+
+
+def made(settings, model=None, **options):
     from peft import get_peft_model
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return get_peft_model(base(), CONFIGS[name]()).eval()
+        return get_peft_model(base() if model is None else model, settings, **options).eval()
+
+
+def inputs():
+    rows = text(torch.float32)
+    return {"input_ids": rows["ids"], "attention_mask": rows["mask"]}
 
 
 def batch():
-    rows = text(torch.float32)
-    labels = torch.where(rows["mask"] == 1, rows["ids"], -100)
-    return {"input_ids": rows["ids"], "attention_mask": rows["mask"], "labels": labels}
+    given = inputs()
+    return {**given, "labels": torch.where(given["attention_mask"] == 1, given["input_ids"], -100)}
+
+
+def opened(folder, *names):
+    """What PEFT reads from a folder, or several adapters from folders of their names."""
+    from peft import PeftModel
+
+    if not names:
+        return PeftModel.from_pretrained(base(), str(folder)).eval()
+    model = PeftModel.from_pretrained(base(), str(folder / names[0]), adapter_name=names[0])
+    for name in names[1:]:
+        model.load_adapter(str(folder / name), adapter_name=name)
+    model.base_model.set_adapter([*names])
+    return model.eval()
 
 
 def moved(params):
@@ -72,44 +93,30 @@ def moved(params):
     return {name: p + 0.1 * torch.randn(p.shape, generator=generator) for name, p in params.items()}
 
 
-def assert_parity(loss_fn, params, batch, *, engine=None, without_gradient=(), tolerance=1e-4):
-    """Norms, sums and losses of an engine equal those of the loop over single samples."""
-    expected, found = engines.loop()(loss_fn, params, batch), (engine or engines.auto())(loss_fn, params, batch)
-    torch.testing.assert_close(found.losses_B, expected.losses_B, rtol=tolerance, atol=tolerance)
-    norms, theirs = expected.sq_norms(), found.sq_norms()
-    largest = max(float(norms_B.max()) for norms_B in norms.values()) ** 0.5
-    factors = {name: torch.linspace(0, 1, len(expected.losses_B)) for name in params}
-    sums, their_sums = expected.weighted_sum(factors), found.weighted_sum(factors)
-    for name in params:
-        off_B = (norms[name].sqrt() - theirs[name].sqrt()).abs()
-        assert float(off_B.max()) <= tolerance * largest, name
-        assert float((sums[name] - their_sums[name]).norm()) <= tolerance * largest, name
-    assert {name for name in params if not norms[name].any()} == set(without_gradient)
+def assert_parity(model):
+    """Norms, sums and losses of the default engine equal those of single samples; each parameter has a gradient."""
+    forward, params = adapters.functionalize(model)
+    case = Case(make_loss_fn(forward, "causal_lm"), moved(params), batch())
+    truth, auto = truth_of(case), engines.auto()
+    assert max(differences(auto, case, truth).values()) < 2e-4
+    assert not without_gradient(truth)
+    assert auto.decision(case.loss_fn).engine in ("one pass", "groups")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parity(name):
     """L7, T8: the default engine for every kind of adapter."""
     model = adapted(name)
-    forward, params = adapters.functionalize(model)
     assert infer_task(model) == "causal_lm"
-    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch())
-
-
-@pytest.mark.parametrize("name", ["DoRA", "prefix"])
-def test_rows_are_not_computed_one_by_one(name):
-    forward, params = adapters.functionalize(adapted(name))
-    engine, loss_fn = engines.auto(), make_loss_fn(forward, "causal_lm")
-    engine(loss_fn, moved(params), batch())
-    assert engine.decision(loss_fn).engine in ("one pass", "groups")
+    assert_parity(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_dora_starts_as_the_model_and_moves_both_parts():
     """DoRA's magnitude and directions are trained; the norm of the weight counts as a constant, as in PEFT."""
     model = adapted("DoRA")
     forward, params = adapters.functionalize(model)
-    inputs = {name: value for name, value in batch().items() if name != "labels"}
-    torch.testing.assert_close(forward(params, **inputs).logits, base()(**inputs).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forward(params, **inputs()).logits, base()(**inputs()).logits, rtol=1e-4, atol=1e-4)
     assert {name.rsplit(".", 3)[1] for name in params} == {"lora_A", "lora_B", "lora_magnitude_vector"}
 
 
@@ -120,8 +127,6 @@ QUIET = ("embedding layers found", "Could not find a config file", "tie")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_adapters_open_in_peft(name, tmp_path):
     """L7: released parameters in PEFT's own format; the user's model is not changed."""
-    from peft import PeftModel
-
     model = adapted(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     settings = copy.deepcopy(model.peft_config)
@@ -130,83 +135,60 @@ def test_saved_adapters_open_in_peft(name, tmp_path):
     with warnings.catch_warnings():
         for message in QUIET:
             warnings.filterwarnings("ignore", message=f".*{message}")  # PEFT, about models that have no home
-        folder = adapters.save(model, params, tmp_path / "adapter")
-        again = PeftModel.from_pretrained(base(), str(folder)).eval()
-    inputs = {key: value for key, value in batch().items() if key != "labels"}
+        again = opened(adapters.save(model, params, tmp_path / "adapter"))
     with torch.no_grad():
-        expected, found = forward(params, **inputs).logits, again(**inputs, use_cache=False).logits
-        assert not torch.allclose(expected, model(**inputs, use_cache=False).logits, atol=1e-3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        expected = forward(params, **inputs()).logits
+        assert not torch.allclose(expected, model(**inputs(), use_cache=False).logits, atol=1e-3)
+        for other in (again, with_params(model, params)):
+            torch.testing.assert_close(other(**inputs(), use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
     assert model.peft_config == settings
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    copied = with_params(model, params)
-    with torch.no_grad():
-        torch.testing.assert_close(copied(**inputs, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def two_adapters():
-    from peft import get_peft_model
-
-    model = get_peft_model(base(), config("LoraConfig", **LORA, modules_to_save=["lm_head"]), adapter_name="first")
-    model.add_adapter("second", config("LoraConfig", **LORA, modules_to_save=["lm_head"]))
+def two_adapters(**options):
+    model = made(config("LoraConfig", **LORA, **options), adapter_name="first")
+    model.add_adapter("second", config("LoraConfig", **LORA, **options))
     return model.eval()
 
 
 def test_only_the_active_adapter_is_trained(tmp_path):
-    from peft import PeftModel
-
-    model = two_adapters()
+    model = two_adapters(modules_to_save=["lm_head"])
     assert all("first" in name for name in adapters.trainable(model))
     model.set_adapter("second")
     for name, parameter in model.named_parameters():
         if ".first." in name:
             parameter.requires_grad_(True)
-    names = adapters.trainable(model)
-    assert any("lm_head" in name and "second" in name for name in names)
-    assert not any("first" in name for name in names)
     forward, params = adapters.functionalize(model)
+    assert any("lm_head" in name and "second" in name for name in params)
+    assert not any("first" in name for name in params)
     assert len(params) == 9
-    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch())
+    assert_parity(model)
     folder = adapters.save(model, moved(params), tmp_path)
     assert folder == tmp_path / "second"
-    again = PeftModel.from_pretrained(base(), str(folder)).eval()
-    inputs = {key: value for key, value in batch().items() if key != "labels"}
-    torch.testing.assert_close(again(**inputs).logits, forward(moved(params), **inputs).logits, rtol=1e-5, atol=1e-5)
+    expected = forward(moved(params), **inputs()).logits
+    torch.testing.assert_close(opened(folder)(**inputs()).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_two_active_adapters_are_trained_and_saved(tmp_path):
-    from peft import PeftModel, get_peft_model
-
-    model = get_peft_model(base(), config("LoraConfig", **LORA), adapter_name="first").eval()
-    model.add_adapter("second", config("LoraConfig", **LORA))
+    model = two_adapters()
     model.base_model.set_adapter(["first", "second"])
-    names = adapters.trainable(model)
-    assert {which for name in names for which in ("first", "second") if f".{which}." in name} == {"first", "second"}
     forward, params = adapters.functionalize(model)
-    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch())
+    assert {which for name in params for which in ("first", "second") if f".{which}." in name} == {"first", "second"}
+    assert_parity(model)
     assert adapters.save(model, moved(params), tmp_path) == tmp_path
-    again = PeftModel.from_pretrained(base(), str(tmp_path / "first"), adapter_name="first")
-    again.load_adapter(str(tmp_path / "second"), adapter_name="second")
-    again.base_model.set_adapter(["first", "second"])
-    inputs = {key: value for key, value in batch().items() if key != "labels"}
-    expected = forward(moved(params), **inputs).logits
-    torch.testing.assert_close(again.eval()(**inputs).logits, expected, rtol=1e-5, atol=1e-5)
+    expected = forward(moved(params), **inputs()).logits
+    again = opened(tmp_path, "first", "second")
+    torch.testing.assert_close(again(**inputs()).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # PEFT makes sparse tensors
 def test_sparse_changes_of_weights_are_trained():
     """SHiRA adds a sparse matrix of trained numbers to a weight."""
-    from peft import get_peft_model
-
-    model = get_peft_model(base(), config("ShiraConfig", r=2, target_modules=["q_proj", "v_proj"], **TASK)).eval()
-    forward, params = adapters.functionalize(model)
-    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch())
+    assert_parity(made(config("ShiraConfig", r=2, target_modules=["q_proj", "v_proj"], **TASK)))
 
 
 def test_dropout_of_the_adapter_follows_the_mode():
-    from peft import get_peft_model
-
-    model = get_peft_model(base(), config("LoraConfig", **LORA, lora_dropout=0.5))
+    model = made(config("LoraConfig", **LORA, lora_dropout=0.5))
     forward, params = adapters.functionalize(model)
     loss_fn, params = make_loss_fn(forward, "causal_lm"), moved(params)
     model.train()
@@ -216,53 +198,22 @@ def test_dropout_of_the_adapter_follows_the_mode():
     assert engine.decision(loss_fn).engine in ("one pass", "groups")
     model.eval()
     assert torch.equal(loss_fn(params, batch()), loss_fn(params, batch()))
-    assert_parity(loss_fn, params, batch())
-
-
-def tied():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ids = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        return LlamaForCausalLM(LlamaConfig(**sizes, **ids, tie_word_embeddings=True))
 
 
 def test_tied_weights_under_an_adapter():
     """The head reads the adapted table's base: one tensor with two uses."""
-    from peft import get_peft_model
-
+    tied = roughen(built("LlamaForCausalLM", "llama", tie_word_embeddings=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of tied weights
-        model = get_peft_model(tied(), config("LoraConfig", **{**LORA, "target_modules": ["embed_tokens", "q_proj"]}))
-    forward, params = adapters.functionalize(model.eval())
-    assert_parity(make_loss_fn(forward, "causal_lm"), moved(params), batch())
+        model = made(config("LoraConfig", **{**LORA, "target_modules": ["embed_tokens", "q_proj"]}), tied)
+    assert_parity(model)
 
 
-def merged():
+def changed(change):
+    """A model with LoRA, after a change."""
     model = adapted("LoRA")
-    model.merge_adapter()
+    change(model)
     return model
-
-
-def switched_off():
-    model = adapted("LoRA")
-    model.base_model.disable_adapter_layers()
-    return model
-
-
-def frozen():
-    model = adapted("LoRA")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
-
-
-def made(kind, **options):
-    from peft import get_peft_model
-
-    return get_peft_model(base(), config(kind, **options))
 
 
 def says(model, **settings):
@@ -274,11 +225,16 @@ def says(model, **settings):
 
 REFUSED = {
     "plain model": (base, InvalidArgument, "get_peft_model"),
-    "frozen": (frozen, InvalidArgument, "is_trainable=True"),
-    "merged": (merged, UnsupportedModel, "unmerge_adapter"),
-    "switched off": (switched_off, UnsupportedModel, "enable_adapter_layers"),
+    "frozen": (
+        lambda: changed(lambda model: model.requires_grad_(False)), InvalidArgument, "is_trainable=True",
+    ),
+    "merged": (lambda: changed(lambda model: model.merge_adapter()), UnsupportedModel, "unmerge_adapter"),
+    "switched off": (
+        lambda: changed(lambda model: model.base_model.disable_adapter_layers()),
+        UnsupportedModel, "enable_adapter_layers",
+    ),
     "AdaLoRA": (
-        lambda: made("AdaLoraConfig", init_r=3, target_r=2, total_step=9, target_modules=["q_proj"], **TASK),
+        lambda: made(config("AdaLoraConfig", init_r=3, target_r=2, total_step=9, target_modules=["q_proj"], **TASK)),
         UnsupportedModel, "by the gradients of the batch",
     ),
     "EVA": (lambda: says(adapted("LoRA"), init_lora_weights="eva"), InvalidArgument, "initialized_on_public_data"),
@@ -309,11 +265,3 @@ def test_parameters_that_would_be_lost_are_not_saved(tmp_path):
     with pytest.raises(InvalidArgument, match="unknown"):
         adapters.save(model, {"nothing": torch.zeros(1)}, tmp_path)
     assert not any(tmp_path.iterdir())
-
-
-def test_sums_of_gradients_in_the_model_are_not_touched():
-    model = adapted("LoRA")
-    forward, params = adapters.functionalize(model)
-    engines.auto()(make_loss_fn(forward, "causal_lm"), moved(params), batch()).sq_norms()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert isinstance(forward.module, nn.Module)

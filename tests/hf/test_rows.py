@@ -27,7 +27,7 @@ ROWS = {
     "L14 reading epsilon and delta": ("accounting/test_requirements.py", "test_tables"),
     "L15 model check, BatchNorm": ("hf/test_models.py", "test_L15_batchnorms_are_counted"),
     "L16 several processes": ("distributed/test_launch.py", "test_the_trainer_is_the_same_on_two_processes"),
-    "L17 length grouping": ("hf/trainer/test_trainer.py", "test_L17_length_grouping_is_refused"),
+    "L17 length grouping": ("hf/trainer/test_settings.py", "test_L17_length_grouping_is_refused"),
     "L18 bf16": ("hf/trainer/test_trainer.py", "test_L18_bfloat16"),
     "L19 Trainer": ("hf/trainer/test_trainer.py", "test_L19_trainer_equals_a_plain_loop"),
     "L20 the guide": ("guides/test_llava_guide.py", "test_L20_the_whole_guide_runs"),

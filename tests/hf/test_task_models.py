@@ -30,13 +30,17 @@ def engine_that_equals_the_loop(case):
     return auto.decision(case.loss_fn).engine
 
 
+def loss_of(name, task=None):
+    """The loss of a model, its parameters and a batch."""
+    model, batch = build(name)
+    forward, params = functionalize(model)
+    return make_loss_fn(forward, task or infer_task(model)), params, batch
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_default_engine_equals_single_samples(name):
-    model, batch = build(name)
-    assert infer_task(model) == MODELS[name].task
-    forward, params = functionalize(model)
-    case = Case(make_loss_fn(forward, infer_task(model)), params, batch)
-    assert engine_that_equals_the_loop(case) == MODELS[name].engine
+    assert infer_task(build(name)[0]) == MODELS[name].task
+    assert engine_that_equals_the_loop(Case(*loss_of(name))) == MODELS[name].engine
 
 
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.own])
@@ -72,7 +76,7 @@ def test_private_training(name, tmp_path):
     assert any(not torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["classes of a text", "regression", "several labels", "T5", "Wav2Vec2, CTC"])
+@pytest.mark.parametrize("name", ["several labels", "T5", "Wav2Vec2, CTC"])
 def test_people_as_units(name):
     """A person's loss is the mean over the person's own records, of any task."""
     model, batch = build(name)
@@ -169,9 +173,6 @@ def test_adapters_of_dpfunc_know_the_model(name):
     torch.testing.assert_close(found, make_loss_fn(forward, task)(params, batch))
 
 
-# What is refused, by name
-
-
 def test_adapters_of_dpfunc_skip_padding_on_the_left():
     """GPT-2 numbers positions from the start of the padding, so they are given to it."""
     adapter = attach(gpt2().eval(), insecure_key(0), targets="c_attn", rank=2, alpha=4)
@@ -183,10 +184,9 @@ def test_adapters_of_dpfunc_skip_padding_on_the_left():
 
 
 def test_whole_numbers_for_several_labels_are_refused():
-    model, batch = build("several labels")
-    forward, params = functionalize(model)
+    loss_fn, params, batch = loss_of("several labels")
     with pytest.raises(InvalidArgument, match=r"labels.float\(\)"):
-        make_loss_fn(forward, "sequence_classification")(params, {**batch, "labels": batch["labels"].long()})
+        loss_fn(params, {**batch, "labels": batch["labels"].long()})
 
 
 def test_random_masks_of_speech_are_refused_in_training_mode():
@@ -218,10 +218,9 @@ def test_group_norm_of_speech_sees_the_padding(norm, depends):
 
 
 def test_a_model_without_lengths_of_frames_has_no_ctc_loss():
-    model, batch = build("causal language model")
-    forward, params = functionalize(model)
+    loss_fn, params, batch = loss_of("causal language model", "ctc")
     with pytest.raises(UnsupportedModel, match="how many frames"):
-        make_loss_fn(forward, "ctc")(params, batch)
+        loss_fn(params, batch)
 
 
 def test_heads_of_both_kinds_are_refused():
@@ -267,10 +266,9 @@ def packed():
     ids=["flattened", "seq_idx", "seq_lengths"],
 )  # fmt: skip
 def test_packed_rows_are_refused(batch):
-    model, _ = build("causal language model")
-    forward, params = functionalize(model)
+    loss_fn, params, _ = loss_of("causal language model")
     with pytest.raises(InvalidArgument, match=r"packed rows.*padding_free=False"):
-        make_loss_fn(forward, "causal_lm")(params, batch)
+        loss_fn(params, batch)
 
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
@@ -280,14 +278,6 @@ def test_packing_of_an_sft_trainer_is_refused(name, tmp_path):
     setattr(args, name, True)  # as an SFTConfig has it
     with pytest.raises(InvalidArgument, match=f"{name}=True.*share rows"):
         DPTrainer(model, args, privacy=PRIVACY, train_dataset=[batch] * 60)
-
-
-def test_positions_beside_a_mask_are_passed_on():
-    model, batch = build("causal language model")
-    forward, params = functionalize(model)
-    loss_fn = make_loss_fn(forward, "causal_lm")
-    positions = torch.arange(8).expand(4, 8)
-    torch.testing.assert_close(loss_fn(params, {**batch, "position_ids": positions}), loss_fn(params, batch))
 
 
 def paligemma():

@@ -105,7 +105,7 @@ def test_problem_type_of_the_configuration_decides():
     torch.testing.assert_close(found, F.mse_loss(model(IDS).logits, targets, reduction="none").mean(1))
 
 
-def test_answers_do_not_depend_on_filling():
+def test_answers_do_not_depend_on_padding():
     """A longer row in the batch neither adds positions to choose from nor makes an answer one that was cut off."""
     start_BT, end_BT = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(0))
     found = []

@@ -8,10 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from text_job import TOPICS, write_job
+from text_job import TOPICS, run, train, write_job
 
-from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.generate import (
     Sampling,
@@ -25,27 +23,9 @@ from dpfunc.train.generate import (
 
 # Hardly any noise: these tests are about what is drawn, and the model shall have learnt something whatever the key.
 LEARNS = [
-    "--strategy",
-    "full",
-    "--learning_rate",
-    "0.05",
-    "--scheduler",
-    "constant",
-    "--steps",
-    "30",
-    "--batch_size",
-    "120",
-    "--physical_batch_size",
-    "120",
-    "--dp_noise_multiplier",
-    "0.1",
-    "--save_steps",
-    "30",
-]
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    "--strategy", "full", "--learning_rate", 0.05, "--scheduler", "constant", "--steps", 30, "--batch_size", 120,
+    "--physical_batch_size", 120, "--dp_noise_multiplier", 0.1, "--save_steps", 30,
+]  # fmt: skip
 
 
 def generate(*arguments, folder="run"):
@@ -69,7 +49,7 @@ def folder(tmp_path_factory):
             ["--no-dp", "--steps", "1"],
             ["--steps", "1", "--insecure-seed", "303", "--output_dir", "guessable"],
         ):
-            result = run("train", "job.yaml", *flags)
+            result = train(*flags)
             assert result.exit_code == 0, result.output
     return place
 
@@ -104,20 +84,15 @@ def test_T11_texts_with_their_epsilon(here):
         assert right > 1.3 * wrong, words
 
 
-def test_json(here):
-    """One value on stdout; the texts are in their file."""
-    result = generate("--num", 3, "--out", here / "texts.jsonl", "--json")
-    assert result.exit_code == 0, result.output
-    spent = json.loads(Path("run/privacy_accounting.json").read_text())
-    assert json.loads(result.stdout) == {
-        "num_texts": 3, "out": str(here / "texts.jsonl"), "epsilon": spent["epsilon"], "delta": spent["delta"],
-    }  # fmt: skip
-    assert len(lines(here / "texts.jsonl")) == 3
-
-
 def test_the_same_seed_gives_the_same_texts(here):
+    """As JSON there is one value on stdout, and the texts are in their file."""
+    spent = json.loads(Path("run/privacy_accounting.json").read_text())
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert generate("--num", 6, "--seed", seed, "--out", here / f"{name}.jsonl").exit_code == 0
+        out = here / f"{name}.jsonl"
+        result = generate("--num", 6, "--seed", seed, "--out", out, "--json")
+        assert result.exit_code == 0, result.output
+        told = {"num_texts": 6, "out": str(out), "epsilon": spent["epsilon"], "delta": spent["delta"]}
+        assert json.loads(result.stdout) == told
     assert lines(here / "a.jsonl") == lines(here / "b.jsonl") != lines(here / "c.jsonl")
 
 

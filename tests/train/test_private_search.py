@@ -20,19 +20,14 @@ from dpfunc.accounting import RunCount, selection_epsilon
 from dpfunc.accounting.record import SelectionRecord
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
-from dpfunc.train import candidates
-from dpfunc.train.candidates import noise_of, noisy
+from dpfunc.train import search as searches
 from dpfunc.train.config_file import parse_flags, read_yaml
 from dpfunc.train.grid import parse_grid, trials
-from dpfunc.train.private_search import (
-    check_search_folder,
-    interrupted_search,
-    prepare_search,
-    run_search,
-    search_lines,
-)
+from dpfunc.train.private_search import check_search_folder, interrupted_search, run_search, search_lines
+from dpfunc.train.search import noise_of, noisy, prepare_search
 
 RUNS, NOISE = RunCount(4.0, 1.0), 3.0
+SETTINGS = {"runs": RUNS, "score_noise": NOISE}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def place(tmp_path_factory):
     write_job(folder, "text_classification", "bert")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        yield folder, prepare_search(all_trials(), RUNS, NOISE)
+        yield folder, prepare_search(all_trials(), **SETTINGS)
 
 
 def all_trials(*flags, grid=(), factors=None):
@@ -72,8 +67,7 @@ def test_the_whole_search_costs_the_budget(search):
     assert len(search.candidates) == 3
     rates = [candidate.prepared.job.training.learning_rate for candidate in search.candidates]
     assert rates == pytest.approx([0.003, 0.01, 0.03])
-    noise = [noise_of(candidate.prepared.plan) for candidate in search.candidates]
-    assert all(sigma > alone for sigma, alone in zip(noise, search.alone, strict=True))
+    assert all(noise_of(candidate.plan) > candidate.alone for candidate in search.candidates)
     assert 7.9 < search.cost.epsilon <= 8.0
     assert selection_epsilon(RUNS, search.ledgers, 1e-3).epsilon <= search.cost.epsilon
     text = "\n".join(search_lines(search))
@@ -90,7 +84,7 @@ def test_candidates_have_the_noise_that_was_planned(search):
     for candidate in search.candidates:
         job = candidate.prepared.job
         again = job.privacy.plan(search.size, job.batch_size, job.training.steps)
-        assert again.ledger() == candidate.prepared.plan.ledger()
+        assert again.ledger() == candidate.plan.ledger()
         assert (job.training.report_to, job.training.eval_steps) == (None, None)
 
 
@@ -99,11 +93,11 @@ def test_earlier_runs_are_counted(search, place):
     from dpfunc.types import Event
 
     (place[0] / "earlier.json").write_text(Ledger((Event(1.0, 2.0, 1),)).to_json())
-    again = prepare_search(all_trials("--spent", "earlier.json"), RUNS, NOISE)
-    assert noise_of(again.candidates[0].prepared.plan) > noise_of(search.candidates[0].prepared.plan)
+    again = prepare_search(all_trials("--spent", "earlier.json"), **SETTINGS)
+    assert noise_of(again.candidates[0].plan) > noise_of(search.candidates[0].plan)
     assert again.cost.epsilon <= 8.0
     with pytest.raises(DPFuncError, match="Expected a budget that some noise can meet"):
-        prepare_search(all_trials("--spent", "earlier.json"), RUNS, 0.1)
+        prepare_search(all_trials("--spent", "earlier.json"), runs=RUNS, score_noise=0.1)
 
 
 def test_the_best_run_alone_is_released(search, monkeypatch):
@@ -165,9 +159,9 @@ def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwar
         print("trained", file=sys.stderr)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(candidates, "make_trainer", loud)
+    monkeypatch.setattr(searches, "make_trainer", loud)
     with pytest.raises(KeyboardInterrupt):
-        candidates.train_candidate(search.candidates[0], tmp_path / "run", None)
+        searches.train_candidate(search.candidates[0], tmp_path / "run", None)
     assert (caplog.records, recwarn.list, capfd.readouterr()) == ([], [], ("", ""))
     logging.getLogger("dpfunc").error("after it")
     assert [each.message for each in caplog.records] == ["after it"]
@@ -281,25 +275,25 @@ def test_another_search_is_not_resumed(search, monkeypatch, name):
         run_search(search, resume=True, insecure_seed=2107)
 
 
-REFUSED = {
-    "no part to compare on": (["--eval_fraction", "0"], "eval_fraction > 0"),
-    "another table": (["--data.eval", "mails.jsonl"], "eval_fraction > 0"),
-    "replaced records": (["--dp-adjacency", "replace_one"], "add_remove or zero_out"),
-    "a noise multiplier": (["--dp-noise-multiplier", "1"], "budget of the whole search"),
-    "a logger": (["--report-to", "tensorboard"], "shows each run"),
-    "a logged loss": (["--dp-log-unreleased"], "dp_log_unreleased"),
+REFUSED = {  # flags, settings, message
+    "no part to compare on": (["--eval_fraction", "0"], {}, "eval_fraction > 0"),
+    "another table": (["--data.eval", "mails.jsonl"], {}, "eval_fraction > 0"),
+    "replaced records": (["--dp-adjacency", "replace_one"], {}, "add_remove or zero_out"),
+    "a noise multiplier": (["--dp-noise-multiplier", "1"], {}, "budget of the whole search"),
+    "a logger": (["--report-to", "tensorboard"], {}, "shows each run"),
+    "a logged loss": (["--dp-log-unreleased"], {}, "dp_log_unreleased"),
+    "no noise of a score": ([], {"score_noise": 0.0}, "score_noise"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_jobs_that_are_not_private_are_refused(place, monkeypatch, name):
     monkeypatch.chdir(place[0])
-    flags, message = REFUSED[name]
+    flags, changes, message = REFUSED[name]
     with pytest.raises(InvalidArgument, match=re.escape(message)):
-        prepare_search(all_trials(*flags), RUNS, NOISE)
+        prepare_search(all_trials(*flags), **{**SETTINGS, **changes})
 
 
-def test_noise_of_a_score_is_positive(place, monkeypatch):
-    monkeypatch.chdir(place[0])
-    with pytest.raises(InvalidArgument, match="score_noise"):
-        prepare_search(all_trials(), RUNS, 0.0)
+def test_a_search_on_public_records_is_not_run_as_a_private_one(search):
+    with pytest.raises(InvalidArgument, match="a search on private records, got one on public records"):
+        search_lines(dataclasses.replace(search, runs=None, cost=None))

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from packed import PackedLinear, pack
 from safetensors.torch import load_file
-from text_job import write_job
+from text_job import train, write_job
 from torch import nn
 
-from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
 from dpfunc.train import model as train_model
@@ -26,10 +24,6 @@ CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
     "vqa": "AutoModelForImageTextToText",
 }
-
-
-def train(*arguments):
-    return CliRunner().invoke(main, ["train", "job.yaml", *map(str, arguments)])
 
 
 @pytest.fixture

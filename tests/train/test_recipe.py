@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from text_job import write_job
-from transformers import TrainerCallback
+from text_job import at_events, interrupt_at, train, write_job
 
 from benchmarks.recipes import trainer as benchmark
 from dpfunc import Event, Ledger, recipes
-from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.train import run as train_job
 from dpfunc.train.config_file import read_job
@@ -22,10 +18,6 @@ from dpfunc.train.recipe import with_recipe, with_shape
 from dpfunc.train.run import prepare
 
 TRAINING = "training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}"
-
-
-def train(*arguments):
-    return CliRunner().invoke(main, ["train", "job.yaml", *[str(a) for a in arguments]])
 
 
 @pytest.fixture
@@ -167,14 +159,6 @@ def test_noise_that_hides_everything_is_told(here):
     assert "WARNING: this will hardly learn. Expected noise_to_signal <= 0.25" in said
 
 
-class Interrupt(TrainerCallback):
-    """Ctrl-C after the third step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-
 def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
     table = Path("mails.jsonl").read_text()
     Path("same.jsonl").write_text(table)
@@ -196,17 +180,10 @@ def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
 @pytest.mark.slow
 def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     """A version of the library with other recipes goes on with the old values."""
-    make = train_job.make_trainer
-
-    def interrupted(*arguments):
-        trainer = make(*arguments)
-        trainer.add_callback(Interrupt())
-        return trainer
-
-    monkeypatch.setattr(train_job, "make_trainer", interrupted)
     flags = ["--batch_size", 20, "--save_steps", 2, "--insecure-seed", 61001]
-    assert train(*flags).exit_code == 1
-    monkeypatch.setattr(train_job, "make_trainer", make)
+    with monkeypatch.context() as patch:
+        at_events(patch, on_step_end=interrupt_at(3))
+        assert train(*flags).exit_code == 1
     begun = json.loads(Path("run/job.json").read_text())
     other = dataclasses.replace(recipes._RULES["head"], steps=5, sampling_prob=0.9)
     monkeypatch.setitem(recipes._RULES, "head", other)

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
-from text_job import TOPICS, rows, write_job
+from text_job import TOPICS, rows, train, write_job
 
-from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
@@ -23,10 +21,6 @@ from dpfunc.train.metrics import classification
 from dpfunc.train.model import choose_parameters, load_base, load_processing
 from dpfunc.train.recipe import with_shape
 from dpfunc.train.run import LOSSES
-
-
-def train(*arguments):
-    return CliRunner().invoke(main, ["train", "job.yaml", *map(str, arguments)])
 
 
 def write(path, table):

@@ -19,12 +19,18 @@ from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
-_CLIPS = ("flat", "automatic")
-# Of numbers that may be left out.
+_GDP = "The GDP approximation under-reports: no budget."
+# Of each argument, where it is given.
 _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
     "dp_delta": open_unit,
+    "dp_warn_at": probability,
     **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size"), partial(integer, minimum=1)),
+    "dp_engine": partial(one_of, allowed=ENGINES),
+    "dp_accountant": partial(one_of, allowed=ACCOUNTANTS, hint=_GDP),
+    "dp_clip": partial(one_of, allowed=("flat", "automatic")),
+    "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
+    "dp_recipe": partial(one_of, allowed=STRATEGIES),
 }
 
 # What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
@@ -102,23 +108,18 @@ class PrivacyArguments:
     )
 
     def __post_init__(self) -> None:
+        given = {option.name: getattr(self, option.name) for option in fields(self)}
         for option in fields(self):
             if isinstance(option.default, bool):
-                boolean(option.name, getattr(self, option.name))
-        one_of("dp_engine", self.dp_engine, ENGINES)
-        one_of("dp_accountant", self.dp_accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
-        for name, allowed in {"dp_clip": _CLIPS, "dp_adjacency": ADJACENCIES, "dp_recipe": STRATEGIES}.items():
-            if getattr(self, name) is not None:
-                one_of(name, getattr(self, name), allowed)
+                boolean(option.name, given[option.name])
+        for name, check in _DOMAINS.items():
+            if given[name] is not None:
+                check(name, given[name])
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
             raise InvalidArgument(
                 f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and "
                 f"dp_delta={self.dp_delta}: the recipe depends on them, also for the twin without privacy."
             )
-        probability("dp_warn_at", self.dp_warn_at)
-        for name, check in _DOMAINS.items():
-            if getattr(self, name) is not None:
-                check(name, getattr(self, name))
         if self.dp_enabled:
             self._check_complete()
 
@@ -175,14 +176,7 @@ class PrivacyArguments:
         return Automatic(bound) if self.dp_clip == "automatic" else Flat(bound)
 
     def public_size(self, num_records: int) -> int:
-        """Number of records that the plan publishes: `dp_dataset_size`, or what there are.
-
-        Args:
-            num_records: n of the training data.
-
-        Raises:
-            InvalidArgument: there are more than `dp_dataset_size`.
-        """
+        """Number of records that the plan publishes: what there are, or `dp_dataset_size`, which is no smaller."""
         if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
             return self.dp_dataset_size or num_records
         raise InvalidArgument(
@@ -207,7 +201,14 @@ class PrivacyArguments:
         """
         if not self.dp_enabled or self.dp_delta is None:
             raise InvalidArgument("Expected dp_enabled=True for a plan, got dp_enabled=False: nothing is private.")
-        sampler = self._sampler(dataset_size, expected_batch_size)
+        size = float(expected_batch_size)
+        sampler: Sampler
+        if self.dp_poisson_sampling:
+            sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
+        elif size.is_integer():
+            sampler = Shuffled(dataset_size, int(size))
+        else:
+            raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
         before = Ledger(adjacency=self.adjacency) if spent is None else spent
         # bad arguments are found before any search
         start = Plan(
@@ -239,14 +240,6 @@ class PrivacyArguments:
                 f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
             )
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
-
-    def _sampler(self, dataset_size: int, expected_batch_size: float) -> Sampler:
-        if self.dp_poisson_sampling:
-            return Poisson.of_batch_size(dataset_size, expected_batch_size)
-        size = float(expected_batch_size)
-        if not size.is_integer():
-            raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
-        return Shuffled(dataset_size, int(size))
 
 
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
         write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
     if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
         return
-    remove(checkpoint.with_name(START))
-    for path in outdated(Path(args.output_dir), args.save_total_limit, state.best_model_checkpoint):
+    best = state.best_model_checkpoint
+    for path in (checkpoint.with_name(START), *outdated(checkpoint.parent, args.save_total_limit, best)):
         remove(path)
 
 
 def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
-    """Checkpoints that the Trainer would remove; it would remove their files in any order, and a kill leave some.
+    """Checkpoints that the Trainer would remove, file by file in any order, so that a kill could leave some of them.
 
     What a kill left half-written goes first, whatever its number.
     """
@@ -66,8 +66,7 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
     if not limit or limit < 0 or len(found) <= limit:
         return []
     stay = {found[-1], *([Path(best)] if best is not None else [])}
-    surplus = len(found) - max(limit, len(stay))
-    return [path for path in found if path not in stay][:surplus]
+    return [path for path in found if path not in stay][: len(found) - max(limit, len(stay))]
 
 
 def clean(output_dir: Path) -> None:
@@ -86,9 +85,8 @@ def load_run(
     All processes call it.
 
     Raises:
-        CheckpointError: not complete, or of another plan, data set or parameter set; a file of the Trainer (optimizer,
-            scheduler, its state) is missing or was changed, without which it would start anew; or steps after it were
-            released in another layout, e.g. by another number of processes.
+        CheckpointError: not complete, of another run, or a file of the Trainer (optimizer, scheduler, its state) is
+            missing or was changed, without which it would start anew.
     """
 
     def check() -> None:
@@ -145,39 +143,49 @@ def newest(output_dir: Path) -> Path | None:
         tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
         ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
     """
-    found = [(int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _numbered(path))]
     complete: list[Path] = []
-    for _, path in sorted(found, reverse=True):
+    for path in sorted(_numbered(output_dir), key=_number, reverse=True):
         if is_complete(path):
             complete.append(path)
         else:
             _logger.warning("The checkpoint %s is not complete and is passed over.", path)
     if complete:
-        _of_one_run(complete, output_dir / JOURNAL)
+        _check_one_run(complete, output_dir / JOURNAL)
         return complete[0]
     if not released(output_dir):
         return None
     steps = count_steps(output_dir / JOURNAL)
     more = (
-        f" The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
+        f"The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
         f"DPTrainer(..., ledger=journal_ledger(path)), or dpfunc train with --spent {output_dir / JOURNAL} and another "
         "--output_dir."
-        if steps else f" Other files there are of steps that its journal lacks. {RESTORE}"
+        if steps else f"Other files there are of steps that its journal lacks. {RESTORE}"
     )  # fmt: skip
-    raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run.{more}")
+    raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run. {more}")
 
 
 def released(output_dir: Path) -> bool:
     """True if the folder of a run says that a step was released there, or lacks the journal that would say so."""
     journal, start = output_dir / JOURNAL, output_dir / START
-    later = [path for path in output_dir.glob("checkpoint-*") if path.name != START and _numbered(path)]
+    later = [path for path in _numbered(output_dir) if path != start]
     lost = is_complete(start) and not journal.exists()
     return bool(count_steps(journal) or later or (output_dir / ACCOUNTING).exists() or lost)
 
 
-def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
+def _numbered(output_dir: Path) -> list[Path]:
+    return [path for path in output_dir.glob("checkpoint-*") if _number(path) >= 0]
+
+
+def _number(path: Path) -> int:
+    """Step of a checkpoint by its name; -1 for other names."""
+    number = path.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
-    runs = {_run_of(path): path for path in reversed(checkpoints)}
+    keys = ((path, saved_key(complete_checkpoints(path / FOLDER)[-1])) for path in reversed(checkpoints))
+    runs = {fingerprint(key): path for path, key in keys}
     which = (
         "Name the one to go on with: resume_from_checkpoint=PATH. A run of its own belongs into a folder of its own."
     )
@@ -194,30 +202,18 @@ def _of_one_run(checkpoints: list[Path], journal: Path) -> None:
         )
 
 
-def _run_of(checkpoint: Path) -> str:
-    """Fingerprint of the key of a checkpoint."""
-    return fingerprint(saved_key(complete_checkpoints(checkpoint / FOLDER)[-1]))
-
-
-def _numbered(path: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"checkpoint-(\d+)", path.name)
-
-
 def is_complete(checkpoint: Path) -> bool:
     """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
         read_json(checkpoint / _TRAINER_STATE)
         names = read_json(checkpoint / FOLDER / FILES)
-        own = complete_checkpoints(checkpoint / FOLDER)
+        return bool(complete_checkpoints(checkpoint / FOLDER)) and isinstance(names, dict)
     except CheckpointError:
         return False
-    return bool(own) and isinstance(names, dict)
 
 
 def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) -> None:
-    """Compare the journal with what a run counts, and remove the accounting of an earlier end.
-
-    A run that is killed later would leave that behind, with fewer steps than were taken.
+    """Compare the journal with what a run counts, and remove the accounting of an earlier end, which may be too small.
 
     Raises:
         LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
@@ -242,17 +238,21 @@ def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
     Guarantees:
         tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted.
     """
-    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
-    later = max(taken, default=-1) + 1
+    later = max(_taken(journal, state), default=-1) + 1
     if later > state.charged:
         cost = Ledger(plan.events(state.charged, later), plan.adjacency)
         state = state._replace(charged=later, ledger=state.ledger.compose(cost))
     return state._replace(step=max(state.step, state.charged))
 
 
+def _taken(journal: Path, state: StepState) -> Collection[int]:
+    """The steps of this run in its journal."""
+    return read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+
+
 def check_journal(journal: Path, state: StepState) -> None:
     """Check that the journal of a finished run has its steps, and no others of the same key."""
-    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+    taken = _taken(journal, state)
     if len(taken) != state.charged:
         raise CheckpointError(
             f"Expected the {state.charged} steps of this run in the journal {journal}, got {len(taken)}. Lines were "
@@ -261,9 +261,7 @@ def check_journal(journal: Path, state: StepState) -> None:
         )
 
 
-def write_accounting(folder: Path, record: Record) -> Path:
-    """Write a record as `privacy_accounting.json`, and return its path."""
+def write_accounting(folder: Path, record: Record) -> None:
+    """Write what was spent as `privacy_accounting.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ACCOUNTING
-    replace_file(path, record.to_json() + "\n")
-    return path
+    replace_file(folder / ACCOUNTING, record.to_json() + "\n")

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, NoiseWarning
 from dpfunc.hf.trainer.run import trainable
+from dpfunc.hf.trainer.settings import word
 from dpfunc.recipes import Recipe, Strategy, recipe
 
 _ADAPTER = "lora_"  # in the names of parameters, by PEFT
@@ -25,8 +26,7 @@ _DECIDED = (
     "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
     "optim", "weight_decay", "lr_scheduler_type", "warmup_steps",
 )  # fmt: skip
-# Below this share of the way that the recipe's rate can go, a run of Adam hardly leaves its start.
-_SHORT = 0.2
+_SHORT = 0.2  # of the sum of a recipe's rates, below which a run of Adam hardly leaves its start
 
 
 def model_recipe(
@@ -84,13 +84,13 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
 
     The gradient of one logit for the head is its input, and 1 for the bias. No record is read.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
-    count, length = _PROBES
-    source = torch.Generator().manual_seed(0)
-    ids = torch.randint(int(vocabulary), (count, min(length, _positions(config))), generator=source)
+    longest = int(getattr(config, "max_position_embeddings", None) or 512) - 2  # some models begin at position 2
+    shape = (_PROBES[0], min(_PROBES[1], max(1, longest)))
+    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0))
     was_training = model.training
     model.train(False)
     norms = []
@@ -103,26 +103,22 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
         return None
     finally:
         model.train(was_training)
-    return sum(norms) / count or None
-
-
-def _positions(config: Any) -> int:
-    """Length of a text that the model can take, less what some models add to position numbers."""
-    return max(1, int(getattr(config, "max_position_embeddings", None) or 512) - 2)
+    return sum(norms) / len(norms) or None
 
 
 def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:
     """Values of `TrainingArguments` that a recipe decides.
 
+    A value that is not the default of Transformers was given, and is not replaced in silence. One that equals the
+    default cannot be told from one that was not given, and is replaced.
+
     Args:
-        args: `TrainingArguments`. A value that is not the default of Transformers was given, and is not replaced in
-            silence; one that equals the default cannot be told from one that was not given, and is replaced.
         physical: records differentiated at once. private: False for the twin, which accumulates a batch.
     """
     values = found.training_arguments()
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for name in _DECIDED:
-        given, default = (_plain(value) for value in (getattr(args, name), defaults[name]))
+        given, default = (getattr(value, "value", value) for value in (getattr(args, name), defaults[name]))
         if given not in (default, values.get(name, default)):
             raise fail(
                 f"{name} to be left out with dp_recipe", name, given,
@@ -136,11 +132,6 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
     return values
 
 
-def _plain(value: object) -> object:
-    """The text of an enumeration, e.g. of optimizers; other values as they are."""
-    return getattr(value, "value", value)
-
-
 def short_way(
     model: nn.Module,
     args: Any,
@@ -150,13 +141,13 @@ def short_way(
     epsilon: float,
     delta: float,
 ) -> str | None:
-    """A sentence with the rate that would help, where a run of Adam hardly leaves its start; else None.
+    """Advice, with a rate that would help, for a run of Adam whose rate is too small to learn; else None.
 
-    Known are adapters, and a linear head alone: there, the recipe says how far a run should go. Adam moves a parameter
-    by at most about its rate in a step, so rates times steps are compared.
+    In a step, Adam moves a parameter by at most about its rate. So the sum of the rates bounds how far a run can go; it
+    is compared with that of the recipe for the model: of adapters, or of a linear head.
     """
     strategy = _guessed(model)
-    if strategy is None or "adam" not in str(_plain(args.optim)).lower():
+    if strategy is None or "adam" not in word(args.optim):
         return None
     found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=False)
     way, wanted = args.learning_rate * num_steps, found.learning_rate * found.num_steps

@@ -16,7 +16,6 @@ from dpfunc import distributed
 from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
-from dpfunc.batches import batch_size
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.launch import check_launch
@@ -32,27 +31,23 @@ from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
 from dpfunc.step import DPStep
-from dpfunc.types import Batch, Engine, Params, schedule_at
+from dpfunc.types import Engine, Params, schedule_at
 
 Loss = str | Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Decisions made before the Trainer begins: a new run, or a resumed one.
-
-    Args:
-        key: of the run. limit: the step at which it ends. data: the name of the data set.
-        ledger: what earlier phases have cost. resumed: what was loaded.
-        skipping: the Trainer skips the batches of a resumed epoch that were already used.
-    """
+    """Decisions made before the Trainer begins: a new run, or a resumed one, and the step at which it ends."""
 
     key: Key = field(repr=False)
     limit: int
     data: str
     ledger: Ledger | None = None
+    """What earlier phases have cost."""
     resumed: Checkpoint | None = None
     skipping: bool = False
+    """The Trainer skips the batches of a resumed epoch that were already used."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +116,6 @@ def ranks_of(args: Any) -> Ranks | None:
 def place(ranks: Ranks | None) -> tuple[int, int]:
     """Rank of this process in the data group, and the size of that group."""
     return (0, 1) if ranks is None else (ranks.rank, ranks.size)
-
-
-def placeholder_mask(plan: Plan, state: StepState, ranks: Ranks | None, batch: Batch) -> Tensor | None:
-    """Mask for a process without records: it runs a placeholder with weight zero, since all processes communicate."""
-    if ranks is None or len(plan.draw(state, state.step, ranks)):
-        return None
-    return torch.zeros(batch_size(batch), dtype=torch.bool)
 
 
 def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,18 +21,18 @@ from dpfunc import distributed
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
+from dpfunc.batches import batch_size
 from dpfunc.checkpoint.folder import remove
 from dpfunc.checkpoint.format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed.object_collectives import all_or_none, check_same_data, shared
+from dpfunc.distributed.object_collectives import all_or_none, by_writer, check_same_data
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
+from dpfunc.hf.padding import refuse_padding
 from dpfunc.hf.tasks import infer_task, make_loss_fn
-from dpfunc.hf.trainer import checks, fsdp
-from dpfunc.hf.trainer import files as trainer_state
+from dpfunc.hf.trainer import files, fsdp, settings
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.filling import refuse_filling
 from dpfunc.hf.trainer.labels import refuse_labels
 from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer.run import (
@@ -45,7 +44,6 @@ from dpfunc.hf.trainer.run import (
     mean_loss,
     metrics,
     place,
-    placeholder_mask,
     plan_text,
     ranks_of,
     trainable,
@@ -53,7 +51,6 @@ from dpfunc.hf.trainer.run import (
     warning_step,
     warning_text,
 )
-from dpfunc.hf.trainer.settings import refuse_accelerator, refuse_arguments, without_effect
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
@@ -125,14 +122,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         data_name: str | None = None,
         unit: str = ONE_RECORD,
     ) -> None:
-        checks.refuse_values(model, privacy, key, model_init, compute_loss_func, unit, data_name)
+        values = {
+            "model": model, "privacy": privacy, "key": key, "model_init": model_init,
+            "compute_loss_func": compute_loss_func, "unit": unit, "data_name": data_name,
+        }  # fmt: skip
+        settings.refuse_values(self, DPTrainer, values)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         self.privacy = privacy
         self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
             at_once = privacy.dp_physical_batch_size or PHYSICAL
-            args = checks.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
+            args = settings.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
@@ -150,13 +151,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
-            refuse_arguments(args)
-            checks.refuse_overrides(self, DPTrainer, Trainer)
-            for setting in without_effect(args):
+            settings.refuse_arguments(args)
+            for setting in settings.without_effect(settings.SCRIPT, settings.attributes(args)):
                 _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
-            args = checks.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
-            self._division, args = _shard(model, args, privacy, optimizers)
+            args = settings.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
+            self._division, args = fsdp.shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         self._ranks = ranks_of(args) if self._division is None else self._division.ranks
@@ -169,16 +169,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's own; of a private run on several processes one that wraps no model."""
-        with nullcontext() if self._division is None else fsdp.without_fsdp():
+        """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
+        if not self.privacy.dp_enabled:
             super().create_accelerator_and_postprocess()
-        if self.privacy.dp_enabled:
-            refuse_accelerator(self.accelerator)
-            if self._ranks is not None:
-                self.accelerator: Any = Replicas(self.accelerator)
+            return
+        with fsdp.without_fsdp():
+            super().create_accelerator_and_postprocess()
+        settings.refuse(settings.ACCELERATOR, settings.attributes(self.accelerator))
+        if self._ranks is not None:
+            self.accelerator: Any = Replicas(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The Trainer's own; a sharded model is where it was divided."""
+        """As in `Trainer`; a sharded model stays where it was sharded."""
         if self._division is None:
             super()._move_model_to_device(model, device)
 
@@ -208,14 +210,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return given if given > 0 else math.ceil(epochs * self._steps_per_epoch(num_records))
 
     def _journal(self) -> Path:
-        return Path(self.args.output_dir) / trainer_state.JOURNAL
+        return Path(self.args.output_dir) / files.JOURNAL
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """The expected logical batch of a private run, which all processes share."""
+        """The expected logical batch of a private run, for all processes together."""
         return self.logical_batch_size if self.privacy.dp_enabled else int(super().get_total_train_batch_size(args))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's own; with a recipe its Adam, in which a new head beside adapters has its own rate."""
+        """As in `Trainer`, or the Adam of a recipe, in which a new head beside adapters has its own rate."""
         if self.optimizer is None and self.recipe is not None:
             params, head = trainable(self.model), new_head(self.recipe.strategy, self.model)
             self.optimizer: Any = self.recipe.optimizer(params.values(), head.values())
@@ -276,11 +278,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         record = self._accounting(self._journal())
         if record.global_step:
             with writing(Path(self.args.output_dir) / RECORD_FILE, record.ledger, self.plan):
-                trainer_state.write_accounting(Path(self.args.output_dir), record)
+                files.write_accounting(Path(self.args.output_dir), record)
 
     def _finish_accounting(self) -> None:
         if self._run is not None:
-            trainer_state.check_journal(self._journal(), self._run.state)
+            files.check_journal(self._journal(), self._run.state)
         self._write_accounting()
 
     def _dry_run(self) -> TrainOutput:
@@ -294,27 +296,27 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         plan = self.plan
         fsdp.settle(self.model)
         self.model.train()
-        checks.refuse_model(self.model)
-        checks.refuse_optimizer(self.optimizer, trainable(self.model))
+        settings.refuse_model(self.model)
+        settings.refuse_optimizer(self.optimizer, trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
         writes = distributed.is_writer(self._ranks)
-        distributed.once(self._ranks, lambda: trainer_state.clean(Path(self.args.output_dir)))
+        distributed.once(self._ranks, lambda: files.clean(Path(self.args.output_dir)))
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
-        if saved is not None:
-            spent = saved.state.ledger
-            distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), spent, resumed=True))
-            skipping = not self.args.ignore_data_skip
-            start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
-        elif self._run is None or not self._run.state.step:
-            distributed.once(self._ranks, lambda: trainer_state.begin_accounting(self._journal(), self.ledger))
-            key = self._given_key or secure_key()
-            key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
-            start = Start(key, plan.step_limit(self.ledger), data, self._earlier)
-        else:
+        if saved is None and self._run is not None and self._run.state.step:
             raise InvalidArgument(
                 "Expected one run for each DPTrainer: the noise was chosen for one. After an interruption use train("
                 "resume_from_checkpoint=True); for another phase make a new DPTrainer(..., ledger=trainer.ledger)."
             )
+        spent = self.ledger if saved is None else saved.state.ledger
+        resumed = saved is not None
+        distributed.once(self._ranks, lambda: files.begin_accounting(self._journal(), spent, resumed=resumed))
+        if saved is not None:
+            skipping = not self.args.ignore_data_skip
+            start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
+        else:
+            key = self._given_key or secure_key()
+            key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
+            start = Start(key, plan.step_limit(spent), data, self._earlier)
         if start.limit < 1:
             raise BudgetExhausted(
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
@@ -324,7 +326,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         advice = self._advice()
         if writes and advice is not None:
             _logger.warning(advice)
-        self.args = checks.changed(self.args, {"max_steps": start.limit})
+        self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
@@ -349,27 +351,25 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
         """What a run goes on from; None if none was saved because nothing was released."""
+        folder, ranks = Path(self.args.output_dir), self._ranks
 
-        def find() -> bytes:
-            folder = Path(self.args.output_dir)
-            return str(checkpoint if isinstance(checkpoint, str) else trainer_state.newest(folder) or "").encode()
+        def find() -> str:
+            return checkpoint if isinstance(checkpoint, str) else str(files.newest(folder) or "")
 
         def check() -> None:
             if self._division is not None:
                 fsdp.check_frozen(self._division, saved.extra)
-            trainer_state.check_started_so(saved, self.plan, self._given_key, self._earlier)
+            files.check_started_so(saved, self.plan, self._given_key, self._earlier)
             if self._run is not None:
-                trainer_state.check_goes_on(self._run.state, saved)
+                files.check_goes_on(self._run.state, saved)
 
-        found = shared(all_or_none(find, self._ranks, _NOT_RESUMED), self._ranks).decode()
+        found = by_writer(find, ranks, _NOT_RESUMED)
         if not found:
-            _logger.warning("No step was released in %s: the run begins.", self.args.output_dir)
+            _logger.warning("No step was released in %s: the run begins.", folder)
             return None
-        path, params = Path(found), trainable(self.model)
-        saved = trainer_state.load_run(
-            path, params=params, plan=self.plan, data=data, journal=self._journal(), ranks=self._ranks
-        )
-        all_or_none(check, self._ranks, _NOT_RESUMED)
+        params, journal = trainable(self.model), self._journal()
+        saved = files.load_run(Path(found), params=params, plan=self.plan, data=data, journal=journal, ranks=ranks)
+        all_or_none(check, ranks, _NOT_RESUMED)
         return saved
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -401,10 +401,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         )
 
     def _begin(self, start: Start) -> Run:
-        """The run, once the model is where it is trained; a resumed one gets its parameters back.
-
-        On several processes all start with the model of the first one: a new head was drawn differently on each.
-        """
+        """The run, once the model is where it is trained. All processes begin with the model of the first one."""
         model, privacy = self.model, self.privacy
         if self._division is None:  # else parts differ, and are of the same values
             distributed.replicate((*model.parameters(), *model.buffers()), self._ranks)
@@ -417,7 +414,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         on_cuda = all(param.is_cuda for param in params.values())
         loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
-            refuse_filling(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
+            refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         dp_step = make_dp_step(
             loss_fn,
             self.plan,
@@ -468,7 +465,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        mask_B = placeholder_mask(self.plan, before, self._ranks, batch)
+        mask_B = None
+        if self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks)):
+            # Without records this process runs a row of weight zero: all processes communicate.
+            mask_B = torch.zeros(batch_size(batch), dtype=torch.bool)
         with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
@@ -492,7 +492,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The Trainer's own loss to evaluate; the mean over per-sample losses to train the twin without privacy."""
+        """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
@@ -507,7 +507,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """The Trainer's own; predictions that are all one class are warned of, once."""
+        """As in `Trainer`, with a warning, once, if all predictions are one class."""
         with fsdp.settled(self.model):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -522,7 +522,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     # What is logged and saved
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; of a private run the training loss is left out or named as unreleased, and privacy metrics are added."""
+        """As in `Trainer`. A private run adds what was spent, and omits the training loss or names it as unreleased."""
         if self._run is not None:
             for name in ("loss", "train_loss"):
                 if name in logs:
@@ -537,7 +537,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             raise InvalidArgument("Expected a run under way, got none.")
         state = self._run.state
         if journal is not None:
-            state = trainer_state.as_charged(state, self.plan, journal)
+            state = files.as_charged(state, self.plan, journal)
         return make_record(
             self._run.dp_step,
             state,
@@ -556,22 +556,22 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         parts = {} if self._division is None else fsdp.parts_of_run(self._division, self.optimizer, run.params)
         with writing(folder, run.state.ledger, self.plan):
             if not args.save_only_model:  # which is also how to get a checkpoint without the key
-                own = folder / trainer_state.FOLDER
+                own = folder / files.FOLDER
                 distributed.once(self._ranks, lambda: remove(own))  # of an earlier run, whose files are replaced
                 save(
                     own, params=run.params, state=now, plan=self.plan, data=run.start.data, ranks=self._ranks, keep=1,
                     journal=self._journal(), **parts,
                 )  # fmt: skip
-            distributed.once(self._ranks, lambda: trainer_state.write_accounting(folder, accounting))
-            self.args = checks.changed(args, {"save_total_limit": None})  # none is removed before this one is whole
+            distributed.once(self._ranks, lambda: files.write_accounting(folder, accounting))
+            self.args = settings.changed(args, {"save_total_limit": None})  # none is removed before this one is whole
             try:
                 all_or_none(partial(save_own, model, trial), self._ranks, "No checkpoint was made")
             finally:
                 self.args = args
-            distributed.once(self._ranks, lambda: trainer_state.finish(folder, args, self.state))
+            distributed.once(self._ranks, lambda: files.finish(folder, args, self.state))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's own. All processes call it for a sharded model, which the writing one puts together."""
+        """As in `Trainer`. If the model is sharded, all processes must call this: one writes the parts of all."""
         if self._division is not None:
             self._whole = fsdp.whole_state(self.model, self.args.should_save)
         try:
@@ -584,7 +584,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The Trainer's own; the optimizer of a sharded model is in the part of the checkpoint that is ours."""
+        """As in `Trainer`, but for the optimizer of a sharded model, which the folder `dpfunc` of a checkpoint has."""
         if self._division is None:
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
@@ -599,7 +599,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The Trainer's own; a sharded model gets its parts from our part of the checkpoint when the run begins."""
+        """As in `Trainer`, but for a sharded model, whose parts are read when the run begins."""
         if self._division is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -618,28 +618,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> None:
         """Refuse the search: each trial reads the private records."""
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
-
-
-def _shard(
-    model: nn.Module,
-    args: Any,
-    privacy: PrivacyArguments,
-    optimizers: tuple[Any, Any],
-) -> tuple[fsdp.Division | None, Any]:
-    """Shard the model, if the script asks for it; arguments with which nobody does so once more."""
-    sharding = fsdp.sharding_of(args, os.environ)
-    if sharding is None:
-        return None, args
-    fsdp.refuse_with_sharding(args, privacy, optimizers)
-    ranks = ranks_of(args)
-    if distributed.is_writer(ranks) and sharding.without_effect:
-        _logger.warning(
-            "FSDP2 and a private run have no use for %s: it changes nothing.", list(sharding.without_effect)
-        )
-    values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
-    if sharding.checkpointing:
-        values |= checks.recomputed(args)
-    return fsdp.shard_model(model, sharding, ranks, args.device), checks.changed(args, values)
 
 
 def _recipe_of(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, one_of, shorten
@@ -22,20 +24,17 @@ _ONE_SIZE = (
 """Advice where an image has other tokens or tensors than another one."""
 
 
-@dataclass(frozen=True)
-class _OneImage:
-    """Tokens and tensors of one image, of which every image has as many.
+class _OneImage(NamedTuple):
+    """What every image has as much of."""
 
-    Args:
-        tokens: what stands for an image in a text. tensors: of a blank image, as the image processor gives them.
-        nested: the image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...).
-        marks: inputs of the model that are 1 at image tokens.
-    """
-
-    tokens: tuple[int, ...]
-    tensors: Mapping[str, Tensor]
-    nested: bool
-    marks: tuple[str, ...]
+    tokens: tuple[int, ...] = ()
+    """What stands for an image in a text."""
+    tensors: Mapping[str, Tensor] = MappingProxyType({})
+    """Of a blank image, as the image processor gives them."""
+    nested: bool = False
+    """The image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...)."""
+    marks: tuple[str, ...] = ()
+    """Inputs of the model that are 1 at image tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,8 @@ class ImageTextCollator:
             )
         images = len(_images_of(sample))
         if images > self.max_images:
-            raise fail(
-                f"at most max_images={self.max_images} images a sample", "images", images,
-                "max_images is public: choose it for all samples that there could be.",
-            )  # fmt: skip
+            hint = "max_images is public: choose it for all samples that there could be."
+            raise fail(f"at most max_images={self.max_images} images a sample", "images", images, hint)
         prompt = self._prompt_ids(sample["prompt"], images)
         tokenizer = self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -134,14 +131,14 @@ class ImageTextCollator:
         return min(-(-longest // step) * step, self.max_length)
 
     def _pad(self, ids: list[int], labels: list[int], images: int, length: int) -> tuple[list[int], ...]:
-        """Blank images take image tokens too, in the padding, where the attention mask is 0."""
+        """Ids, attention mask and labels of a row. Blank images take image tokens too, in the padding."""
         blank = list(self.image.tokens) * (self.max_images - images)
-        fill = [self.processor.tokenizer.pad_token_id] * (length - len(ids) - len(blank))
-        missing = len(blank) + len(fill)
+        padding = [self.processor.tokenizer.pad_token_id] * (length - len(ids) - len(blank))
+        missing = len(blank) + len(padding)
         mask, ignored = [1] * len(ids), [IGNORED] * missing
         if self.padding_side == "right":
-            return ids + blank + fill, mask + [0] * missing, labels + ignored
-        return fill + blank + ids, [0] * missing + mask, ignored + labels
+            return ids + blank + padding, mask + [0] * missing, labels + ignored
+        return padding + blank + ids, [0] * missing + mask, ignored + labels
 
     def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
         """Tensors of all images of a sample one after another on axis 1."""
@@ -192,24 +189,22 @@ def image_text_collator(
     Args:
         processor: of LLaVA 1.5, or another one that gives each image the same number of tokens; with image_size of
             LLaVA-NeXT, Qwen2-VL, Qwen2.5-VL, Idefics3, SmolVLM.
-        max_length: positions of the longest row, image tokens included. Where it is too short the prompt
-            loses words after its first one, and an answer over half of the room its end; image tokens are never
-            removed.
+        max_length: positions of the longest row, image tokens included. Where it is too short the prompt loses words
+            after its first one, and an answer over half of the room its end.
         max_images: images of a sample, 0 or more; a public number. A sample with more is an error.
         padding_side: `"right"`, or `"left"`.
-        pad_to_multiple_of: None pads every batch to max_length: one shape, which engines look at once and which says
-            nothing about the batch. A number pads to the next multiple of it.
+        pad_to_multiple_of: None pads every batch to max_length: one shape, which says nothing about the batch. A number
+            pads to the next multiple of it.
         chat: put prompts into the processor's chat template, images first. False takes them as they are, with one image
             token for each image.
         image_size: height and width. Every image is fitted into this size, with a margin, before the processor sees
             it: for processors that give images of different sizes different numbers of tokens. A public choice.
 
     Returns:
-        A function of a list of samples. An image is a PIL image, an array or a path. The batch: input_ids,
+        A function of a list of samples, or of none. An image is a PIL image, an array or a path. The batch: input_ids,
         attention_mask and labels (B, T), int64, labels -100 where the position is not of the answer; pixel_values
         (B, C, H, W), or (B, I, C, H, W) with I = max_images > 1, and what else the processor says about images, with
-        samples on axis 0. The losses `image_text_loss` and `"vqa"` give them to the model as it takes them. Absent
-        with max_images=0. The empty list gives a batch of no rows.
+        samples on axis 0. The losses `image_text_loss` and `"vqa"` give them to the model as it takes them.
 
     Raises:
         InvalidArgument: a max_length that has no room for the images and two more tokens; from the function also
@@ -237,14 +232,11 @@ def image_text_collator(
         raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
     if image_size is not None:
         image_size = _checked_size(image_size)
-    image = _one_image(processor, image_size) if max_images else _OneImage((), {}, False, ())
-    tokens = len(image.tokens)
-    needed = max_images * tokens + 2
+    image = _one_image(processor, image_size) if max_images else _OneImage()
+    needed = max_images * len(image.tokens) + 2
     if max_length < needed:
-        raise fail(
-            f"max_length >= {needed}: {max_images} images of {tokens} tokens, a beginning and an answer",
-            "max_length", max_length,
-        )  # fmt: skip
+        domain = f"max_length >= {needed}: {max_images} images of {len(image.tokens)} tokens, a beginning and an answer"
+        raise fail(domain, "max_length", max_length)
     return ImageTextCollator(
         processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
     )
@@ -302,24 +294,23 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     Args:
         batch: with samples on axis 0 of all tensors. Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or
             (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others
-            are left as they are.
-        nested: the model takes (B, I, ...), so nothing is done. Also where there is a `pixel_attention_mask`, which
-            such models have.
+            are left as they are, as are those with a `pixel_attention_mask`.
+        nested: the model takes (B, I, ...), so nothing is done.
 
     >>> flatten_images({"pixel_values": torch.zeros(4, 2, 3, 8, 8)})["pixel_values"].shape
     torch.Size([8, 3, 8, 8])
     """
-    result = dict(batch)
-    pixels, grids, sizes = batch.get("pixel_values"), batch.get("image_grid_thw"), batch.get("image_sizes")
+    pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
     if pixels is None or nested or "pixel_attention_mask" in batch:
-        return result
-    several = grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3)
-    if several:
-        result["pixel_values"] = pixels.flatten(0, 1)
-    for name, value in (("image_grid_thw", grids), ("image_sizes", sizes)):
-        if value is not None and value.dim() == 3:
-            result[name] = value.flatten(0, 1)
-    return result
+        return dict(batch)
+    several = {
+        "pixel_values": grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3),
+        "image_grid_thw": grids is not None and grids.dim() == 3,
+        "image_sizes": sizes is not None and sizes.dim() == 3,
+    }
+    return {
+        name: rearrange(value, "b i ... -> (b i) ...") if several.get(name) else value for name, value in batch.items()
+    }
 
 
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:

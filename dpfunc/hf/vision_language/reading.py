@@ -24,7 +24,7 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:
     (24, 16)
     """
     if isinstance(image, (str, Path)):
-        with opened_image(image) as file:
+        with _opened_image(image) as file:
             image = file.convert("RGB")
     elif hasattr(image, "convert"):
         image = image.convert("RGB")
@@ -33,7 +33,7 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:
 
 def check_readable(path: Path | str) -> None:
     """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
-    with opened_image(path) as file:
+    with _opened_image(path) as file:
         file.draft("RGB", (1, 1))
         file.load()
 
@@ -55,8 +55,8 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
 
 
 @contextmanager
-def opened_image(path: Path | str) -> Iterator[Any]:
-    """Open an image file, of which only the header is read so far, if it has no more than `_MOST_PIXELS`.
+def _opened_image(path: Path | str) -> Iterator[Any]:
+    """Open an image file, of which only the header is read so far.
 
     Raises:
         InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.validation import fail, integer, one_of, shorten
+from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.hf.facts import facts_of, quantised_layers
@@ -24,18 +24,18 @@ from dpfunc.types import Params
 
 STRATEGIES = ("full", "lora", "qlora", "projector")
 _ADAPTERS = ("lora", "qlora")
-_VISION = ("vision_tower", "vision_model", "visual")
-_PROJECTOR = ("multi_modal_projector", "mm_projector", "connector", "merger")
-_LANGUAGE = ("language_model", "text_model")
+_USUAL = (  # names of the three parts
+    ("vision_tower", "vision_model", "visual"),
+    ("multi_modal_projector", "mm_projector", "connector", "merger"),
+    ("language_model", "text_model"),
+)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A model as a function of what a strategy trains; see `strategy`.
+    """A model as a function of what a strategy trains: `forward(params, *args)`, and the parameters it starts with.
 
-    Args:
-        name: of the strategy. forward: `forward(params, *args)`. params: the parameters it starts with.
-        adapter: of `"lora"` and `"qlora"`; `dpfunc.lora.save(path, adapter, params)` stores it. None for the others.
+    `dpfunc.lora.save(path, adapter, params)` stores the adapter of `"lora"` and `"qlora"`; others have none.
     """
 
     name: str
@@ -81,13 +81,10 @@ def strategy(
         model: LLaVA, or another model that has a vision tower, a projector and a language model. It is not changed.
             With gradient checkpointing it is in evaluation mode here; `model.train()` after it switches that on.
         name: `"full"`, `"lora"`, `"qlora"` or `"projector"`.
-        key: from which A of the adapters is drawn; needed by `"lora"` and `"qlora"`, and by them only.
-        rank, alpha: of the adapters, see `lora.LoRAConfig`; the same.
+        key: from which A of the adapters is drawn. rank, alpha: of the adapters, see `lora.LoRAConfig`. The three are
+            needed by `"lora"` and `"qlora"`, and by them only.
         targets: adapted layers; None for `language_layers(model)`.
         train_projector: train the projector as well, whole; for `"lora"` and `"qlora"`.
-
-    Returns:
-        A `Strategy`: `forward`, `params`, `adapter`, and `merge(params)`.
 
     Raises:
         InvalidArgument: an argument that the strategy does not use, or one that it needs.
@@ -99,29 +96,18 @@ def strategy(
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> from dpfunc.rng import insecure_key
-    >>> model = tiny_llava()
-    >>> sum(p.numel() for p in strategy(model, "projector").params.values())
-    544
-    >>> lora = strategy(model, "lora", key=insecure_key(0), rank=2, alpha=4)
+    >>> lora = strategy(tiny_llava(), "lora", key=insecure_key(0), rank=2, alpha=4)
     >>> sum(p.numel() for p in lora.params.values())
     992
     """
-    _check(model, name, rank, alpha, targets, train_projector)
+    options: dict[str, Any] = {"key": key, "rank": rank, "alpha": alpha}
+    _check(model, name, options, targets, train_projector)
     if name not in _ADAPTERS:
-        if key is not None:
-            raise fail(f"no key with {name!r}", "key", key, "Nothing is drawn: the parameters start as they are.")
         forward, params = functionalize(model, trained_parameters(model, name))
         return Strategy(name, forward, params, None, model)
-    if key is None or rank is None or alpha is None:
-        raise InvalidArgument(f"Expected key, rank and alpha with {name!r}: A is drawn from the key.")
-    adapter = attach(
-        model,
-        key,
-        targets=language_layers(model) if targets is None else targets,
-        rank=rank,
-        alpha=alpha,
-        also_train=trained_parameters(model, "projector") if train_projector else (),
-    )
+    layers = language_layers(model) if targets is None else targets
+    projector = trained_parameters(model, "projector") if train_projector else ()
+    adapter = attach(model, **options, targets=layers, also_train=projector)
     return Strategy(name, adapter.forward, adapter.params, adapter, model)
 
 
@@ -134,15 +120,11 @@ def prepare(
     targets: str | Sequence[str] | None = None,
     train_projector: bool = False,
 ) -> nn.Module:
-    """A vision-language model for a Trainer: exactly what the strategy trains requires gradients.
+    """A vision-language model for a Trainer, or a `PeftModel` around it: what the strategy trains requires gradients.
 
     Args:
-        model: see `strategy`. Unlike there it is the one that will be trained: `requires_grad` of its parameters is
-            set, and for adapters PEFT puts its layers into it.
+        model: see `strategy`. Unlike there it is changed: `requires_grad` is set, and PEFT puts its layers into it.
         name, rank, alpha, targets, train_projector: see `strategy`; targets as PEFT takes them.
-
-    Returns:
-        The model, or a `PeftModel` around it.
 
     Raises:
         InvalidArgument, UnsupportedModel: see `strategy`.
@@ -155,15 +137,13 @@ def prepare(
     >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
     544
     """
-    _check(model, name, rank, alpha, targets, train_projector)
+    _check(model, name, {"rank": rank, "alpha": alpha}, targets, train_projector)
     if name not in _ADAPTERS:
         wanted = set(trained_parameters(model, name))
         for parameter_name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(parameter_name in wanted)
         return model
-    if rank is None or alpha is None:
-        raise InvalidArgument(f"Expected rank and alpha with {name!r}.")
     from peft import LoraConfig, get_peft_model
 
     chosen = language_layers(model) if targets is None else targets
@@ -178,30 +158,21 @@ def prepare(
     return adapted
 
 
-def _check(
-    model: nn.Module,
-    name: str,
-    rank: int | None,
-    alpha: float | None,
-    targets: str | Sequence[str] | None,
-    train_projector: bool,
-) -> None:
+def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: object, train_projector: bool) -> None:
     """Check that the options fit the strategy, that the base is in 4 bits exactly where the strategy needs it, and that
     layers trained whole are in float."""
     one_of("strategy", name, STRATEGIES)
+    missing = [option for option, value in needed.items() if value is None]
+    given = {**needed, "targets": targets, "train_projector": train_projector or None}
+    useless = [option for option, value in given.items() if value is not None]
+    if name in _ADAPTERS and missing:
+        raise InvalidArgument(f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them.")
     if name in _ADAPTERS:
-        for option, value in (("rank", rank), ("alpha", alpha)):
-            if value is None:
-                raise InvalidArgument(f"Expected {option} with the strategy {name!r}, got {option}=None.")
-        integer("rank", rank, minimum=1)
-    else:
-        given = {"rank": rank, "alpha": alpha, "targets": targets, "train_projector": train_projector or None}
-        useless = [option for option, value in given.items() if value is not None]
-        if useless:
-            raise InvalidArgument(
-                f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or "
-                "'qlora'."
-            )
+        integer("rank", needed["rank"], minimum=1)
+    elif useless:
+        raise InvalidArgument(
+            f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
+        )
     quantised = quantised_layers(model)
     if name == "qlora" and not quantised:
         raise UnsupportedModel(
@@ -215,8 +186,7 @@ def _check(
             f"Expected weights in float for the strategy {name!r}, got quantised ones in {shorten(quantised)}. "
             "Take 'qlora', or load the model without quantization_config."
         )
-    projector = tuple(part + "." for part in parts(model).projector)
-    packed = [layer for layer in quantised if layer.startswith(projector)]
+    packed = _below(parts(model).projector, quantised)
     if packed and (name == "projector" or train_projector):
         raise UnsupportedModel(
             f"Expected a projector in float to train it, got quantised weights in {shorten(packed)}. Leave it out of "
@@ -225,13 +195,8 @@ def _check(
         )
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Names of the modules that are the parts of a model.
-
-    Args:
-        vision: image to patches. projector: patches to the width of the language model. language: the language model.
-    """
+class Parts(NamedTuple):
+    """Names of the modules that are the vision tower, the projector and the language model."""
 
     vision: tuple[str, ...]
     projector: tuple[str, ...]
@@ -245,24 +210,28 @@ def parts(model: nn.Module) -> Parts:
     >>> parts(tiny_llava()).projector
     ('model.multi_modal_projector',)
     """
-    found = {"vision": _topmost(model, _VISION), "projector": _topmost(model, _PROJECTOR)}
-    found["language"] = _topmost(model, _LANGUAGE)
-    missing = [name for name, modules in found.items() if not modules]
+    found = Parts(*(_topmost(model, names) for names in _USUAL))
+    missing = [name for name, modules in found._asdict().items() if not modules]
     if missing:
         raise UnsupportedModel(
             f"Expected a vision-language model, got {type(model).__name__} without {shorten(missing)}. Looked for "
-            f"{', '.join(_VISION)}; {', '.join(_PROJECTOR)}; {', '.join(_LANGUAGE)}. Name the trained parameters "
-            "yourself: dpfunc.functionalize(model, trainable=...)."
+            f"{'; '.join(map(', '.join, _USUAL))}. Name the trained parameters yourself: "
+            "dpfunc.functionalize(model, trainable=...)."
         )
-    return Parts(**found)
+    return found
 
 
 def _topmost(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     found: list[str] = []
     for name, _ in model.named_modules():  # parents come first
-        if name.rpartition(".")[2] in names and not name.startswith(tuple(other + "." for other in found)):
+        if name.rpartition(".")[2] in names and not _below(found, [name]):
             found.append(name)
     return tuple(found)
+
+
+def _below(modules: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that are inside of some modules."""
+    return [name for name in names if name.startswith(tuple(f"{module}." for module in modules))]
 
 
 def language_layers(model: nn.Module) -> tuple[str, ...]:
@@ -272,12 +241,8 @@ def language_layers(model: nn.Module) -> tuple[str, ...]:
     >>> language_layers(tiny_llava())[0]
     'model.language_model.layers.0.self_attn.q_proj'
     """
-    prefixes = tuple(part + "." for part in parts(model).language)
-    return tuple(
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and name.startswith(prefixes) and not name.endswith("lm_head")
-    )
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return tuple(name for name in _below(parts(model).language, linear) if not name.endswith("lm_head"))
 
 
 def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -290,23 +255,16 @@ def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
     one_of("strategy", name, ("full", "projector"))
     named = [parameter for parameter, _ in model.named_parameters()]
     if name == "projector":
-        prefixes = tuple(part + "." for part in parts(model).projector)
-        return tuple(parameter for parameter in named if parameter.startswith(prefixes))
+        return tuple(_below(parts(model).projector, named))
     unused = set(unused_parameters(model))
     return tuple(parameter for parameter in named if parameter not in unused)
 
 
 def unused_parameters(model: nn.Module) -> tuple[str, ...]:
-    """The parameters of the vision tower on which no image feature depends.
+    """The parameters of the vision tower on which no image feature depends: they would get noise and nothing else.
 
-    LLaVA takes the features from a layer before the last one. What comes after it has no gradient: under DP it would
-    receive noise and nothing else.
-
-    Args:
-        model: see `strategy`, with weights in float. A copy of its structure runs on the meta device, without values.
-
-    Returns:
-        Names; none where the model's `get_image_features` needs more than `pixel_values`.
+    LLaVA takes the features from a layer before the last one. A copy of the model's structure runs on the meta device,
+    without values. None are found where `get_image_features` needs more than `pixel_values`.
 
     Guarantees:
         tests/hf/vision_language/test_strategies.py::test_L8_unused_parameters_have_no_gradient.
@@ -318,13 +276,9 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
     found = parts(model)
     if not _takes_pixels_alone(model):
         return ()
-    structure: Any = _without_values(model)
-    prefixes = tuple(part + "." for part in found.vision)
-    vision = {
-        name: parameter.requires_grad_()
-        for name, parameter in structure.named_parameters()
-        if name.startswith(prefixes)
-    }
+    structure: Any = copy.deepcopy(model, _without_values(model))
+    named = dict(structure.named_parameters())
+    vision = {name: named[name].requires_grad_() for name in _below(found.vision, named)}
     size = structure.config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.empty((1, 3, height, width), device="meta", dtype=next(iter(vision.values())).dtype)
@@ -336,15 +290,12 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, grad in zip(vision, grads, strict=True) if grad is None)
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy of the structure of a model with weights in float on the meta device: shapes without memory."""
-    memo: dict[int, Any] = {}
+def _without_values(model: nn.Module) -> dict[int, Any]:
+    """For `deepcopy`, which takes what its memo holds in place of the original: tensors on the meta device."""
+    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    structure: nn.Module = copy.deepcopy(model, memo)  # deepcopy takes what its memo holds in place of the original
-    return structure
+    return memo
 
 
 def _takes_pixels_alone(model: nn.Module) -> bool:

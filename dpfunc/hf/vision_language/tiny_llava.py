@@ -33,10 +33,7 @@ _TEMPLATE = (
 
 
 def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
-    """A `LlavaForConditionalGeneration` with two layers and random weights.
-
-    Args:
-        width: of both towers, an even number. seed: of the weights.
+    """A `LlavaForConditionalGeneration` with two layers and random weights; the width of both towers is even.
 
     >>> type(tiny_llava()).__name__
     'LlavaForConditionalGeneration'
@@ -72,33 +69,20 @@ def tiny_processor() -> Any:
 
     vocabulary = {word: i for i, word in enumerate(_WORDS)}
     words: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
+    }  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(words)),
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens={"image_token": "<image>"},
-    )
+        tokenizer_object=Tokenizer.from_str(json.dumps(words)), pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>", extra_special_tokens={"image_token": "<image>"},
+    )  # fmt: skip
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square),
-        tokenizer=tokenizer,
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=_TEMPLATE,
-    )
+        tokenizer=tokenizer, patch_size=PATCH_SIZE, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, chat_template=_TEMPLATE,
+    )  # fmt: skip
 
 
 def draw(colour: str, shape: str, size: int, seed: int) -> Any:

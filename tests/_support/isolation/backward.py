@@ -1,4 +1,4 @@
-"""Mixing in the backward pass only: the losses are those of rows alone, the gradients are not."""
+"""Gradients that a loss changes itself: mixing, where the losses are those of rows alone; and honestly, row by row."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from isolation.cases import Built, D, add, calm, case, features, growing, module, squares, tokens, usual
-
-hooked = case("backward: hooks of activations")
-later = case("backward: hooks that are idle at first", calm)
-weights = case("backward: hooks of parameters")
-custom = case("backward: autograd.Function")
-detached = case("backward: detached factors")
-saved = case("backward: saved tensors")
+from isolation.cases import Built, D, T, add, calm, case, growing, module, squares, table, tokens, usual
 
 
 def hook(h, change):
@@ -26,150 +19,92 @@ def hook(h, change):
     return h
 
 
-@hooked
-def gradient_over_its_norm(p, b):
-    return squares(hook(features(p, b), lambda g: g / (1.0 + g.norm())))
+def hooked(change):
+    return lambda h, b, p: hook(h, change)
 
 
-@hooked
-def gradient_less_its_mean(p, b):
-    return squares(hook(features(p, b), lambda g: g - 0.5 * g.mean(0)))
+def own_hook(param, change):
+    """A hook on a tensor itself; the tensor."""
+    if param.requires_grad:
+        param.register_hook(change)
+    return param
 
 
-@hooked
-def gradient_of_the_neighbour(p, b):
-    return squares(hook(features(p, b), lambda g: g.roll(1, 0)))
-
-
-@hooked
-def largest_row_is_silenced(p, b):
-    def change(g):
-        size = g.square().sum(1)
-        return g * (size < size.max())[:, None] if len(g) > 1 else g
-
-    return squares(hook(features(p, b), change))
-
-
-@hooked
-def gradient_by_position(p, b):
-    return squares(hook(features(p, b), lambda g: g * torch.arange(1.0, len(g) + 1, dtype=g.dtype)[:, None]))
-
-
-@hooked
-def gradient_over_rows(p, b):
-    return squares(hook(features(p, b), lambda g: g / len(g)))
-
-
-@hooked
-def gradient_of_tokens_over_its_norm(p, b):
-    return squares(hook(tokens(p, b), lambda g: F.normalize(g.flatten(), dim=0).view_as(g)))
-
-
-@hooked
-def hook_of_a_node(p, b):
-    h = features(p, b)
+def of_node(h, register):
+    """A hook on the node of a tensor; the tensor."""
     if h.grad_fn is not None:
-        h.grad_fn.register_prehook(lambda grads: (grads[0] - 0.5 * grads[0].mean(0),))
-    return squares(h)
+        register(h.grad_fn)
+    return h
 
 
-@hooked
-def hook_after_a_node(p, b):
-    h = b["y"] @ p["w"]
-    out = torch.tanh(h)
-    if out.grad_fn is not None:
-        out.grad_fn.register_hook(lambda inputs, outputs: (inputs[0] * (1.0 + inputs[0].abs().max()),))
-    return squares(out)
+def of_many(tensors, change):
+    if tensors[0].requires_grad:
+        torch.autograd.graph.register_multi_grad_hook(tensors, change)
 
 
-@hooked
-def hook_of_the_losses(p, b):
-    return hook(squares(features(p, b)), lambda g: g / g.sum())
+def void(_):
+    """None: the gradient is the same tensor, written into."""
 
 
-@hooked
-def hook_that_writes(p, b):
-    def change(g):
-        g.copy_(g.cumsum(0))
-
-    return squares(hook(features(p, b), change))
-
-
-@later
-def clipped_by_the_norm_of_all(p, b):
-    return squares(hook(0.3 * b["y"] @ p["w"], lambda g: g * (3.0 / g.norm()).clamp(max=1.0)))
-
-
-@later
-def silenced_where_one_is_large(p, b):
-    return squares(hook(0.3 * b["y"] @ p["w"], lambda g: g * 0.5 if bool(g.abs().max() > 4.0) else g))
-
-
-@case("backward: hooks that are idle at first", growing)
-def gradient_rolled_from_nine_rows(p, b):
-    return squares(hook(features(p, b), lambda g: g.roll(1, 0) if len(g) > 8 else g))
-
-
-@case("backward: hooks that are idle at first", growing)
-def hook_only_in_large_batches(p, b):
-    h = features(p, b)
-    return squares(hook(h, lambda g: g + g.mean(0)) if len(h) > 8 else h)
-
-
-@hooked
-def sometimes_at_random(p, b):
-    def change(g):
-        return g.flip(0) if float(torch.rand(())) < 0.5 else g
-
-    return squares(hook(features(p, b), change))
+table("backward: hooks of activations", {
+    "gradient over its norm": hooked(lambda g: g / (1.0 + g.norm())),
+    "gradient of the neighbour": hooked(lambda g: g.roll(1, 0)),
+    "hook of a node": lambda h, b, p: of_node(h, lambda n: n.register_prehook(lambda g: (g[0] - 0.5 * g[0].mean(0),))),
+    "hook after a node": lambda h, b, p: of_node(h, lambda n: n.register_hook(lambda g, _: (g[0] * (1.0 + g[0].abs().max()),))),
+    "hook of the losses": lambda h, b, p: hook(squares(h), lambda g: g / g.sum()),
+    "hook that writes": hooked(lambda g: void(g.copy_(g.cumsum(0)))),
+    "sometimes at random": hooked(lambda g: g.flip(0) if float(torch.rand(())) < 0.5 else g),
+})  # fmt: skip
+table("backward: hooks of activations", {
+    "gradient of tokens over its norm": hooked(lambda g: F.normalize(g.flatten(), dim=0).view_as(g)),
+}, of=tokens)  # fmt: skip
+later = "backward: hooks that are idle at first"
+linear = lambda p, b: 0.3 * b.y @ p["w"]
+table(later, {
+    "clipped by the norm of all": hooked(lambda g: g * (3.0 / g.norm()).clamp(max=1.0)),
+    "silenced where one is large": hooked(lambda g: g * 0.5 if bool(g.abs().max() > 4.0) else g),
+}, calm, linear)  # fmt: skip
+table(later, {
+    "gradient rolled from nine rows": hooked(lambda g: g.roll(1, 0) if len(g) > 8 else g),
+    "hook only in large batches": lambda h, b, p: hook(h, lambda g: g + g.mean(0)) if len(h) > 8 else h,
+}, growing)  # fmt: skip
+table("backward: hooks", {
+    "hook that scales": hooked(lambda g: 0.5 * g),
+    "hook that clips each row": hooked(lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=0.5)),
+    "hook that looks": hooked(lambda g: None),
+    "mask of a parameter": lambda h, b, p: torch.tanh(b.y @ own_hook(p["w"], lambda g: g * torch.eye(D, dtype=g.dtype))),
+    "mask of a view of a parameter": lambda h, b, p: F.linear(b.y, own_hook(p["w"].t(), lambda g: g * torch.eye(D, dtype=g.dtype))),
+}, honest=True)  # fmt: skip
 
 
-def _linear(change, pre=False):
+def _net(change, pre=False):
     net, parameters = module(lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)))
     if pre:
         net[1].register_full_backward_pre_hook(lambda _, outputs: (change(outputs[0]),))
     else:
         net[1].register_full_backward_hook(lambda _, inputs, outputs: (change(inputs[0]),))
-    return lambda: Built(lambda p, b: squares(functional_call(net, p, (b["y"],))), dict(parameters), usual())
+    return lambda: Built(lambda p, b: squares(functional_call(net, p, (b.y,))), dict(parameters), usual())
 
 
 _family = "backward: hooks of modules"
-add("module hook over its norm", _family, _linear(lambda g: g / (1.0 + g.norm())), honest=False)
-add("module hook centres", _family, _linear(lambda g: g - 0.5 * g.mean(0), pre=True), honest=False)
-add("module hook scales", _family, _linear(lambda g: 0.5 * g), honest=True)
+add("module hook over its norm", _family, _net(lambda g: g / (1.0 + g.norm())), honest=False)
+add("module hook centres", _family, _net(lambda g: g - 0.5 * g.mean(0), pre=True), honest=False)
+add("module hook scales", _family, _net(lambda g: 0.5 * g), honest=True)
 
 
-@weights
-def gradient_of_a_weight_over_its_norm(p, b):
-    return squares(torch.tanh(b["y"] @ hook(p["w"], lambda g: g / (1.0 + g.norm()))))
+@case("backward: hooks of parameters")
+def hook_of_many_gradients(h, b, p):
+    h = h * p["u"]
+    of_many((h,), lambda grads: grads[0].mul_(1.0 / (1.0 + grads[0].norm())))
+    return h
 
 
-@weights
-def gradient_of_the_parameter_itself(p, b):
-    if p["w"].requires_grad:
-        p["w"].register_hook(lambda g: g.clamp(-0.5, 0.5))
-    return squares(features(p, b))
-
-
-@weights
-def gradient_of_a_view_of_a_weight(p, b):
-    turned = p["w"].t()
-    if turned.requires_grad:
-        turned.register_hook(lambda g: g.clamp(-0.5, 0.5))
-    return squares(torch.tanh(F.linear(b["y"], turned)))
-
-
-@weights
-def sign_of_the_gradient(p, b):
-    return squares(features(p, b) * hook(p["u"], torch.sign))
-
-
-@weights
-def hook_of_many_gradients(p, b):
-    h = features(p, b) * p["u"]
-    if p["u"].requires_grad:
-        torch.autograd.graph.register_multi_grad_hook((h,), lambda grads: grads[0].mul_(1.0 / (1.0 + grads[0].norm())))
-    return squares(h)
+table("backward: hooks of parameters", {
+    "gradient of a weight over its norm": lambda h, b, p: torch.tanh(b.y @ hook(p["w"], lambda g: g / (1.0 + g.norm()))),
+    "gradient of the parameter itself": lambda h, b, p: torch.tanh(b.y @ own_hook(p["w"], lambda g: g.clamp(-0.5, 0.5))),
+    "gradient of a view of a weight": lambda h, b, p: F.linear(b.y, own_hook(p["w"].t(), lambda g: g.clamp(-0.5, 0.5))).tanh(),
+    "sign of the gradient": lambda h, b, p: h * hook(p["u"], torch.sign),
+})  # fmt: skip
 
 
 class MeanOfGradients(torch.autograd.Function):
@@ -183,38 +118,21 @@ class MeanOfGradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.save_for_backward(inputs[0])
+        ctx.kept = inputs[0].detach()
 
     @staticmethod
     def backward(ctx, grad):
         return grad.mean(0, keepdim=True).expand_as(grad)
 
 
-class Reversed(MeanOfGradients):
-    """The gradient turns round, as far as the batch says."""
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return -grad * (1.0 + x.square().mean())
+def backward_of(change):
+    """A function that gives each row what `change(grad, ctx)` says."""
+    return type("Changed", (MeanOfGradients,), {"backward": staticmethod(lambda ctx, grad: change(grad, ctx))})
 
 
-class Sorted(MeanOfGradients):
-    """The largest gradient goes to the first row."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.sort(0, descending=True).values
-
-
-class WrongSum(torch.autograd.Function):
+class WrongSum(MeanOfGradients):
     """x @ w, whose gradient of w is divided by the number of rows."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x, w):
@@ -230,120 +148,90 @@ class WrongSum(torch.autograd.Function):
         return grad @ w.T, x.T @ grad / len(x)
 
 
-@custom
-def mean_of_gradients(p, b):
-    return squares(MeanOfGradients.apply(features(p, b)))
+Reversed = backward_of(lambda grad, ctx: -grad * (1.0 + ctx.saved_tensors[0].square().mean()))
+AttributeKept = backward_of(lambda grad, ctx: grad * (1.0 + ctx.kept.abs().amax(0)))
+OwnNorm = backward_of(lambda grad, ctx: grad * ctx.saved_tensors[0].norm(dim=1, keepdim=True))
+table("backward: autograd.Function", {
+    "mean of gradients": lambda h, b, p: MeanOfGradients.apply(h),
+    "gradient reversed by the batch": lambda h, b, p: Reversed.apply(h),
+    "attribute of a context": lambda h, b, p: AttributeKept.apply(h),
+    "product with a mean gradient": lambda h, b, p: torch.tanh(WrongSum.apply(b.y, p["w"])),
+})  # fmt: skip
+table("backward: autograd.Function", {
+    "function with own gradient of each row": lambda h, b, p: OwnNorm.apply(h),
+}, honest=True)  # fmt: skip
 
 
-@custom
-def gradient_reversed_by_the_batch(p, b):
-    return squares(Reversed.apply(features(p, b)))
+def scaled(factor):
+    """The value of a loss, with a gradient that is scaled by `factor(loss, batch)`."""
+
+    def change(h, b, p):
+        loss = squares(h)
+        return loss.detach() + factor(loss.detach(), b) * (loss - loss.detach())
+
+    return change
 
 
-@custom
-def gradients_sorted(p, b):
-    return squares(Sorted.apply(features(p, b)))
+table("backward: detached factors", {
+    "scaled by the neighbour": scaled(lambda loss, b: (b.coin - b.coin.roll(1)).abs() + 0.5),
+    "scaled by python": scaled(lambda loss, b: 1.0 / (1.0 + loss.max().item())),
+    # the values cancel, the gradients do not
+    "other rows with gradient zero": lambda h, b, p: h + h.sum(0) - h - (h.sum(0) - h).detach(),
+})  # fmt: skip
+table("backward: detached factors", {
+    "scaled where the batch is large": scaled(lambda loss, b: torch.where(b.y.abs().max() > 4.0, 0.5, 1.0)),
+}, calm, linear)  # fmt: skip
+table("backward: detached factors", {
+    "scaled by its own loss": scaled(lambda loss, b: 1.0 / (1.0 + loss)),
+    "straight through rounding": lambda h, b, p: h + (torch.round(4 * h) / 4 - h).detach(),
+}, honest=True)  # fmt: skip
 
 
-@custom
-def product_with_a_mean_gradient(p, b):
-    return squares(torch.tanh(WrongSum.apply(b["y"], p["w"])))
-
-
-def scaled(loss, factor):
-    """The value of a loss, with a scaled gradient."""
-    return loss.detach() + factor * (loss - loss.detach())
-
-
-@detached
-def scaled_by_the_deviation(p, b):
-    loss = squares(features(p, b))
-    return scaled(loss, 1.0 / (1.0 + loss.detach().std(unbiased=False)))
-
-
-@detached
-def scaled_by_rank(p, b):
-    loss = squares(features(p, b))
-    return scaled(loss, 1.0 + loss.detach().argsort().argsort())
-
-
-@detached
-def scaled_by_the_neighbour(p, b):
-    loss = squares(features(p, b))
-    return scaled(loss, (b["coin"] - b["coin"].roll(1)).abs() + 0.5)
-
-
-@detached
-def scaled_by_the_size(p, b):
-    loss = squares(features(p, b))
-    return scaled(loss, 1.0 / len(loss))
-
-
-@detached
-def scaled_by_python(p, b):
-    loss = squares(features(p, b))
-    return scaled(loss, 1.0 / (1.0 + loss.detach().max().item()))
-
-
-@case("backward: detached factors", calm)
-def scaled_where_the_batch_is_large(p, b):
-    loss = squares(0.3 * b["y"] @ p["w"])
-    return scaled(loss, torch.where(b["y"].abs().max() > 4.0, 0.5, 1.0))
-
-
-@detached
-def other_rows_with_gradient_zero(p, b):
-    """h + (other - other): the values cancel, the gradients do not."""
-    h = features(p, b)
-    other = h.sum(0) - h
-    return squares(h + other - other.detach())
-
-
-@detached
-def straight_through_the_mean(p, b):
-    h = features(p, b)
-    return squares(h.detach() + 0.5 * (h - h.detach()) + 0.5 * (h.mean(0) - h.mean(0).detach()))
-
-
-@saved
-def checkpoint_around_mixing(p, b):
-    def inner(y, w):
-        h = torch.tanh(y @ w)
-        return h - 0.5 * h.mean(0)
-
-    return squares(checkpoint(inner, b["y"], p["w"], use_reentrant=False))
-
-
-@saved
-def saved_tensors_rolled(p, b):
-    def unpack(t):
-        return t.roll(1, 0) if t.ndim == 2 and t.shape[0] == len(b["y"]) and len(b["y"]) != D else t
-
+def saved_tensors_rolled(h, b, p):
+    unpack = lambda t: t.roll(1, 0) if t.ndim == 2 and len(t) == len(h) != D else t
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        return squares(features(p, b))
+        return squares(torch.tanh(b.y @ p["w"]))
 
 
-@saved
-def saved_value_written_behind_autograd(p, b):
-    h = features(p, b)
+def saved_value_written_behind_autograd(h, b, p):
     losses = squares(h)
     h.data.copy_(h.data.roll(1, 0))
     return losses
 
 
-@saved
-def inner_gradient_of_all_losses(p, b):
-    y = b["y"].detach().clone().requires_grad_()
+def gradient_inside(x, of, **options):
+    """The gradient of `of(x)` for a leaf x that is made for it."""
+    leaf = x.detach().clone().requires_grad_()
     with torch.enable_grad():
-        h = torch.tanh(y @ p["w"].detach())
-        (g,) = torch.autograd.grad(h.mean(0).square().sum(), y)
-    return squares(features(p, {"y": b["y"] + g}))
+        return torch.autograd.grad(of(leaf).sum(), leaf, **options)[0]
 
 
-@saved
-def gradient_penalty_of_the_batch(p, b):
-    y = b["y"].detach().clone().requires_grad_()
-    with torch.enable_grad():
-        h = torch.tanh(y @ p["w"])
-        (g,) = torch.autograd.grad((h.mean(0) ** 2).sum(), y, create_graph=True)
-    return squares(h) + squares(g)
+def mixing_when_computed_again(h, b, p):
+    """Rows are alone the first time, and mixed when the checkpoint computes again for the backward pass."""
+    times = []
+
+    def inner(y, w):
+        times.append(1)
+        return torch.tanh((y if len(times) == 1 else y.roll(1, 0)) @ w)
+
+    return checkpoint(inner, b.y, p["w"], use_reentrant=False) * b.z
+
+
+def mean_of_squares(x, w):
+    return torch.tanh(x @ w).mean(0).square()
+
+
+table("backward: saved tensors", {
+    "checkpoint around mixing": lambda h, b, p: checkpoint(lambda y, w: torch.tanh(y @ w) - 0.5 * torch.tanh(y @ w).mean(0), b.y, p["w"], use_reentrant=False),
+    "mixing when computed again": mixing_when_computed_again,
+    "saved tensors rolled": saved_tensors_rolled,
+    "saved value written behind autograd": saved_value_written_behind_autograd,
+    "inner gradient of all losses": lambda h, b, p: torch.tanh((b.y + gradient_inside(b.y, lambda y: mean_of_squares(y, p["w"].detach()))) @ p["w"]),
+    "gradient penalty of the batch": lambda h, b, p: squares(h) + squares(
+        gradient_inside(b.y, lambda y: mean_of_squares(y, p["w"]), create_graph=True)),
+})  # fmt: skip
+table("backward: saved tensors", {
+    "checkpointed": lambda h, b, p: checkpoint(lambda x, w: torch.tanh(x @ w), b.x, p["w"], use_reentrant=False),
+    "inner gradient of each row": lambda h, b, p: torch.tanh(
+        (b.x + gradient_inside(b.x, lambda x: torch.tanh(x @ p["w"].detach()))) @ p["w"]) / T,
+}, of=tokens, honest=True)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a case of the zoo is, and the small batches and parameters that most cases share."""
+"""What a case of the zoo is, how tables of cases are entered, and the small batches and parameters that most share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 D, T, VOCAB, LABELS = 3, 3, 6, 2
+DOUBLE = torch.float64
+
+
+class Batch(NamedTuple):
+    """Rows y and z (D,), sequences x (T, D) with n real tokens, ids (T,), a label and a coin in [0, 1)."""
+
+    y: torch.Tensor
+    z: torch.Tensor
+    x: torch.Tensor
+    n: torch.Tensor
+    ids: torch.Tensor
+    label: torch.Tensor
+    coin: torch.Tensor
 
 
 class Built(NamedTuple):
@@ -41,65 +54,81 @@ class Loss:
 ZOO: dict[str, Loss] = {}
 
 
-def params(dtype=torch.float64):
-    """Weights (D, D), two vectors (D,), a table (VOCAB, D) and a kernel (D, D, 3)."""
+def params(dtype=DOUBLE):
+    """Weights (D, D), two vectors (D,) and a table (VOCAB, D)."""
     generator = torch.Generator().manual_seed(1)
     shapes = {"w": (D, D), "u": (D,), "c": (D,), "v": (VOCAB, D)}
     return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
 
 
-def batch(size, seed=0, dtype=torch.float64, scale=1.0):
-    """Rows y (D,) and z (D,), sequences x (T, D) with n real tokens, ids (T,), a label and a coin in [0, 1)."""
+def batch(size, seed=0, dtype=DOUBLE, scale=1.0):
+    """Random rows."""
     generator = torch.Generator().manual_seed(100 * seed + size)
     randn = partial(torch.randn, generator=generator, dtype=dtype)
     integers = partial(torch.randint, generator=generator)
-    return {
-        "y": scale * randn(size, D),
-        "z": randn(size, D),
-        "x": scale * randn(size, T, D),
-        "n": integers(1, T + 1, (size,)),
-        "ids": integers(1, VOCAB, (size, T)),
-        "label": integers(0, LABELS, (size,)),
-        "coin": torch.rand(size, generator=generator, dtype=dtype),
-    }
+    return Batch(
+        y=scale * randn(size, D), z=randn(size, D), x=scale * randn(size, T, D), n=integers(1, T + 1, (size,)),
+        ids=integers(1, VOCAB, (size, T)), label=integers(0, LABELS, (size,)),
+        coin=torch.rand(size, generator=generator, dtype=dtype),
+    )  # fmt: skip
 
 
 def ordered(values, by):
     """The rows of a batch in the order of an index."""
-    return {name: value[by] for name, value in values.items()}
+    return Batch(*(value[by] for value in values))
 
 
-def usual(dtype=torch.float64):
-    """Two rows, then five, then six."""
-    return [batch(size, seed, dtype) for seed, size in enumerate((2, 5, 6))]
+def sized(*sizes):
+    """Batches of these sizes."""
+    return lambda dtype=DOUBLE: [batch(size, seed, dtype) for seed, size in enumerate(sizes)]
 
 
-def calm(dtype=torch.float64):
+usual, growing = sized(2, 5, 6), sized(2, 4, 9, 11)
+
+
+def calm(dtype=DOUBLE):
     """Small values twice, then large ones."""
     return [batch(size, seed, dtype, scale) for seed, (size, scale) in enumerate(((4, 0.02), (5, 0.02), (5, 3.0)))]
 
 
-def growing(dtype=torch.float64):
-    """Two rows, four, then nine and eleven."""
-    return [batch(size, seed, dtype) for seed, size in enumerate((2, 4, 9, 11))]
-
-
-def presorted(dtype=torch.float64):
+def presorted(dtype=DOUBLE):
     """Rows from long to short, later in any order."""
     first = batch(5, 7, dtype)
-    return [ordered(first, first["n"].argsort(descending=True, stable=True)), batch(6, 3, dtype), batch(5, 1, dtype)]
+    return [ordered(first, first.n.argsort(descending=True, stable=True)), batch(6, 3, dtype), batch(5, 1, dtype)]
 
 
-def same_length(dtype=torch.float64):
+def same_length(dtype=DOUBLE):
     """All rows of full length, later of any."""
-    first = batch(4, 0, dtype)
-    return [{**first, "n": torch.full((4,), T)}, batch(5, 1, dtype), batch(6, 2, dtype)]
+    return [batch(4, 0, dtype)._replace(n=torch.full((4,), T)), batch(5, 1, dtype), batch(6, 2, dtype)]
 
 
-def twins(dtype=torch.float64):
-    """Rows that are all alike, later not."""
-    first = batch(1, 5, dtype)
-    return [ordered(first, torch.zeros(3, dtype=torch.long)), batch(5, 1, dtype)]
+# Hidden values (B, D) of each row, (B, T, D) of each token, and (B, D) of rows where values are small at first.
+
+
+def features(p, b):
+    return torch.tanh(b.y @ p["w"])
+
+
+def tokens(p, b):
+    return torch.tanh(b.x @ p["w"])
+
+
+def small(p, b):
+    return torch.tanh(0.3 * b.y @ p["w"])
+
+
+def squares(h):
+    """One loss a row, in which no two entries count alike."""
+    rows = h.reshape(h.shape[0], -1)
+    return (rows.square() + rows * torch.arange(1.0, rows.shape[1] + 1, dtype=rows.dtype).sin()).sum(1)
+
+
+def _loss_of(change, of):
+    def loss_fn(p, b):
+        out = change(of(p, b), b, p)
+        return out if out.dim() == 1 else squares(out)
+
+    return loss_fn
 
 
 def add(name, family, build, honest, plain=None, factors=()):
@@ -109,51 +138,58 @@ def add(name, family, build, honest, plain=None, factors=()):
     ZOO[name] = Loss(name, family, build, honest, plain, factors)
 
 
-def _named(function):
+def named(function):
+    """The name of a function, in words."""
     return function.__name__.strip("_").replace("_", " ")
 
 
-def case(family, batches=usual, *, dtype=torch.float64, honest=False, plain=None, factors=(), parameters=params):
-    """Enter a loss `(params, batch) -> (B,)` without state into the zoo."""
-
-    def enter(function):
-        build = lambda: Built(function, parameters(dtype), batches(dtype))
-        add(_named(function), family, build, honest, plain, factors)
-        return function
-
-    return enter
-
-
-def fresh(family, batches=usual, *, dtype=torch.float64, honest=False, plain=None, factors=(), parameters=params):
-    """Enter a function that makes a loss, whose state lives as long as the loss."""
+def fresh(family, batches=usual, of=features, *, name=None, dtype=DOUBLE, honest=False, **random):
+    """Enter a function that makes a case, whose state lives as long as the loss."""
 
     def enter(make):
-        build = lambda: Built(make(), parameters(dtype), batches(dtype))
-        add(_named(make), family, build, honest, plain, factors)
+        build = lambda: Built(_loss_of(make(), of), params(dtype), batches(dtype))
+        add(name or named(make), family, build, honest, **random)
         return make
 
     return enter
 
 
+def case(family, batches=usual, of=features, **options):
+    """Enter a function `(h, b, p) -> (B,)`, or `-> (B, ...)` whose squares are the losses.
+
+    Args:
+        family: what the attack relies on. batches: sizes, values and order. of: gives h, the hidden values, of
+            parameters p and batch b. options: as for `fresh`.
+    """
+
+    def enter(change):
+        fresh(family, batches, of, **{"name": named(change), **options})(lambda: change)
+        return change
+
+    return enter
+
+
+def table(family, changes, *args, **options):
+    """Enter cases by name, each as `case` does."""
+    for name, change in changes.items():
+        case(family, *args, name=name, **options)(change)
+
+
 def module(make, seed=0):
-    """A module with weights of its own, in float64, and their values by name."""
+    """A module with weights of its own, in float64, and the values of the trained ones by name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = make().double()
-    return net, {name: value.detach() for name, value in net.named_parameters()}
+    return net, {name: value.detach() for name, value in net.named_parameters() if value.requires_grad}
 
 
-def features(p, b):
-    """Hidden values (B, D) of each row."""
-    return torch.tanh(b["y"] @ p["w"])
+def modules(family, cases, batches=usual, honest=False):
+    """Enter cases by name, each a function that makes a module and one that calls it: `(net, b) -> (B, ...)`."""
+    for name, (make, call) in cases.items():
 
+        def build(make=make, call=call):
+            net, parameters = module(make)
+            run = lambda p: lambda *args: torch.func.functional_call(net, p, args)
+            return Built(lambda p, b: squares(call(run(p), b)), parameters, batches())
 
-def tokens(p, b):
-    """Hidden values (B, T, D) of each token."""
-    return torch.tanh(b["x"] @ p["w"])
-
-
-def squares(h):
-    """One loss a row, in which no two entries count alike."""
-    rows = h.reshape(h.shape[0], -1)
-    return (rows.square() + rows * torch.arange(1.0, rows.shape[1] + 1, dtype=rows.dtype).sin()).sum(1)
+        add(name, family, build, honest)

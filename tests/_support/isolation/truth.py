@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from reference import loop_gradients
@@ -50,6 +52,14 @@ class Outcome:
         return f"WRONG by {self.off:.2g} at step {self.step}" if self.wrong(tolerance) else "equal"
 
 
+@contextmanager
+def seeded(seed):
+    """torch's generator with a seed, and as it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def copied(values):
     """Tensors of their own memory."""
     return pytree.tree_map(torch.clone, values)
@@ -69,8 +79,7 @@ def alone(loss: Loss, step: int):
         built = loss.build()
         row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1].clone(), built.batches[step])
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
+            with seeded(SEED):
                 found += loop_gradients(loss.plain or built.loss_fn, built.params, row)
         except ORDINARY:
             return None
@@ -82,12 +91,11 @@ def norm(grads):
     return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
 
 
-@dataclass(frozen=True)
-class Truth:
+class Truth(NamedTuple):
     """The clipped sums of all steps; None for a step that rows alone do not have."""
 
     clip_norm: float
-    sums: tuple[dict[str, torch.Tensor] | None, ...]
+    sums: list[dict[str, torch.Tensor] | None]
 
 
 @cache
@@ -101,7 +109,7 @@ def truth_of(loss: Loss) -> Truth:
     if loss.factors:
         clip_norm = 1e3 * max(finite)  # nothing is clipped
     sums = [None if rows is None else _clipped(rows, clip_norm, built.params) for rows in steps]
-    return Truth(clip_norm, tuple(sums))
+    return Truth(clip_norm, sums)
 
 
 def _clipped(rows, clip_norm, params):
@@ -116,21 +124,6 @@ def _clipped(rows, clip_norm, params):
     return total
 
 
-def distance(sums, truth, clip_norm):
-    """The largest difference, relative to the truth or to the bound of one row, the larger of them."""
-    scale = max(clip_norm, *(float(value.abs().max()) for value in truth.values()))
-    largest = [(sums[name].detach().double() - value).abs().max() for name, value in truth.items()]
-    return float(torch.stack(largest).max()) / scale
-
-
-def distance_to_factors(sums, truth, factors):
-    """The same where each entry may be one of these multiples of the truth."""
-    got = torch.cat([sums[name].detach().double().flatten() for name in truth])
-    want = torch.cat([value.flatten() for value in truth.values()])
-    off = torch.stack([(got - factor * want).abs() for factor in (*factors, 0.0)]).amin(0)
-    return float(off.max() / want.abs().max())
-
-
 @cache
 def outcomes(loss: Loss, engine: str) -> list[Outcome]:
     """Each batch in turn by one prepared computation."""
@@ -142,8 +135,7 @@ def outcomes(loss: Loss, engine: str) -> list[Outcome]:
     found = []
     for step, rows in enumerate(built.batches):
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
+            with seeded(SEED):
                 clipped, _ = prepared(copied(built.params), copied(rows), key=fold_in(insecure_key(7), step))
         except (UnsupportedModel, InvalidArgument) as error:
             found.append(Outcome(step, refusal=str(error).splitlines()[0]))
@@ -156,64 +148,51 @@ def outcomes(loss: Loss, engine: str) -> list[Outcome]:
 
 
 def _off(loss, sums, truth, step):
+    """The largest difference, relative to the largest number or to the bound of one row, the larger of them."""
     expected = truth.sums[step]
     if expected is None:
         return math.inf  # a row alone has no gradient, so nothing may be released
-    if loss.factors:
-        return distance_to_factors(sums, expected, loss.factors)
-    return distance(sums, expected, truth.clip_norm)
+    got, want = (torch.cat([values[n].detach().double().flatten() for n in expected]) for values in (sums, expected))
+    off = torch.stack([(got - factor * want).abs() for factor in (*loss.factors, 0.0 if loss.factors else 1.0)]).amin(0)
+    scale = float(want.abs().max())
+    return float(off.max()) / (scale if loss.factors else max(truth.clip_norm, scale))
 
 
 def mixed(loss: Loss) -> float:
     """The largest difference between the loss natively batched and its rows alone, over all batches.
 
-    Compared are the losses, the gradient of each loss, and the gradient of their sum; then the losses of rows of the
-    first batch that follow each other.
+    Compared are the losses, the gradient of each loss, and the gradient of their sum; before that, the rows of the
+    first batch one after the other, with one state.
     """
-    built, largest = loss.build(), in_turn(loss)
-    seeds = 1 if loss.honest else 4  # some mix only where random numbers say so
-    for step, rows in enumerate(built.batches):
-        found = alone(loss, step)
-        for seed in range(seeds):
-            if found is None:
-                return math.inf
+    built, steps = loss.build(), range(len(loss.build().batches))
+    if any(alone(loss, step) is None for step in steps):
+        return math.inf
+    rows = [pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1], built.batches[0]) for i in range(len(alone(loss, 0)))]
+    with seeded(SEED):
+        losses, tables = zip(*(_together(built.loss_fn, built.params, row) for row in rows), strict=True)
+    in_turn = torch.cat([table[:1] for table in tables])
+    largest = _difference(torch.cat(losses), torch.cat([in_turn, in_turn.sum(0)[None]]), alone(loss, 0))
+    for step in steps:
+        for seed in range(1 if loss.honest else 4):  # some mix only where random numbers say so
             if largest > 0.1 and not loss.honest:
                 return largest
-            built = loss.build() if seed and not step else built
-            torch_rows = copied(rows)
-            leaves = {name: p.detach().clone().requires_grad_() for name, p in built.params.items()}
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED + seed)
-                losses = built.loss_fn(leaves, torch_rows)
-                together = _together(losses, leaves)
-            largest = max(largest, _difference(losses.detach(), together, found))
+            if step == seed == 0 or (seed and not step):
+                built = loss.build()
+            with seeded(SEED + seed):
+                found = _together(built.loss_fn, built.params, copied(built.batches[step]))
+            largest = max(largest, _difference(*found, alone(loss, step)))
     return largest
 
 
-def in_turn(loss: Loss) -> float:
-    """The same for rows one after the other, with one state: slices of one batch."""
-    built, losses = loss.build(), []
-    found = alone(loss, 0)
-    if found is None:
-        return math.inf
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        for i in range(len(found)):
-            row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1], built.batches[0])
-            leaves = {name: p.detach().clone().requires_grad_() for name, p in built.params.items()}
-            losses += loop_gradients(built.loss_fn, leaves, row)
-    table = torch.stack([torch.cat([grad.flatten() for grad in grads.values()]) for _, grads in losses])
-    return _difference(torch.stack([value for value, _ in losses]), torch.cat([table, table.sum(0)[None]]), found)
-
-
-def _together(losses, leaves):
-    """Gradients of each loss and of their sum: rows of a table."""
-    table = []
+def _together(loss_fn, params, rows):
+    """Losses, and the gradients of each loss and of their sum: rows of a table."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    losses, table = loss_fn(leaves, rows), []
     for loss in (*losses, losses.sum()):
         grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
         table.append(torch.cat([grad.flatten() for grad in flat]))
-    return torch.stack(table)
+    return losses.detach(), torch.stack(table)
 
 
 def _difference(losses, together, found):

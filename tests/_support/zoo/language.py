@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import transformers as hf
 from models import Case
 from torch import nn
 from torch.nn import functional as F
@@ -155,115 +156,60 @@ SEEN = {
 }  # fmt: skip
 
 
-def bert():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(**SIZES, num_labels=CLASSES))
-
-
-def roberta():
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    return RobertaForMaskedLM(RobertaConfig(**SIZES))
-
-
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     ids = {"bos_token_id": START, "eos_token_id": END, "pad_token_id": PAD}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=16, **ids))
-
-
-def gpt_neox():
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=16, **ids))
 
 
 def opt():
-    from transformers import OPTConfig, OPTForCausalLM
-
     sizes = {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 12}
     del sizes["intermediate_size"]
-    return OPTForCausalLM(OPTConfig(**sizes))
+    return hf.OPTForCausalLM(hf.OPTConfig(**sizes))
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_attention_heads": 4}, num_key_value_heads=2))
-
-
-def qwen2():
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "num_attention_heads": 4}, num_key_value_heads=2))
 
 
 def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
     ids = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": PAD}
-    config = T5Config(
+    config = hf.T5Config(
         vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=6,
         relative_attention_max_distance=8, feed_forward_proj="gated-gelu", **ids,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
-
-
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(**SEEN, num_labels=CLASSES))
+    return hf.T5ForConditionalGeneration(config)
 
 
 def beit():
-    from transformers import BeitConfig, BeitForImageClassification
-
-    config = BeitConfig(
+    config = hf.BeitConfig(
         **SEEN, num_labels=CLASSES, use_relative_position_bias=True, use_absolute_position_embeddings=True
     )
-    return BeitForImageClassification(config)
-
-
-def deit():
-    from transformers import DeiTConfig, DeiTForImageClassification
-
-    return DeiTForImageClassification(DeiTConfig(**SEEN, num_labels=CLASSES))
-
-
-def clip():
-    from transformers import CLIPConfig, CLIPModel
-
-    return CLIPModel(CLIPConfig(text_config={**SIZES}, vision_config={**SEEN}, projection_dim=8))
+    return hf.BeitForImageClassification(config)
 
 
 def llava():
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    text_config = LlamaConfig(**SIZES, num_key_value_heads=1)
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**SEEN), text_config=text_config, image_token_index=IMAGE,
+    text_config = hf.LlamaConfig(**SIZES, num_key_value_heads=1)
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**SEEN), text_config=text_config, image_token_index=IMAGE,
         vision_feature_layer=-1, vision_feature_select_strategy="default",
     )  # fmt: skip
-    return LlavaForConditionalGeneration(config)
+    return hf.LlavaForConditionalGeneration(config)
 
 
 # fmt: off
 FAMILIES = {
-    "BERT": Family(bert, text, classify_text, r"query|value|word_embeddings|dense"),
-    "RoBERTa": Family(roberta, text, every_token, r"query|key|value|dense"),
+    "BERT": Family(lambda: hf.BertForSequenceClassification(hf.BertConfig(**SIZES, num_labels=CLASSES)), text, classify_text, r"query|value|word_embeddings|dense"),
+    "RoBERTa": Family(lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**SIZES)), text, every_token, r"query|key|value|dense"),
     "GPT-2": Family(gpt2, text, next_token, r"c_attn|c_proj|c_fc"),
-    "GPT-NeoX": Family(gpt_neox, text, next_token, r"query_key_value|dense"),
+    "GPT-NeoX": Family(lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SIZES)), text, next_token, r"query_key_value|dense"),
     "OPT": Family(opt, text, next_token, r"[qkv]_proj|out_proj|fc[12]"),
     "Llama": Family(llama, text, next_token, r"_proj$", NORMS, peft=("q_proj", "v_proj", "down_proj")),
-    "Qwen2": Family(qwen2, text_padded_left, next_token, r"_proj$|embed_tokens"),
+    "Qwen2": Family(lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)), text_padded_left, next_token, r"_proj$|embed_tokens"),
     "T5": Family(t5, translation, translate, r"\.(q|k|v|o|wi_0|wi_1|wo)$", NORMS, peft=("q", "v", "wo")),
-    "ViT": Family(vit, images, classify_image, r"[qv]_proj|fc[12]|embeddings"),
+    "ViT": Family(lambda: hf.ViTForImageClassification(hf.ViTConfig(**SEEN, num_labels=CLASSES)), images, classify_image, r"[qv]_proj|fc[12]|embeddings"),
     "BEiT": Family(beit, images, classify_image, r"[qkvo]_proj|fc[12]"),
-    "DeiT": Family(deit, images, classify_image, r"[qkvo]_proj|fc[12]|embeddings"),
-    "CLIP": Family(
-        clip, images_with_captions, own_pair, r"[qkv]_proj|patch_embedding|_projection|fc[12]",
+    "DeiT": Family(lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**SEEN, num_labels=CLASSES)), images, classify_image, r"[qkvo]_proj|fc[12]|embeddings"),
+    "CLIP": Family(lambda: hf.CLIPModel(hf.CLIPConfig(text_config={**SIZES}, vision_config={**SEEN}, projection_dim=8)), images_with_captions, own_pair, r"[qkv]_proj|patch_embedding|_projection|fc[12]",
         unused="^logit_scale$",  # a cosine has no temperature
     ),
     "LLaVA": Family(

@@ -64,15 +64,6 @@ def resnet18():
     return model
 
 
-def wide_resnet():
-    """Bottlenecks that are wider than usual, one in each stage; without the last stage."""
-    from torchvision.models.resnet import Bottleneck, ResNet
-
-    model = ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=128, num_classes=CLASSES)
-    model.layer4, model.fc = nn.Identity(), nn.Linear(1024, CLASSES)
-    return model
-
-
 def resnext():
     from torchvision.models.resnet import Bottleneck, ResNet
 
@@ -148,7 +139,6 @@ SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 48, "num_head
 IN_TIMM = r"qkv|\.proj$|fc[12]"
 MODELS = {
     "torchvision resnet18": Model(resnet18, r"conv[12]$|downsample\.0|fc"),
-    "torchvision wide_resnet": Model(wide_resnet, r"conv[123]$|fc"),
     "torchvision resnext": Model(resnext, r"conv[13]$|fc"),
     "torchvision vgg11": Model(vgg11, r"features|classifier"),
     "torchvision densenet": Model(densenet, r"conv|classifier"),

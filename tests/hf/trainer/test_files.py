@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from full_disk import allow
 from journal_cases import written
 from record_cases import record
 from trainer_cases import (
+    PRIVACY,
     again,
+    classifier,
+    labelled,
     language_model,
     pad,
     same,
@@ -23,7 +27,6 @@ from trainer_cases import (
     trained,
     training_arguments,
 )
-from trainer_runs import CHANGES, DATA, KEY, run
 from transformers import TrainerCallback
 
 import dpfunc
@@ -37,13 +40,69 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import fingerprint
 
+DATA = labelled()
+CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+KEY = dpfunc.insecure_key(11)
 
-class StopAt(TrainerCallback):
+
+def run(folder, *, data=DATA, key=None, privacy=PRIVACY, changes=None, **options):
+    arguments = training_arguments(folder, **{**CHANGES, **(changes or {})})
+    return DPTrainer(classifier(), arguments, privacy=privacy, key=key, train_dataset=data, **options)
+
+
+class KillAt(TrainerCallback):
+    """SIGKILL when the private gradients of a step are there and the optimizer has not stepped."""
+
     def __init__(self, step):
         self.step = step
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class At(TrainerCallback):
+    """At the end of a step: stop, or what an action does."""
+
+    def __init__(self, step, action=None):
+        self.step, self.action = step, action
+
     def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.action is not None:
+            self.step = None  # once
+            self.action()
         control.should_training_stop = state.global_step == self.step
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+NOISY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+JOURNAL, HEAD, ACCOUNTING = "privacy_journal.jsonl", "privacy_journal.jsonl.head", "privacy_accounting.json"
+
+
+def resumed(folder, checkpoint=True, **options):
+    """A new trainer that has gone on with the run of a folder to its end."""
+    trainer = run(folder, **options)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def interrupted(folder, step, **options):
+    """A trainer whose run was interrupted after a step."""
+    trainer = run(folder, callbacks=[At(step, interrupt)], **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer
+
+
+def steps_of(folder):
+    return journal_ledger(folder / JOURNAL)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 class Spent(TrainerCallback):
@@ -75,14 +134,11 @@ def uninterrupted(tmp_path_factory):
 def killed(tmp_path_factory):
     """A folder that a process left when it was killed in its step 7 (from 0), after checkpoint 6."""
     folder = tmp_path_factory.mktemp("killed")
-    code = f"from trainer_runs import KEY, KillAt, run\nrun({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
+    code = f"from test_files import KEY, KillAt, run\nrun({str(folder)!r}, key=KEY, callbacks=[KillAt(7)]).train()\n"
     child = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert child.returncode == -signal.SIGKILL, child.stderr
     return folder
 
@@ -96,27 +152,25 @@ def copy_of(folder, target):
 def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
     """Step 7 was journalled and may have been seen: it is repeated with the same noise, and paid for once."""
     folder = copy_of(killed, tmp_path)
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-6"]  # save_total_limit
+    assert names(folder) == ["checkpoint-6"]  # save_total_limit
     plan = uninterrupted.plan
-    assert journal_ledger(folder / "privacy_journal.jsonl") == plan.ledger(8)  # all that was released, and no less
+    assert steps_of(folder) == plan.ledger(8)  # all that was released, and no less
     spent = Spent()
     trainer = spent.trainer = run(folder, callbacks=[spent])
     output = trainer.train(resume_from_checkpoint=True)
     assert same(trained(trainer.model), trained(uninterrupted.model))
     assert output.global_step == 10
     assert trainer.ledger == plan.ledger()
-    assert journal_ledger(folder / "privacy_journal.jsonl") == plan.ledger()
+    assert steps_of(folder) == plan.ledger()
     assert spent.ledgers[7] == spent.ledgers[8] == plan.ledger(8)  # step 8 was taken in the killed process
-    assert json.loads((folder / "privacy_accounting.json").read_text())["epsilon"] == plan.guarantee().epsilon
+    assert json.loads((folder / ACCOUNTING).read_text())["epsilon"] == plan.guarantee().epsilon
 
 
 def test_L21_epochs_and_logs_go_on_where_they_were(uninterrupted, killed, tmp_path):
-    trainer = run(copy_of(killed, tmp_path))
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    epochs = [[logs["epoch"] for logs in one.state.log_history] for one in (trainer, uninterrupted)]
-    rates = [[logs.get("learning_rate") for logs in one.state.log_history] for one in (trainer, uninterrupted)]
-    assert epochs[0] == epochs[1]
-    assert rates[0] == rates[1]
+    trainer = resumed(copy_of(killed, tmp_path), str(tmp_path / "checkpoint-6"))
+    for name in ("epoch", "learning_rate"):
+        told = [[logs.get(name) for logs in one.state.log_history] for one in (trainer, uninterrupted)]
+        assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -138,34 +192,25 @@ def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path, wor
         arguments = training_arguments(
             folder, **CHANGES, max_steps=7, dataloader_num_workers=workers, adam_beta1=0.5, learning_rate=0.1
         )
-        privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
-        return DPTrainer(adapted(), arguments, privacy=privacy, train_dataset=texts(), data_collator=masked, **options)
+        return DPTrainer(adapted(), arguments, privacy=NOISY, train_dataset=texts(), data_collator=masked, **options)
 
     key = dpfunc.insecure_key(12 + workers)
     whole = start(tmp_path / "whole", key=key)
     whole.train()
     again(key)
-    start(tmp_path / "parts", key=key, callbacks=[StopAt(4)]).train()
-    resumed = start(tmp_path / "parts")
+    start(tmp_path / "parts", key=key, callbacks=[At(4)]).train()
+    second = start(tmp_path / "parts")
     torch.manual_seed(99)  # nothing may depend on it
-    resumed.train(resume_from_checkpoint=True)
-    assert same(trained(resumed.model), trained(whole.model))
-    assert not same(trained(resumed.model), trained(adapted()))
-    assert resumed.ledger == whole.ledger
+    second.train(resume_from_checkpoint=True)
+    assert same(trained(second.model), trained(whole.model))
+    assert not same(trained(second.model), trained(adapted()))
+    assert second.ledger == whole.ledger
 
 
 def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
-    class InterruptAt(StopAt):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == self.step:
-                self.step = None
-                raise KeyboardInterrupt
-
     again(KEY)
-    trainer = run(tmp_path, key=KEY, callbacks=[InterruptAt(5)])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert json.loads((tmp_path / "privacy_accounting.json").read_text())["global_step"] == 5
+    trainer = interrupted(tmp_path, 5, key=KEY)
+    assert json.loads((tmp_path / ACCOUNTING).read_text())["global_step"] == 5
     trainer.train(resume_from_checkpoint=True)
     assert same(trained(trainer.model), trained(uninterrupted.model))
 
@@ -178,10 +223,6 @@ def test_looking_at_batches_changes_nothing(killed, tmp_path):
             self.trainer.get_train_dataloader()
             assert self.trainer.ledger.num_steps >= state.global_step
 
-    class Fail(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
-
     look = Look()
     trainer = look.trainer = run(copy_of(killed, tmp_path / "resumed"), callbacks=[look])
     trainer.train(resume_from_checkpoint=True)
@@ -190,7 +231,7 @@ def test_looking_at_batches_changes_nothing(killed, tmp_path):
     assert len(batches) == 5
     assert trainer.ledger == spent == trainer.plan.ledger()
     assert same(trained(trainer.model), after)
-    failed = run(tmp_path / "failed", callbacks=[Fail()])
+    failed = run(tmp_path / "failed", callbacks=[type("Fail", (TrainerCallback,), {"on_train_begin": interrupt})()])
     with pytest.raises(KeyboardInterrupt):
         failed.train()
     before = failed._run
@@ -199,15 +240,8 @@ def test_looking_at_batches_changes_nothing(killed, tmp_path):
 
 
 def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
-    class InterruptAt(StopAt):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == self.step:
-                raise KeyboardInterrupt
-
-    trainer = run(tmp_path / "one", callbacks=[InterruptAt(5)])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    journal = tmp_path / "one" / "privacy_journal.jsonl"
+    trainer = interrupted(tmp_path / "one", 5)
+    journal = tmp_path / "one" / JOURNAL
     lines = journal.read_bytes().splitlines()
     journal.write_bytes(b"\n".join(lines[:4]) + b"\n")
     with pytest.raises(CheckpointError, match="Expected 5 lines in the journal .* got 4"):
@@ -218,7 +252,7 @@ def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
     with pytest.raises(CheckpointError, match="have all 5 steps that this trainer took, got 4"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.ledger == trainer.plan.ledger(5)
-    run(tmp_path / "two", callbacks=[StopAt(4)]).train()
+    run(tmp_path / "two", callbacks=[At(4)]).train()
     copy_journal(tmp_path / "two", tmp_path / "one")
     with pytest.raises(CheckpointError, match="another run than this trainer's"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
@@ -236,24 +270,21 @@ def test_files_of_the_trainer_that_are_missing_or_changed_are_refused(killed, tm
         file.unlink()
     else:
         file.write_bytes(file.read_bytes() + b" ")
-    journal = (tmp_path / "privacy_journal.jsonl").read_bytes()
+    journal = (tmp_path / JOURNAL).read_bytes()
     whole = (name, damage) != ("trainer_state.json", "missing")  # which counts as half-written
     with pytest.raises(CheckpointError, match=f"{name} is missing or was changed" if whole else "found none"):
         run(tmp_path).train(resume_from_checkpoint=True)
-    assert (tmp_path / "privacy_journal.jsonl").read_bytes() == journal
+    assert (tmp_path / JOURNAL).read_bytes() == journal
 
 
 def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path, monkeypatch):
     """A kill after the Trainer's own files: the old checkpoint is there, and the other is passed over."""
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
     folder = copy_of(killed, tmp_path)
-    monkeypatch.setattr(trainer_state, "finish", stop)
+    monkeypatch.setattr(trainer_state, "finish", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(folder).train(resume_from_checkpoint=True)
-    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
+    assert names(folder) == ["checkpoint-6", "checkpoint-9"]
     assert trainer_state.newest(folder).name == "checkpoint-6"
 
 
@@ -270,10 +301,9 @@ def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterr
     callback.trainer = trainer
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    resumed = run(tmp_path)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert same(trained(resumed.model), trained(uninterrupted.model))
-    assert resumed.ledger == uninterrupted.plan.ledger()
+    second = resumed(tmp_path, str(tmp_path / "checkpoint-4"))
+    assert same(trained(second.model), trained(uninterrupted.model))
+    assert second.ledger == uninterrupted.plan.ledger()
 
 
 def other_records():
@@ -295,10 +325,10 @@ def other_records():
 )
 def test_L21_another_run_is_refused(killed, tmp_path, options, message):
     folder = copy_of(killed, tmp_path)
-    before = (folder / "privacy_journal.jsonl").read_bytes()
+    before = (folder / JOURNAL).read_bytes()
     with pytest.raises(CheckpointError, match=message):
         run(folder, **options).train(resume_from_checkpoint=True)
-    assert (folder / "privacy_journal.jsonl").read_bytes() == before
+    assert (folder / JOURNAL).read_bytes() == before
 
 
 def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_path, caplog):
@@ -307,10 +337,11 @@ def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_pat
         shutil.copytree(folder / "checkpoint-6", folder / name)
     (folder / "checkpoint-7" / "trainer_state.json").unlink()
     (folder / "checkpoint-8" / "trainer_state.json").write_text('{"global')
-    trainer = run(folder)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = resumed(folder)
     assert "checkpoint-8 is not complete" in caplog.text
     assert same(trained(trainer.model), trained(uninterrupted.model))
+    # their numbers can be higher than those to come, and they are no reason to remove a whole one
+    assert [path.name for path in trainer_state.outdated(copy_of(killed, tmp_path / "new"), 1, None)] == []
     with pytest.raises(CheckpointError, match="Expected a complete checkpoint"):
         run(folder).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
@@ -318,9 +349,8 @@ def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_pat
 def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
     """A higher number is not a newer run: the second run here was killed in its second step, or at its first."""
     folder = copy_of(killed, tmp_path)
-    options = {"privacy": PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)}
-    spent = journal_ledger(folder / "privacy_journal.jsonl")
-    run(folder, changes={"save_strategy": "no"}, callbacks=[StopAt(2)], ledger=spent, **options).train()
+    changes = {"save_strategy": "no"}
+    run(folder, changes=changes, callbacks=[At(2)], ledger=steps_of(folder), privacy=NOISY).train()
     with pytest.raises(
         CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
     ):
@@ -328,35 +358,31 @@ def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog)
     caplog.clear()
     run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     assert "has 2 steps of other runs" in caplog.text
-    spent = journal_ledger(folder / "privacy_journal.jsonl")
     changes = {"save_steps": 1, "save_total_limit": 9}
-    run(folder, changes=changes, callbacks=[StopAt(2)], ledger=spent, **options).train()
+    run(folder, changes=changes, callbacks=[At(2)], ledger=steps_of(folder), privacy=NOISY).train()
     with pytest.raises(
         CheckpointError,
         match=r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-10 of run",
     ):
-        run(folder, **options).train(resume_from_checkpoint=True)
+        run(folder, privacy=NOISY).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_is_of_the_run_that_wrote_it_last(tmp_path):
     """Runs that use a folder one after the other leave no mixture of their files."""
-    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
-    options = {"changes": {"save_steps": 1, "save_total_limit": 9}, "privacy": privacy}
+    options = {"changes": {"save_steps": 1, "save_total_limit": 9}, "privacy": NOISY}
     spent = None
     for _ in range(3):
-        last = run(tmp_path, callbacks=[StopAt(2)], ledger=spent, **options)
+        last = run(tmp_path, callbacks=[At(2)], ledger=spent, **options)
         last.train()
         spent = last.ledger
     for path in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
         (state,) = (path / "dpfunc").glob("step-*/state.json")
         assert json.loads(state.read_text())["key"] == last._run.state.key.secret.hex()
-    resumed = run(tmp_path, callbacks=[StopAt(4)], **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.ledger.num_steps == 8
+    assert resumed(tmp_path, callbacks=[At(4)], **options).ledger.num_steps == 8
 
 
 def copy_journal(source, folder):
-    for name in ("privacy_journal.jsonl", "privacy_journal.jsonl.head"):
+    for name in (JOURNAL, HEAD):
         shutil.copy(source / name, folder)
 
 
@@ -388,27 +414,25 @@ def early(tmp_path_factory):
 
 def test_a_run_killed_after_its_first_step_goes_on_bit_for_bit(early, uninterrupted, tmp_path):
     folder = copy_of(early, tmp_path)
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-0"]
-    assert journal_ledger(folder / "privacy_journal.jsonl").num_steps == 1
+    assert names(folder) == ["checkpoint-0"]
+    assert steps_of(folder).num_steps == 1
     again(KEY)
-    trainer = run(folder, changes={"save_steps": 50})
-    trainer.train(resume_from_checkpoint=True)
+    trainer = resumed(folder, changes={"save_steps": 50})
     assert same(trained(trainer.model), trained(uninterrupted.model))
-    assert journal_ledger(folder / "privacy_journal.jsonl") == trainer.ledger == trainer.plan.ledger()
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-10"]
+    assert steps_of(folder) == trainer.ledger == trainer.plan.ledger()
+    assert names(folder) == ["checkpoint-10"]
 
 
 LEFT = {  # of a run that was killed before its first step: what is missing
-    "nothing": ["checkpoint-0", "privacy_journal.jsonl", "privacy_journal.jsonl.head"],
+    "nothing": ["checkpoint-0", JOURNAL, HEAD],
     "an empty journal": ["checkpoint-0"],
     "half a checkpoint": ["checkpoint-0/trainer_state.json"],
 }
 
 
 def empty_journal(folder):
-    for name in ("privacy_journal.jsonl", "privacy_journal.jsonl.head"):
-        (folder / name).unlink(missing_ok=True)
-    known_end(folder / "privacy_journal.jsonl")
+    taken_away(folder, JOURNAL, HEAD)
+    known_end(folder / JOURNAL)
 
 
 def taken_away(folder, *names):
@@ -422,18 +446,17 @@ def test_a_run_that_released_nothing_begins_again(early, tmp_path, name):
     empty_journal(folder)
     taken_away(folder, *LEFT[name])
     (folder / "runs").mkdir()  # of a logger
-    trainer = run(folder, changes={"max_steps": 1})
-    trainer.train(resume_from_checkpoint=True)
-    assert journal_ledger(folder / "privacy_journal.jsonl") == trainer.ledger == trainer.plan.ledger(1)
+    trainer = resumed(folder, changes={"max_steps": 1})
+    assert steps_of(folder) == trainer.ledger == trainer.plan.ledger(1)
 
 
 RELEASED = {  # what is missing, and what is said
     "no checkpoint": (["checkpoint-0"], "The journal counts 1 steps"),
     "half a checkpoint": (["checkpoint-0/trainer_state.json"], "The journal counts 1 steps"),
-    "no journal, nor its end": (["privacy_journal.jsonl", "privacy_journal.jsonl.head"], "if it was lost, restore it"),
-    "no journal": (["privacy_journal.jsonl", "checkpoint-0"], "line 1 and those after it are missing"),
+    "no journal, nor its end": ([JOURNAL, HEAD], "if it was lost, restore it"),
+    "no journal": ([JOURNAL, "checkpoint-0"], "line 1 and those after it are missing"),
     "only the accounting": (
-        ["privacy_journal.jsonl", "privacy_journal.jsonl.head", "checkpoint-0"],
+        [JOURNAL, HEAD, "checkpoint-0"],
         "Other files there are of steps that its journal lacks. Restore",
     ),
 }
@@ -445,7 +468,7 @@ def test_a_run_that_may_have_released_a_step_does_not(early, tmp_path, name):
     missing, said = RELEASED[name]
     taken_away(folder, *missing)
     if "accounting" in name:
-        (folder / "privacy_accounting.json").write_text("of an earlier end")
+        (folder / ACCOUNTING).write_text("of an earlier end")
     with pytest.raises(CheckpointError, match=said):
         run(folder).train(resume_from_checkpoint=True)
 
@@ -453,14 +476,13 @@ def test_a_run_that_may_have_released_a_step_does_not(early, tmp_path, name):
 def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
     """An earlier run whose model may have been kept is not forgotten, and the new one begins with its cost."""
     copy_journal(killed, tmp_path)
-    earlier = journal_ledger(tmp_path / "privacy_journal.jsonl")
-    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
-    settings = {"privacy": privacy, "changes": {"max_steps": 1, "save_strategy": "no"}}
-    (tmp_path / "privacy_accounting.json").write_text("of the run before")
+    earlier = steps_of(tmp_path)
+    settings = {"privacy": NOISY, "changes": {"max_steps": 1, "save_strategy": "no"}}
+    (tmp_path / ACCOUNTING).write_text("of the run before")
     with pytest.raises(LedgerConflict, match="got one that lacks 8.*dpfunc.checkpoint.journal_ledger"):
         run(tmp_path, **settings).train()
-    assert journal_ledger(tmp_path / "privacy_journal.jsonl") == earlier
-    assert (tmp_path / "privacy_accounting.json").exists()
+    assert steps_of(tmp_path) == earlier
+    assert (tmp_path / ACCOUNTING).exists()
     trainer = run(tmp_path, ledger=earlier, **settings)
     trainer.train()
     assert trainer.ledger.num_steps == 9
@@ -468,14 +490,12 @@ def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
 
 def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
     """What another run has spent since cannot be slipped in: the plan was made without it, and it would be lost."""
-    privacy = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
     earlier, more = (dpfunc.Ledger((dpfunc.Event(0.5, 2.0, steps),)) for steps in (3, 5))
-    run(tmp_path, privacy=privacy, ledger=earlier, callbacks=[StopAt(4)]).train()
+    run(tmp_path, privacy=NOISY, ledger=earlier, callbacks=[At(4)]).train()
     with pytest.raises(CheckpointError, match="Expected the ledger that the run was started with"):
-        run(tmp_path, privacy=privacy, ledger=more).train(resume_from_checkpoint=True)
+        run(tmp_path, privacy=NOISY, ledger=more).train(resume_from_checkpoint=True)
     for known in (earlier, None):
-        trainer = run(tmp_path, privacy=privacy, ledger=known, callbacks=[StopAt(6)])
-        trainer.train(resume_from_checkpoint=True)
+        trainer = resumed(tmp_path, privacy=NOISY, ledger=known, callbacks=[At(6)])
         assert trainer.ledger == earlier.compose(trainer.plan.ledger(trainer.ledger.num_steps - 3))
 
 
@@ -484,20 +504,20 @@ def test_a_killed_run_leaves_no_accounting_of_an_earlier_end(killed, tmp_path):
 
     class Seen(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            seen.append((tmp_path / "privacy_accounting.json").exists())
+            seen.append((tmp_path / ACCOUNTING).exists())
 
     seen = []
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     spent = dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),))
-    (tmp_path / "privacy_accounting.json").write_text(
+    (tmp_path / ACCOUNTING).write_text(
         record(ledger=spent, epsilon=spent.epsilon(1e-5, "rdp").epsilon, accountant="rdp", global_step=4).to_json()
     )
     with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
-        read_spent([tmp_path / "privacy_accounting.json"])
+        read_spent([tmp_path / ACCOUNTING])
     run(tmp_path, callbacks=[Seen()]).train(resume_from_checkpoint=True)
     assert seen
     assert not any(seen)
-    assert read_spent([tmp_path / "privacy_accounting.json"]).num_steps == 10
+    assert read_spent([tmp_path / ACCOUNTING]).num_steps == 10
 
 
 def test_the_key_is_readable_by_its_owner_alone(killed):
@@ -506,7 +526,7 @@ def test_the_key_is_readable_by_its_owner_alone(killed):
     assert KEY.secret.hex() in state.read_text()
     told = [path for path in killed.rglob("*") if path.is_file() and path != state]
     assert not any(KEY.secret.hex().encode() in path.read_bytes() for path in told)
-    assert fingerprint(KEY) in (killed / "privacy_journal.jsonl").read_text()
+    assert fingerprint(KEY) in (killed / JOURNAL).read_text()
 
 
 def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
@@ -523,15 +543,12 @@ def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.ledger.num_steps == 4
-    journal = tmp_path / trainer_state.JOURNAL
-    said = json.loads((tmp_path / trainer_state.ACCOUNTING).read_text())
-    assert journal_ledger(journal).num_steps == said["global_step"] == 5
-    assert read_spent([tmp_path / trainer_state.ACCOUNTING]) == journal_ledger(journal) == trainer.plan.ledger(5)
+    said = json.loads((tmp_path / ACCOUNTING).read_text())
+    assert steps_of(tmp_path).num_steps == said["global_step"] == 5
+    assert read_spent([tmp_path / ACCOUNTING]) == steps_of(tmp_path) == trainer.plan.ledger(5)
     monkeypatch.undo()
-    resumed = run(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.ledger == resumed.plan.ledger()
-    assert journal_ledger(journal) == resumed.plan.ledger()
+    second = resumed(tmp_path)
+    assert second.ledger == steps_of(tmp_path) == second.plan.ledger()
 
 
 @pytest.mark.parametrize("when", ["on_step_begin", "on_train_end"])
@@ -544,10 +561,9 @@ def test_a_full_disk_loses_nothing(tmp_path, when):
             trainer.train()
     finally:
         allow()
-    assert ("privacy_accounting.json" if "end" in when else "checkpoint-0") in str(told.value).split(" could")[0]
-    resumed = run(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.ledger == resumed.plan.ledger()
+    assert (ACCOUNTING if "end" in when else "checkpoint-0") in str(told.value).split(" could")[0]
+    second = resumed(tmp_path)
+    assert second.ledger == second.plan.ledger()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -577,20 +593,9 @@ def test_a_checkpoint_that_a_kill_left_half_removed_is_passed_over(killed, tmp_p
     gone.unlink()
     assert trainer_state.newest(folder).name == "checkpoint-6"
     again(KEY)
-    resumed = run(folder)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.ledger == resumed.plan.ledger()
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-10"]
-
-
-def test_a_half_written_checkpoint_is_no_reason_to_remove_a_whole_one(killed, tmp_path):
-    """Its number can be higher than those to come, if checkpoints are made at other steps now."""
-    folder = copy_of(killed, tmp_path)
-    shutil.copytree(folder / "checkpoint-6", folder / "checkpoint-9")
-    (folder / "checkpoint-9" / "trainer_state.json").write_text("{")
-    assert [path.name for path in trainer_state.outdated(folder, 1, None)] == ["checkpoint-9"]
-    assert trainer_state.outdated(folder, 2, None) == trainer_state.outdated(folder, None, None) == []
-    assert [path.name for path in trainer_state.outdated(folder, 1, str(folder / "checkpoint-9"))] == []
+    second = resumed(folder)
+    assert second.ledger == second.plan.ledger()
+    assert names(folder) == ["checkpoint-10"]
 
 
 def test_what_kills_left_in_the_folder_is_swept(killed, tmp_path):
@@ -600,5 +605,5 @@ def test_what_kills_left_in_the_folder_is_swept(killed, tmp_path):
         path.mkdir()
         (path / "state.json").write_text("the key")
     again(KEY)
-    run(folder).train(resume_from_checkpoint=True)
+    resumed(folder)
     assert not any(path.exists() for path in left)

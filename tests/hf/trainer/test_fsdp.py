@@ -16,8 +16,8 @@ from torch import nn
 
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.hf.trainer import fsdp
-from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.fsdp import Sharding, refuse_with_sharding, sharding_of
+from dpfunc.hf.trainer.fsdp import Sharding, sharding_of
+from dpfunc.hf.trainer.settings import FSDP, SETTINGS, SHARDED, refuse
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "trainer.md"
 KINDS = ("full", "adapter")
@@ -151,6 +151,10 @@ def test_no_setting_is_ignored_in_silence(setting, outcome):
         assert asked(**needed, **{name: value}) != asked()
 
 
+def test_the_guide_has_each_setting_of_the_table():
+    assert {setting.split("=")[0] for setting in settings_table()} == SETTINGS[FSDP].keys()
+
+
 def test_scripts_ask_as_they_do_for_the_trainer(tmp_path):
     from trainer_cases import training_arguments
 
@@ -179,7 +183,7 @@ def test_scripts_ask_as_they_do_for_the_trainer(tmp_path):
         ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "min_num_params >= 1"),
         ({"min_num_params": 100}, "min_num_params=100"),
         ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": ["A"]}, "transformer_layer_cls_to_wrap with"),
-        ({"reshard_after_forward": "FULL_SHARD"}, "reshard_after_forward to be true or false"),
+        ({"reshard_after_forward": "FULL_SHARD"}, "reshard_after_forward='FULL_SHARD'. Set it to true or false"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, named):
@@ -188,30 +192,17 @@ def test_what_cannot_be_meant_is_refused(given, named):
 
 
 @pytest.mark.parametrize(
-    ("change", "privacy", "named"),
+    ("name", "value"),
     [
-        ({"world_size": 1}, {}, "world_size=1"),
-        ({}, {"dp_engine": "vmap"}, "dp_engine='vmap'"),
-        ({"load_best_model_at_end": True}, {}, "load_best_model_at_end=True"),
-        ({"accelerator_config": SimpleNamespace(even_batches=False)}, {}, "even_batches=False"),
-        ({"bf16_full_eval": True}, {}, "bf16_full_eval"),
+        ("world_size", 1), ("dp_engine", "vmap"), ("load_best_model_at_end", True), ("bf16_full_eval", True),
+        ("accelerator_config.even_batches", False), ("optimizers", (object(), None)),
     ],
-)
-def test_what_a_sharded_run_cannot_do_is_refused(change, privacy, named):
-    known = {"world_size": 2, "load_best_model_at_end": False, "bf16_full_eval": False, "fp16_full_eval": False}
-    args = SimpleNamespace(**{**known, "accelerator_config": SimpleNamespace(even_batches=True), **change})
-    values = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3}
-    with pytest.raises(InvalidArgument, match=re.escape(named)):
-        refuse_with_sharding(args, PrivacyArguments(**values, **privacy), (None, None))
-
-
-def test_an_optimizer_of_ones_own_is_refused():
-    args = SimpleNamespace(
-        world_size=2, load_best_model_at_end=False, bf16_full_eval=False, fp16_full_eval=False,
-        accelerator_config=SimpleNamespace(even_batches=True),
-    )  # fmt: skip
-    with pytest.raises(InvalidArgument, match="optimizers="):
-        refuse_with_sharding(args, PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3), (object(), None))
+)  # fmt: skip
+def test_what_a_sharded_run_cannot_do_is_refused(name, value):
+    known = {"world_size": 2, "dp_engine": "auto", "optimizers": (None, None)}
+    refuse(SHARDED, known.get)
+    with pytest.raises(InvalidArgument, match=re.escape(f"{name}={value!r}")):
+        refuse(SHARDED, {**known, name: value}.get)
 
 
 def test_one_process_is_refused_before_its_model_is_touched(tmp_path):

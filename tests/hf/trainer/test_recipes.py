@@ -48,6 +48,19 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
+@pytest.fixture
+def warned(caplog):
+    """Warnings with these words since the last look."""
+    caplog.set_level(logging.WARNING)
+
+    def look(words):
+        found = [record.message for record in caplog.records if words in record.message]
+        caplog.clear()
+        return found
+
+    return look
+
+
 def trainer(folder, model, *, changes=None, data=DATA, callbacks=None, **privacy):
     arguments = training_arguments(folder, **{**FREE, **(changes or {})})
     privacy = PrivacyArguments(**{**BUDGET, **privacy})
@@ -145,22 +158,18 @@ def test_the_length_of_features_is_measured_without_data(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["head", "lora"])
-def test_a_rate_that_leads_nowhere_is_warned_of_with_one_that_helps(tmp_path, caplog, strategy):
-    with caplog.at_level(logging.WARNING):
-        trainer(tmp_path / "a", MODELS[strategy](), changes={"max_steps": 2}).train()
-    (said,) = [record.message for record in caplog.records if "hardly leave its start" in record.message]
+def test_a_rate_that_leads_nowhere_is_warned_of_with_one_that_helps(tmp_path, warned, strategy):
+    trainer(tmp_path / "a", MODELS[strategy](), changes={"max_steps": 2}).train()
+    (said,) = warned("hardly leave its start")
     rate, steps = re.search(r"Set learning_rate=(\S+) and max_steps=(\d+)", said).groups()
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        changes = {"max_steps": int(steps), "learning_rate": float(rate)}
-        trainer(tmp_path / "b", MODELS[strategy](), callbacks=[Stop()], changes=changes).train()
-    assert not [record for record in caplog.records if "hardly leave its start" in record.message]
+    changes = {"max_steps": int(steps), "learning_rate": float(rate)}
+    trainer(tmp_path / "b", MODELS[strategy](), callbacks=[Stop()], changes=changes).train()
+    assert not warned("hardly leave its start")
 
 
-def test_noise_that_hides_everything_is_warned_of(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        trainer(tmp_path, head_only(), callbacks=[Stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
-    (said,) = [record.message for record in caplog.records if "noise_to_signal" in record.message]
+def test_noise_that_hides_everything_is_warned_of(tmp_path, warned):
+    trainer(tmp_path, head_only(), callbacks=[Stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
+    (said,) = warned("noise_to_signal")
     assert re.search(r"[Hh]ave \d+ records", said)
 
 
@@ -176,33 +185,19 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_spent(tm
     assert not (tmp_path / "privacy_journal.jsonl").exists()
 
 
-def test_predictions_of_one_class_are_warned_of_once(tmp_path, caplog):
+@pytest.mark.parametrize("data", [DATA, None], ids=["with training data", "without"])
+@pytest.mark.parametrize("privacy", [BUDGET, {"dp_enabled": False}], ids=["private", "twin"])
+def test_predictions_of_one_class_are_warned_of_once(tmp_path, warned, privacy, data):
     model = classifier()
     with torch.no_grad():
         model.classifier.bias.copy_(torch.tensor([0.0, 100.0]))
-    args = training_arguments(tmp_path, **FREE)
     run = DPTrainer(
-        model, args, privacy=PrivacyArguments(**BUDGET), train_dataset=DATA, eval_dataset=DATA[:40],
-        compute_metrics=lambda prediction: {},
+        model, training_arguments(tmp_path, **FREE), privacy=PrivacyArguments(**privacy), train_dataset=data,
+        eval_dataset=DATA[:40], compute_metrics=lambda prediction: {},
     )  # fmt: skip
-    with caplog.at_level(logging.WARNING):
-        run.evaluate()
-        run.evaluate()
-    said = [record.message for record in caplog.records if "All 40 predictions are class 1" in record.message]
-    assert len(said) == 1
-
-
-def test_evaluation_without_training_data_is_warned_of_too(tmp_path, caplog):
-    model = classifier()
-    with torch.no_grad():
-        model.classifier.bias.copy_(torch.tensor([0.0, 100.0]))
-    args = training_arguments(tmp_path, **FREE)
-    for privacy in (PrivacyArguments(**BUDGET), PrivacyArguments(dp_enabled=False)):
-        run = DPTrainer(model, args, privacy=privacy, eval_dataset=DATA[:40], compute_metrics=lambda prediction: {})
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            run.evaluate()
-        assert [record for record in caplog.records if "predictions are class 1" in record.message]
+    run.evaluate()
+    run.evaluate()
+    assert len(warned("All 40 predictions are class 1")) == 1
 
 
 def test_a_model_that_needs_more_than_tokens_has_a_recipe(tmp_path):

@@ -20,10 +20,9 @@ from trainer_cases import again, classifier, labelled, same, trained, training_a
 
 import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.hf.trainer import settings
+from dpfunc.hf.trainer import recipes, settings
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.checks import changed
-from dpfunc.hf.trainer.settings import refuse_accelerator, refuse_environment, refuse_uploads
+from dpfunc.hf.trainer.settings import ACCELERATOR, SCRIPT, SETTINGS, SHARDED, attributes, changed, refuse
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.config_file import read_yaml
@@ -138,6 +137,50 @@ def test_every_row_of_the_guide_is_tried():
     assert rows.keys() == CASES.keys() | MODELS.keys() | LAUNCHED.keys() | variables
 
 
+# Besides the guide's table: argument -> a value that breaks privacy.
+REFUSED = [
+    ("train_sampling_strategy", "batch_rebalance"), ("train_sampling_strategy", "sequential"),
+    ("group_by_length", True), ("dataloader_drop_last", True), ("auto_find_batch_size", True),
+    ("label_smoothing_factor", 0.1), ("neftune_noise_alpha", 5.0), ("packing", True), ("padding_free", True),
+    ("use_liger_kernel", True), ("max_grad_norm", 0.5), ("optim", "galore_adamw_layerwise"), ("optim", "lomo"),
+    ("activation_checkpointing_kwargs", {"use_reentrant": True}),
+    ("gradient_checkpointing_kwargs", {"use_reentrant": True}), ("include_num_input_tokens_seen", "all"),
+    ("mixed_precision", "fp16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_arguments_that_break_privacy_are_refused(tmp_path, name, value):
+    with pytest.raises(InvalidArgument, match=f"Expected {SCRIPT}, got {name}={re.escape(repr(value))}. ..."):
+        trainer_of(changed(training_arguments(tmp_path), {name: value}), classifier())
+
+
+def test_L17_length_grouping_is_refused(tmp_path):
+    with pytest.raises(InvalidArgument, match="train_sampling_strategy"):
+        trainer_of(training_arguments(tmp_path, train_sampling_strategy="group_by_length"), classifier())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("per_device_train_batch_size", 0, "integer per_device_train_batch_size >= 1"),
+        ("gradient_accumulation_steps", 1.5, "integer gradient_accumulation_steps >= 1"),
+        ("num_train_epochs", float("nan"), "0 < num_train_epochs < inf"),
+        ("num_train_epochs", 0, "0 < num_train_epochs < inf"),
+    ],
+)
+def test_sizes_and_epochs_are_named_as_the_user_names_them(tmp_path, name, value, message):
+    with pytest.raises(InvalidArgument, match=message):
+        trainer_of(changed(training_arguments(tmp_path), {name: value}), classifier())
+
+
+def test_each_row_of_the_table_is_tried():
+    """Of scripts and launchers, by its name in the guide or above."""
+    tried = f"{REFUSED} {CASES} {[*table()]} _n_gpu"
+    rows = {name for name in (*SETTINGS[SCRIPT], *SETTINGS[settings.LAUNCHER]) if not name.startswith("ddp_")}
+    assert [name for name in rows if name.split(".")[-1] not in tried] == ["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"]
+
+
 @pytest.mark.parametrize("setting", [setting for setting in outcomes("works", "no effect") if setting not in LAUNCHED])
 def test_what_works_gives_the_run_that_it_names(tmp_path, monkeypatch, caplog, plain, setting):
     values, environment = case(setting)
@@ -189,9 +232,9 @@ def test_the_command_refuses_the_same_environment(tmp_path, monkeypatch, setting
 @pytest.mark.parametrize("value", ["TRUE", "1", "yes", "on", "anything"])
 def test_a_switch_is_off_only_if_it_says_so(value):
     with pytest.raises(InvalidArgument, match="ACCELERATE_USE_FSDP"):
-        refuse_environment({"ACCELERATE_USE_FSDP": value})
-    refuse_environment({"ACCELERATE_USE_FSDP": value}, fsdp=True)  # `fsdp.sharding_of` looks at it
-    refuse_environment({"ACCELERATE_USE_FSDP": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"})
+        settings.refuse_environment({"ACCELERATE_USE_FSDP": value})
+    settings.refuse_environment({"ACCELERATE_USE_FSDP": value}, fsdp=True)  # `fsdp.sharding_of` looks at it
+    settings.refuse_environment({"ACCELERATE_USE_FSDP": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"})
 
 
 @pytest.mark.parametrize(
@@ -200,20 +243,20 @@ def test_a_switch_is_off_only_if_it_says_so(value):
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16'"),
         ({"distributed_type": DistributedType.FSDP}, "distributed_type"),
         ({"distributed_type": DistributedType.MULTI_HPU}, "distributed_type"),
-        ({"fsdp_plugin": object()}, "state.fsdp_plugin"),
-        ({"deepspeed_plugin": object()}, "state.deepspeed_plugin"),
-        ({"backend": "INDUCTOR"}, "state.dynamo_plugin.backend='INDUCTOR'"),
+        ({"state.fsdp_plugin": object()}, "state.fsdp_plugin"),
+        ({"state.deepspeed_plugin": object()}, "state.deepspeed_plugin"),
+        ({"state.dynamo_plugin.backend": "INDUCTOR"}, "state.dynamo_plugin.backend='INDUCTOR'"),
     ],
 )
 def test_the_accelerator_itself_is_checked(change, named):
     """However it was configured: a state that was there before, a subclass of the Trainer."""
-    known = {"mixed_precision": "bf16", "distributed_type": DistributedType.MULTI_CPU, "backend": "NO", **change}
-    dynamo = SimpleNamespace(backend=known.pop("backend"))
-    plugins = {name: known.pop(name) for name in list(known) if name.endswith("_plugin")}
-    fake = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=dynamo, **plugins), **known)
+    known = {
+        "mixed_precision": "bf16", "distributed_type": DistributedType.MULTI_CPU,
+        "state.dynamo_plugin.backend": "NO", **change,
+    }  # fmt: skip
     with pytest.raises(InvalidArgument, match=re.escape(named)):
-        refuse_accelerator(fake)
-    refuse_accelerator(Accelerator(cpu=True))
+        refuse(ACCELERATOR, known.get)
+    refuse(ACCELERATOR, attributes(Accelerator(cpu=True)))
 
 
 def test_a_subclass_that_makes_another_accelerator_is_refused(tmp_path):
@@ -225,7 +268,7 @@ def test_a_subclass_that_makes_another_accelerator_is_refused(tmp_path):
         Compiled(classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=labelled())
 
 
-SCRIPT = """
+TRAIN = """
 from pathlib import Path
 import torch
 from test_settings import run
@@ -236,7 +279,7 @@ torch.save(run(Path("run"), {}), "trained.pt")
 @pytest.mark.slow
 def test_accelerate_launch_with_one_process(tmp_path, plain):
     """The launcher itself, with the variables that this version of it sets."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(TRAIN)
     paths = os.pathsep.join([str(Path(__file__).parent), PATHS])
     words = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_cpu_threads_per_process", "1"]
     done = subprocess.run(
@@ -265,29 +308,42 @@ def test_loggers_that_send_checkpoints(tmp_path, logger, values, allowed):
     """They would send the key of the run."""
     args = changed(training_arguments(tmp_path, save_strategy="steps"), {"report_to": [logger]})
     if allowed:
-        refuse_uploads(args, values)
+        settings.refuse_uploads(args, values)
         return
     with pytest.raises(InvalidArgument, match="holds the key of the run"):
-        refuse_uploads(args, values)
+        settings.refuse_uploads(args, values)
     for other in ({"save_only_model": True}, {"save_strategy": "no"}):
-        refuse_uploads(changed(args, other), values)
+        settings.refuse_uploads(changed(args, other), values)
 
 
-def test_the_trainer_looks_at_the_environment(tmp_path, monkeypatch):
+def test_the_trainer_looks_at_what_is_uploaded(tmp_path, monkeypatch):
     monkeypatch.setenv("CLEARML_LOG_MODEL", "true")
     args = changed(training_arguments(tmp_path, save_strategy="steps"), {"report_to": ["clearml"]})
     with pytest.raises(InvalidArgument, match="Set CLEARML_LOG_MODEL=false"):
-        DPTrainer(classifier(), args, privacy=PRIVACY, train_dataset=labelled())
+        trainer_of(args, classifier())
+    pushed = changed(training_arguments(tmp_path), {"push_to_hub": True, "hub_strategy": "checkpoint"})
+    with pytest.raises(InvalidArgument, match="hub_strategy='checkpoint'.*holds the key"):
+        trainer_of(pushed, classifier())
+
+
+def missing(names, owner):
+    """Those names, with dots, that an object does not have; what is None has any."""
+    found = []
+    for name in names:
+        at = owner
+        for part in name.split("."):
+            if at is not None and not hasattr(at, part):
+                found.append(name)
+            at = getattr(at, part, None)
+    return found
 
 
 def test_names_of_settings_are_those_of_transformers(tmp_path):
-    """A name that nobody has would switch its check off. Older versions, and TRL, have these three."""
+    """A name that nobody has would switch its check off. Older versions, and TRL, have the first three."""
     arguments = training_arguments(tmp_path)
-    missing = []
-    for name in (*settings._ARGUMENTS, *settings._REENTRANT):
-        owner = arguments
-        for part in name.split("."):
-            if owner is not None and not hasattr(owner, part):
-                missing.append(name)
-            owner = getattr(owner, part, None)
-    assert missing == ["group_by_length", "packing", "padding_free"]
+    assert missing(SETTINGS[SCRIPT], arguments) == ["group_by_length", "packing", "padding_free"]
+    assert missing(recipes._DECIDED, arguments) == []
+    assert missing(SETTINGS[SHARDED], arguments) == ["dp_engine", "optimizers"]  # of PrivacyArguments, of the Trainer
+    asked_for = ["state.fsdp_plugin", "state.megatron_lm_plugin"]  # are there only then
+    assert missing(SETTINGS[ACCELERATOR], Accelerator(cpu=True)) == asked_for
+    assert missing(settings._OVERRIDES, DPTrainer) == ["_get_dataloader"]  # of other versions

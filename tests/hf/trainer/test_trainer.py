@@ -32,15 +32,13 @@ from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.checks import changed, refuse_model
+from dpfunc.hf.trainer.settings import refuse_model
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
 
 DATA = labelled()
 TEXTS = texts()
-# One engine, named: to find out which is best takes a second for each run.
-VALUES = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3, "dp_max_grad_norm": 1.0, "dp_engine": "auto"}
-AUTO = {**VALUES, "dp_engine": "auto"}
+VALUES = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3, "dp_max_grad_norm": 1.0}
 NOISY = PrivacyArguments(**VALUES)
 KEY = dpfunc.insecure_key
 
@@ -50,6 +48,27 @@ def private(model, folder, *, key=None, privacy=NOISY, data=DATA, changes=None, 
     if key is not None:
         again(key)
     return DPTrainer(model, arguments, privacy=privacy, key=key, train_dataset=data, **options)
+
+
+def sgd(params):
+    """The optimizer and the schedule of a plain loop."""
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def written(folder, name="privacy_accounting.json"):
+    return json.loads((folder / name).read_text())
+
+
+class At(TrainerCallback):
+    """Something that happens after a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action(control)
 
 
 def columns(records):
@@ -92,18 +111,12 @@ def test_L19_trainer_equals_a_plain_loop(finished):
 
 def test_T1_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_path):
     """One record is expected in a batch: some draws are empty, and are steps like others. Optimizer and schedule given."""
-
-    def sgd(params):
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
     model = language_model()
     changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 12}
     optimizers = sgd(model.parameters())
     trainer = private(
-        model, tmp_path, key=KEY(2), data=TEXTS, changes=changes, data_collator=pad, optimizers=optimizers,
-        privacy=PrivacyArguments(**AUTO),
-    )  # fmt: skip
+        model, tmp_path, key=KEY(2), data=TEXTS, changes=changes, data_collator=pad, optimizers=optimizers
+    )
     trainer.train()
     sizes = [len(trainer.plan.sampler.indices(KEY(2), step)) for step in range(12)]
     assert 0 in sizes
@@ -121,14 +134,9 @@ def test_peft_adapters_alone_are_trained_and_saved(tmp_path):
         config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
         return get_peft_model(base, config)
 
-    def sgd(params):
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-
     model = adapted()
     trainer = private(
         model, tmp_path, key=KEY(3), data=TEXTS, data_collator=pad, optimizers=sgd(model.parameters()),
-        privacy=PrivacyArguments(**AUTO),
         changes={"max_steps": 3, "save_strategy": "steps", "save_steps": 3},
     )  # fmt: skip
     trainer.train()
@@ -142,46 +150,42 @@ def test_peft_adapters_alone_are_trained_and_saved(tmp_path):
 @pytest.mark.parametrize(
     ("privacy", "changes"),
     [
-        ({"dp_physical_batch_size": 3}, {}),
+        ({"dp_physical_batch_size": 3}, {}), ({"dp_engine": "loop"}, {}), ({}, {"dataloader_num_workers": 2}),
         ({}, {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}),
-        ({"dp_engine": "loop"}, {}),
         ({}, {"activation_checkpointing": True}),
-        ({}, {"dataloader_num_workers": 2}),
     ],
-    ids=["physical", "accumulation", "engine", "checkpointing", "workers"],
-)
+    ids=["physical", "engine", "workers", "accumulation", "checkpointing"],
+)  # fmt: skip
 def test_L6_T6_memory_and_speed_change_no_result(finished_short, tmp_path, privacy, changes):
     """Physical batches, accumulation, engine, checkpointing, workers: the same draws, noise and mean."""
-    trainer = private(
-        language_model(dropout=0.0), tmp_path, key=KEY(4), data=TEXTS, data_collator=pad,
-        privacy=PrivacyArguments(**{**VALUES, **privacy}), changes={"max_steps": 3, "optim": "sgd", **changes},
-    )  # fmt: skip
+    trainer = short(tmp_path, privacy=PrivacyArguments(**VALUES, **privacy), **changes)
     assert trainer.logical_batch_size == 12
     trainer.train()
     for name, value in trained(trainer.model).items():
         assert torch.allclose(value, finished_short[name], atol=1e-6), name
 
 
+def short(folder, model=None, privacy=NOISY, **changes):
+    return private(
+        language_model(dropout=0.0) if model is None else model, folder, key=KEY(4), data=TEXTS, data_collator=pad,
+        privacy=privacy, changes={"max_steps": 3, "optim": "sgd", **changes},
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def finished_short(tmp_path_factory):
-    trainer = private(
-        language_model(dropout=0.0), tmp_path_factory.mktemp("short"), key=KEY(4), data=TEXTS, data_collator=pad,
-        changes={"max_steps": 3, "optim": "sgd"},
-    )  # fmt: skip
+    trainer = short(tmp_path_factory.mktemp("short"))
     trainer.train()
     return trained(trainer.model)
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_L18_bfloat16(tmp_path, finished_short, how):
-    model = language_model(dropout=0.0)
-    changes = {"max_steps": 3, "optim": "sgd", "bf16": how == "autocast"}
-    if how == "weights":
-        model = model.to(torch.bfloat16)
-    trainer = private(model, tmp_path, key=KEY(4), data=TEXTS, data_collator=pad, changes=changes)
-    trainer.train()
+    dtype = torch.bfloat16 if how == "weights" else torch.float32
+    model = language_model(dropout=0.0).to(dtype)
+    short(tmp_path, model, bf16=how == "autocast").train()
     for name, value in trained(model).items():
-        assert value.dtype == (torch.float32 if how == "autocast" else torch.bfloat16)
+        assert value.dtype == dtype
         assert torch.allclose(value.float(), finished_short[name], atol=2e-2), name
 
 
@@ -208,20 +212,20 @@ def test_L5_secure_mode_runs(tmp_path, secure):
 
 def test_a_public_bound_on_the_number_of_records(tmp_path):
     """What is written and published is about the bound: a run on other records of that bound writes the same."""
-    written = {}
+    records = {}
     for number in (60, 50):
         folder = tmp_path / str(number)
         privacy = PrivacyArguments(**VALUES, dp_dataset_size=64)
-        trainer = private(classifier(), folder, key=KEY(3), privacy=privacy, data=DATA[:number])
+        trainer = private(
+            classifier(), folder, key=KEY(3), privacy=privacy, data=DATA[:number], changes={"max_steps": 2}
+        )
         trainer.train()
         assert trainer._run.state.num_records == number
-        written[number] = json.loads((folder / "privacy_accounting.json").read_text())
-        assert written[number].pop("date")
-        assert written[number].pop("digest")  # of the date as well
-    assert written[60] == written[50]
-    assert (written[60]["dataset_size"], written[60]["sampling_prob"]) == (64, 12 / 64)
-    assert written[60]["dataset_size_is"] == "public bound on the number of records"
-    assert EXACT_SIZE not in written[60]["not_covered"]
+        records[number] = {**written(folder), "date": "", "digest": ""}  # the second is of the first as well
+    assert records[60] == records[50]
+    assert (records[60]["dataset_size"], records[60]["sampling_prob"]) == (64, 12 / 64)
+    assert records[60]["dataset_size_is"] == "public bound on the number of records"
+    assert EXACT_SIZE not in records[60]["not_covered"]
     with pytest.raises(InvalidArgument, match="at most dp_dataset_size=50 records, got 60"):
         private(classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_dataset_size=50)).train()
 
@@ -250,7 +254,7 @@ def test_the_training_loss_and_counts_of_drawn_records_are_not_told(finished):
         assert not {"loss", "train_loss"} & logs.keys()
         assert logs.get("total_flos", 0) == 0
     assert any("eval_loss" in logs for logs in seen.logs)
-    told = json.loads((folder / "checkpoint-10" / "trainer_state.json").read_text())
+    told = written(folder, "checkpoint-10/trainer_state.json")
     assert told["total_flos"] == 0
     assert '"loss"' not in json.dumps(told)
 
@@ -263,7 +267,7 @@ def test_an_unreleased_loss_is_named_so(tmp_path):
     )  # fmt: skip
     trainer.train()
     assert 0.3 < seen.logs[0]["unreleased/loss"] < 1.5
-    assert LOGGED_LOSS in json.loads((tmp_path / "privacy_accounting.json").read_text())["not_covered"]
+    assert LOGGED_LOSS in written(tmp_path)["not_covered"]
     assert 0.3 < seen.logs[-1]["unreleased/train_loss"] < 1.5
     assert not {"loss", "train_loss"} & (seen.logs[0].keys() | seen.logs[-1].keys())
 
@@ -271,7 +275,7 @@ def test_an_unreleased_loss_is_named_so(tmp_path):
 def test_L11_accounting_in_each_checkpoint_and_at_the_end(finished):
     trainer, _, _, folder = finished
     for where, taken in (("checkpoint-4", 4), ("checkpoint-8", 8), ("checkpoint-10", 10), (".", 10)):
-        record = json.loads((folder / where / "privacy_accounting.json").read_text())
+        record = written(folder / where)
         assert record["epsilon"] == trainer.plan.guarantee(taken).epsilon
         assert (record["global_step"], record["epoch"]) == (taken, taken / 5)
         assert (record["delta"], record["target_epsilon"], record["max_grad_norm"]) == (1e-3, 8.0, 1.0)
@@ -319,25 +323,21 @@ def test_L12_T10_training_stops_before_the_breach(tmp_path, caplog):
 
 
 def test_final_epsilon_also_when_training_is_stopped(tmp_path):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 3
-
-    trainer = private(classifier(), tmp_path, callbacks=[Stop()])
-    output = trainer.train()
-    record = json.loads((tmp_path / "privacy_accounting.json").read_text())
+    trainer = private(
+        classifier(), tmp_path, callbacks=[At(3, lambda control: setattr(control, "should_training_stop", True))]
+    )
+    output, record = trainer.train(), written(tmp_path)
     assert output.global_step == record["global_step"] == 3
     assert output.metrics["privacy/epsilon"] == record["epsilon"] == trainer.plan.guarantee(3).epsilon
 
 
 def test_accounting_is_written_when_a_callback_fails(tmp_path):
-    class Fail(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
+    def fail(control):
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        private(classifier(), tmp_path, callbacks=[Fail()]).train()
-    assert json.loads((tmp_path / "privacy_accounting.json").read_text())["global_step"] == 1
+        private(classifier(), tmp_path, callbacks=[At(1, fail)]).train()
+    assert written(tmp_path)["global_step"] == 1
 
 
 def test_evaluation_is_the_trainers_own(finished, tmp_path):
@@ -364,16 +364,11 @@ def test_T15_twin_is_an_ordinary_trainer(tmp_path):
 
 def test_T15_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path):
     model = language_model(dropout=0.0)
-    changes = {
-        "per_device_train_batch_size": 20,
-        "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "max_grad_norm": 0,
-    }
+    changes = {"per_device_train_batch_size": 20, "max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 0}
     twin = private(
-        model, tmp_path, data=TEXTS, privacy=PrivacyArguments(dp_enabled=False), changes=changes, data_collator=pad
-    )
+        model, tmp_path, data=TEXTS, privacy=PrivacyArguments(dp_enabled=False), data_collator=pad,
+        changes={**changes, "optim": "sgd"},
+    )  # fmt: skip
     twin.train()
     by_hand = language_model(dropout=0.0)
     losses = [by_hand(**pad([record])).loss for record in TEXTS]  # 3 batches of 20: all records
@@ -394,47 +389,6 @@ def test_T2_dry_run_trains_nothing(tmp_path, capsys):
 
 
 # What is refused, before anything is spent
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
-        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy"),
-    ],
-)
-def test_L17_length_grouping_is_refused(tmp_path, values, named):
-    with pytest.raises(InvalidArgument, match=named):
-        private(classifier(), tmp_path, changes=values)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dataloader_drop_last", True),
-        ("auto_find_batch_size", True),
-        ("label_smoothing_factor", 0.1),
-        ("neftune_noise_alpha", 5.0),
-        ("use_liger_kernel", True),
-        ("max_grad_norm", 0.5),
-        ("optim", "galore_adamw_layerwise"),
-        ("optim", "lomo"),
-        ("activation_checkpointing_kwargs", {"use_reentrant": True}),
-        ("gradient_checkpointing_kwargs", {"use_reentrant": True}),
-        ("include_num_input_tokens_seen", "all"),
-    ],
-)
-def test_arguments_that_break_privacy_are_refused(tmp_path, name, value):
-    arguments = changed(training_arguments(tmp_path), {name: value})
-    with pytest.raises(InvalidArgument, match=name.removeprefix("_")):
-        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
-
-
-def test_checkpoints_with_the_key_are_not_pushed(tmp_path):
-    arguments = changed(training_arguments(tmp_path), {"push_to_hub": True, "hub_strategy": "checkpoint"})
-    with pytest.raises(InvalidArgument, match="hub_strategy"):
-        DPTrainer(classifier(), arguments, privacy=NOISY, train_dataset=DATA)
 
 
 @pytest.mark.parametrize("privacy", [NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
@@ -495,29 +449,34 @@ def draw_elsewhere(records):
         ({"data_collator": draw_elsewhere}, "generator"),
         ({"privacy": {"dp_epsilon": 8.0}}, "privacy to be PrivacyArguments"),
         ({"key": 7}, "key to be a dpfunc Key"),
+        *[({"data_name": name}, "Give a text as data_name") for name in (3, "", b"hash")],
+        *[({"unit": unit}, "one row of a batch is") for unit in (3, " ", "one\nperson")],
+        ({"model": "gpt2"}, "model to be a module"),
     ],
 )
 def test_what_is_no_private_run_is_refused(tmp_path, options, message):
-    values = {"privacy": NOISY, "train_dataset": DATA, **options}
+    values = {"model": classifier(), "privacy": NOISY, "train_dataset": DATA, **options}
     arguments = training_arguments(tmp_path, max_steps=2)
     with pytest.raises(InvalidArgument, match=message):
-        DPTrainer(classifier(), arguments, **values).train()
+        DPTrainer(args=arguments, **values).train()
     assert not (tmp_path / "privacy_journal.jsonl").exists()
 
 
-def test_batch_norm_is_refused(tmp_path):
-    class Mixes(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.BatchNorm1d(6)
+class Mixes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6)
 
-        def forward(self, input_ids):
-            return self.norm(input_ids.float())
+    def forward(self, input_ids):
+        return self.norm(input_ids.float())
+
+
+def test_batch_norm_is_refused(tmp_path):
+    def loss(forward, params, batch):
+        return forward(params, batch["input_ids"]).sum(1)
 
     with pytest.raises(UnsupportedModel, match="BatchNorm"):
-        private(
-            Mixes(), tmp_path, loss=lambda forward, params, batch: forward(params, batch["input_ids"]).sum(1)
-        ).train()
+        private(Mixes(), tmp_path, loss=loss).train()
 
 
 def test_float16_is_refused(tmp_path):
@@ -529,14 +488,10 @@ def test_float16_is_refused(tmp_path):
     refuse_model(classifier().bfloat16())
 
 
-def test_a_trainer_trains_once(finished):
+def test_a_trainer_trains_once_and_searches_nothing(finished):
     trainer, _, _, _ = finished
     with pytest.raises(InvalidArgument, match="one run for each DPTrainer"):
         trainer.train()
-
-
-def test_searches_are_refused(finished):
-    trainer, _, _, _ = finished
     with pytest.raises(InvalidArgument, match="search"):
         trainer.hyperparameter_search()
     with pytest.raises(InvalidArgument, match="trial"):
@@ -559,35 +514,3 @@ def test_batches_can_be_looked_at_without_a_run(tmp_path):
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     assert not (tmp_path / "privacy_journal.jsonl").exists()
     assert isinstance(trainer.args, TrainingArguments)
-
-
-@pytest.mark.parametrize("value", [3, "", b"hash"])
-def test_the_name_of_the_data_is_a_text(tmp_path, value):
-    """Found out at the first checkpoint, the steps before would be spent."""
-    with pytest.raises(InvalidArgument, match="data_name to be a text"):
-        DPTrainer(
-            classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=labelled(), data_name=value
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"per_device_train_batch_size": 0}, "integer per_device_train_batch_size >= 1"),
-        ({"per_device_train_batch_size": -4}, "integer per_device_train_batch_size >= 1"),
-        ({"gradient_accumulation_steps": 1.5}, "integer gradient_accumulation_steps >= 1"),
-        ({"num_train_epochs": float("nan")}, "0 < num_train_epochs < inf"),
-        ({"num_train_epochs": 0}, "0 < num_train_epochs < inf"),
-    ],
-)
-def test_sizes_and_epochs_are_named_as_the_user_names_them(tmp_path, changes, message):
-    with pytest.raises(InvalidArgument, match=message):
-        DPTrainer(
-            classifier(), changed(training_arguments(tmp_path), changes), privacy=PRIVACY, train_dataset=labelled()
-        )
-
-
-def test_a_dictionary_is_no_data_set(tmp_path):
-    columns = {"input_ids": torch.ones(6, 4), "labels": torch.ones(6)}
-    with pytest.raises(InvalidArgument, match=r"names \['input_ids', 'labels'\]"):
-        DPTrainer(classifier(), training_arguments(tmp_path), privacy=PRIVACY, train_dataset=columns).train()

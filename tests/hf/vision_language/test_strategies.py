@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import Case
 from packed import pack
-from reference import loop_gradients
 from torch import nn
 from zoo.parity import differences, nonzero_b, roughen, truth_of, without_gradient
 
@@ -102,34 +101,6 @@ def test_L8_parity(processor, name, layout, side):
     for engine in (engines.ghost(), auto := engines.auto()):
         assert max(differences(engine, case, truth).values()) < 1e-5
     assert auto.decision(case.loss_fn).engine == "one pass"
-
-
-def test_L8_all_parameters_and_several_images(processor):
-    """All parameters, those without a gradient included, and several images a sample."""
-    forward, params = functionalize(model_of())
-    images, counts = LAYOUTS["up to two"]
-    case = Case(answer_loss(forward), params, batch_of(processor, images, counts))
-    auto = engines.auto()
-    assert max(differences(auto, case, truth_of(case)).values()) < 1e-5
-    assert auto.decision(case.loss_fn).engine == "one pass"
-
-
-def test_L8_parity_without_rules(processor):
-    case = case_of(processor, "projector", "one", "right")
-    assert max(differences(engines.vmap(), case, truth_of(case)).values()) < 1e-5
-
-
-def test_L8_images_of_another_count_are_never_silently_wrong(processor):
-    """Without blank images the features of one sample would move into the next one's text: refused."""
-    forward, params = functionalize(model_of(), "projector")
-    loss_fn = answer_loss(forward)
-    batch = batch_of(processor, 2, (1, 2, 2, 2))
-    tokens = image_text_collator(processor, max_length=26).tokens_per_image
-    image = processor.image_token_id
-    first = (batch["input_ids"][0] == image).nonzero()[-tokens:, 0]
-    batch["input_ids"][0, first] = processor.tokenizer.pad_token_id  # the blank image has no tokens now
-    with pytest.raises((ValueError, RuntimeError)):
-        engines.auto()(loss_fn, params, batch).sq_norms()
 
 
 @pytest.mark.parametrize("engine", ["ghost", "auto"])
@@ -256,14 +227,11 @@ def test_L8_a_packed_projector_is_not_trained():
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("head", {}, "one of 'full'"),
-        ("lora", {"key": insecure_key(0), "alpha": 4.0}, "rank"),
-        ("lora", {"rank": 2, "alpha": 4.0}, "key"),
-        ("full", {"rank": 2}, "no rank"),
-        ("projector", {"train_projector": True}, "no train_projector"),
-        ("projector", {"key": insecure_key(0)}, "no key"),
+        ("head", {}, "one of 'full'"), ("lora", {"key": insecure_key(0), "alpha": 4.0}, "rank"),
+        ("lora", {"rank": 2, "alpha": 4.0}, "key"), ("full", {"rank": 2}, "no rank"),
+        ("projector", {"train_projector": True}, "no train_projector"), ("projector", {"key": insecure_key(0)}, "no key"),
     ],
-)
+)  # fmt: skip
 def test_L8_options_that_do_not_fit_are_refused(name, options, said):
     with pytest.raises(InvalidArgument, match=said):
         strategy(tiny_llava(), name, **options)
@@ -457,11 +425,14 @@ def test_L7_rows_do_not_depend_on_each_other(processor, side):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+SHARED = tiny_processor()
+
+
 @given(
     st.integers(0, 2), st.integers(0, 30), st.integers(0, 30), st.integers(0, 12), st.sampled_from(["left", "right"])
 )
 def test_L7_long_texts_are_cut_and_images_never(images, words, answer, room, side):
-    collate = image_text_collator(tiny_processor_once(), max_length=10 + room, max_images=2, padding_side=side)
+    collate = image_text_collator(SHARED, max_length=10 + room, max_images=2, padding_side=side)
     pictures = [draw("red", "circle", 16, i) for i in range(images)]
     sample = {"images": pictures, "prompt": "the " * words, "answer": "red " * answer}
     batch = collate([sample])
@@ -472,12 +443,6 @@ def test_L7_long_texts_are_cut_and_images_never(images, words, answer, room, sid
     assert kept[0] == 1  # the beginning stays
     if 5 + 4 * images + words + answer + 4 * (2 - images) <= 10 + room:
         assert len(kept) == 4 + 4 * images + words + answer
-
-
-def tiny_processor_once(cache=[]):  # noqa: B006  (a cache)
-    if not cache:
-        cache.append(tiny_processor())
-    return cache[0]
 
 
 @pytest.mark.parametrize("step", [None, 8])
@@ -511,12 +476,9 @@ def test_L7_text_alone(processor):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"max_length": 5}, "max_length >= 6"),
-        ({"max_length": 9, "max_images": 2}, "max_length >= 10"),
-        ({"max_length": 20, "padding_side": "up"}, "padding_side"),
-    ],
-)
+    [({"max_length": 5}, "max_length >= 6"), ({"max_length": 9, "max_images": 2}, "max_length >= 10"),
+     ({"max_length": 20, "padding_side": "up"}, "padding_side")],
+)  # fmt: skip
 def test_L7_a_collator_that_cannot_work_is_refused(processor, options, said):
     with pytest.raises(InvalidArgument, match=said):
         image_text_collator(processor, **options)
@@ -524,12 +486,9 @@ def test_L7_a_collator_that_cannot_work_is_refused(processor, options, said):
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"text": "?"}, "Rename the columns"),
-        ({"images": ["a", "b"]}, "at most max_images=1"),
-        ({"image": "a", "images": []}, "got both"),
-    ],
-)
+    [({"text": "?"}, "Rename the columns"), ({"images": ["a", "b"]}, "at most max_images=1"),
+     ({"image": "a", "images": []}, "got both")],
+)  # fmt: skip
 def test_L7_samples_that_do_not_fit_are_refused(processor, changes, said):
     collate = image_text_collator(processor, max_length=20)
     with pytest.raises(InvalidArgument, match=said):
@@ -544,42 +503,24 @@ def test_L7_images_of_any_size_are_refused(processor):
         image_text_collator(wide, max_length=200)
 
 
-@pytest.mark.parametrize("name", FLOAT)
+@pytest.mark.parametrize("name", ["lora", "projector"])
 def test_L7_private_training_learns(processor, name):
     """A short run with little noise on drawn images: the loss falls."""
     result = built(name, model_of())
     loss_fn = answer_loss(result.forward)
     collate = image_text_collator(processor, max_length=16)
-    data = collate(
-        [
-            {"image": draw(c, "circle", 24, i), "prompt": "what is the colour ?", "answer": c}
-            for i, c in enumerate(COLOURS * 4)
-        ]
-    )
+    pictures = [(colour, draw(colour, "circle", 24, i)) for i, colour in enumerate(COLOURS * 4)]
+    data = collate([{"image": image, "prompt": "what is the colour ?", "answer": said} for said, image in pictures])
     plan = dpfunc.Plan(sampling.Poisson(16, 0.5), clipping.Automatic(), 0.05, 12, delta=1e-3)
     dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="auto")
-    params = result.params
-    state = dp_step.init(params, insecure_key(30 + FLOAT.index(name)))
+    state = dp_step.init(result.params, insecure_key(30 + FLOAT.index(name)))
+    params = {n: p.clone().requires_grad_() for n, p in result.params.items()}
+    optimizer = torch.optim.Adam(params.values(), lr=0.02)
     before = loss_fn(params, data).mean().item()
-    optimizer_params = {n: p.clone().requires_grad_() for n, p in params.items()}
-    optimizer = torch.optim.Adam(optimizer_params.values(), lr=0.02)
     for indices in plan.batches(state):
-        current = {n: p.detach() for n, p in optimizer_params.items()}
-        grads, state, _ = dp_step(current, dpfunc.take(data, indices), state)
-        for n, p in optimizer_params.items():
+        grads, state, _ = dp_step({n: p.detach() for n, p in params.items()}, dpfunc.take(data, indices), state)
+        for n, p in params.items():
             p.grad = grads[n]
         optimizer.step()
-    after = loss_fn({n: p.detach() for n, p in optimizer_params.items()}, data).mean().item()
+    after = loss_fn(params, data).mean().item()
     assert after < 0.8 * before
-
-
-def test_the_loss_of_single_samples_is_the_reference(processor):
-    """`truth_of` runs samples one by one through autograd: the losses of a batch are theirs."""
-    case = case_of(processor, "projector", "up to two", "left")
-    singles = [loss for loss, _ in loop_gradients(case.loss_fn, case.params, case.batch)]
-    assert torch.allclose(torch.stack(singles), case.loss_fn(case.params, case.batch), atol=1e-5)
-
-
-def test_public_names_have_a_doctest():
-    for function in (vision_language.strategy, vision_language.prepare, image_text_collator, strategy_table):
-        assert ">>>" in function.__doc__

@@ -1,1 +1,0 @@
-"""The half of the comparison that runs in an interpreter with JAX; nothing here imports torch or dpfunc."""

@@ -1,0 +1,441 @@
+"""What a private step needs on many GPUs, from published shapes: bytes on a GPU, and bytes that it sends.
+
+A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/vmap_grad.py`,
+`dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from dpfunc.distributed.agreement import RankSummary
+from dpfunc.engines.cost import BUDGET
+from dpfunc.engines.cost import matrix as matrix_costs
+
+Split = Literal["column", "row"]
+EngineName = Literal["vmap", "auto", "ghost"]
+ENGINES: tuple[EngineName, ...] = ("vmap", "auto", "ghost")
+HALF, SINGLE = 2, 4
+OPTIMIZER = 3 * SINGLE  # AdamW: a float32 copy of the parameter and two moments
+LOSS = HALF + SINGLE + HALF  # a logit, its float32 copy for the softmax, and its gradient
+SUMMARY = 8 * len(RankSummary._fields)  # bytes of what a rank says about itself before a step
+RANK = 16
+GPUS = (8, 64, 512)
+CAPACITIES = (80, 141)  # GB of an H100 and of an H200
+RESERVE = 0.1  # of a GPU's memory, for what the model leaves out: workspaces, fragmentation, message buffers
+TUNINGS = {"LoRA": RANK, "full": None}
+
+
+class Matrix(NamedTuple):
+    """A linear layer: its size, what tensor parallelism divides, and who shares its input.
+
+    Args:
+        name: of the layer. inputs, outputs: sizes. split: `column` divides the outputs, `row` the inputs.
+        source: name of the activation it reads; layers with the same one keep it once.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: Split
+    source: str
+
+    @property
+    def numbers(self) -> int:
+        """Of the weight."""
+        return self.inputs * self.outputs
+
+    def part(self, tensor: int) -> Matrix:
+        """What one of `tensor` ranks holds."""
+        cut = "outputs" if self.split == "column" else "inputs"
+        return self._replace(**{cut: getattr(self, cut) // tensor})
+
+    def lora(self, rank: int, tensor: int) -> tuple[Matrix, Matrix]:
+        """A and B of its adapter on one rank: the side that the layer divides is divided, the other is whole."""
+        mine = self.part(tensor)
+        return (
+            Matrix(f"{self.name}.A", mine.inputs, rank, "row", self.source),
+            Matrix(f"{self.name}.B", rank, mine.outputs, "column", f"{self.name}.A"),
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder.
+
+    Args:
+        title: for tables. layers, width, hidden: depth, model width, width inside of the MLP.
+        heads, kv_heads: of queries, and of keys and values. vocabulary: of the embedding and of the head, not tied.
+        gated: whether the MLP has a gate (SwiGLU), hence three matrices.
+    """
+
+    title: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    gated: bool = True
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys, and of values."""
+        return self.width // self.heads * self.kv_heads
+
+    @property
+    def layer(self) -> tuple[Matrix, ...]:
+        """The linear layers of one block, in the order of the forward pass."""
+        attention = (
+            Matrix("q", self.width, self.width, "column", "norm1"),
+            Matrix("k", self.width, self.kv_width, "column", "norm1"),
+            Matrix("v", self.width, self.kv_width, "column", "norm1"),
+            Matrix("o", self.width, self.width, "row", "mixed"),
+        )
+        gate = (Matrix("gate", self.width, self.hidden, "column", "norm2"),) if self.gated else ()
+        up = Matrix("up", self.width, self.hidden, "column", "norm2")
+        return (*attention, *gate, up, Matrix("down", self.hidden, self.width, "row", "activated"))
+
+    @property
+    def head(self) -> Matrix:
+        """From the last activation to the vocabulary; the embedding has as many numbers."""
+        return Matrix("head", self.width, self.vocabulary, "column", "last")
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one block, with the scales of its two norms."""
+        return sum(matrix.numbers for matrix in self.layer) + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All."""
+        return self.layers * self.layer_parameters + 2 * self.head.numbers + self.width
+
+    def lora_parameters(self, rank: int, tensor: int = 1) -> int:
+        """Of adapters on all linear layers of all blocks, on one of `tensor` ranks."""
+        return self.layers * sum(part.numbers for matrix in self.layer for part in matrix.lora(rank, tensor))
+
+
+MODELS = {
+    "7B": Shape("7B (Llama 2)", 32, 4096, 11008, 32, 32, 32000),
+    "70B": Shape("70B (Llama 3)", 80, 8192, 28672, 64, 8, 128256),
+    "405B": Shape("405B (Llama 3.1)", 126, 16384, 53248, 128, 8, 128256),
+    "100B": Shape("100B (GPT style)", 80, 10240, 40960, 80, 80, 50304, gated=False),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters are.
+
+    Args:
+        title: for tables. tensor: ranks that divide each matrix (TP). cut_frozen, cut_trained: whether frozen and
+            trained parameters are also divided over the ranks with different records (FSDP2).
+        streamed: whether trained parameters are gathered, and their sums scattered, block by block
+            (`distributed.functionalize_managed`).
+    """
+
+    title: str
+    tensor: int = 1
+    cut_frozen: bool = False
+    cut_trained: bool = False
+    streamed: bool = False
+
+
+LAYOUTS = {
+    "replicated": Layout("replicated"),
+    "frozen cut": Layout("FSDP2 base, LoRA replicated", cut_frozen=True),
+    "all cut": Layout("FSDP2", cut_frozen=True, cut_trained=True),
+    "tensor": Layout("TP 8 x FSDP2", tensor=8, cut_frozen=True, cut_trained=True),
+    "streamed": Layout("FSDP2, managed", cut_frozen=True, cut_trained=True, streamed=True),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how.
+
+    Args:
+        shape: of the model. lora_rank: adapters of this rank on all linear layers; None trains all parameters.
+        layout, gpus: where. engine: name. length: tokens of a record. microbatch: records at once on a rank.
+        expected_batch: records of a step, on all ranks together.
+    """
+
+    shape: Shape
+    lora_rank: int | None
+    layout: Layout
+    gpus: int
+    engine: EngineName
+    length: int = 2048
+    microbatch: int = 2
+    expected_batch: int = 4096
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, with different records."""
+        return self.gpus // self.layout.tensor
+
+    @property
+    def microbatches(self) -> int:
+        """Of a rank in a step of the expected size."""
+        return math.ceil(self.expected_batch / self.data_ranks / self.microbatch)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Activations of one block at a time; vmap cannot."""
+        return self.engine != "vmap"
+
+    @property
+    def trained(self) -> int:
+        """Trained numbers that one data rank works on: all, but for the matrices that tensor parallelism divides.
+
+        The embedding is not among them: a table that is divided has no rule yet.
+        """
+        if self.lora_rank is None:
+            table = self.shape.head.numbers
+            return table + (self.shape.parameters - table) // self.layout.tensor
+        return self.shape.lora_parameters(self.lora_rank, self.layout.tensor)
+
+    @property
+    def trained_held(self) -> int:
+        """Trained numbers that a GPU is responsible for."""
+        return self.trained // self.data_ranks if self.layout.cut_trained else self.trained
+
+    @property
+    def frozen_held(self) -> int:
+        """Frozen numbers that a GPU holds between steps."""
+        if self.lora_rank is None:
+            return 0
+        return self.shape.parameters // (self.gpus if self.layout.cut_frozen else self.layout.tensor)
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a job: vmap does not run tensor parallel layers, and some layouts need more than LoRA.
+
+        Sums that are scattered block by block need all norms before: the second backward pass of ghost.
+        """
+        if self.layout.streamed and (self.lora_rank is not None or self.engine != "ghost"):
+            return False
+        if self.layout.cut_frozen and not self.layout.cut_trained and self.lora_rank is None:
+            return False
+        return not (self.engine == "vmap" and self.layout.tensor > 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.microbatch * self.length
+
+
+def trained_matrices(job: Job) -> Iterator[Matrix]:
+    """The matrices that get per-sample gradients, as one rank sees them, in the order of the forward pass."""
+    tensor = job.layout.tensor
+    for _ in range(job.shape.layers):
+        for matrix in job.shape.layer:
+            yield from (matrix.part(tensor),) if job.lora_rank is None else matrix.lora(job.lora_rank, tensor)
+    if job.lora_rank is None:
+        yield job.shape.head.part(tensor)
+
+
+def layer_activations(job: Job) -> int:
+    """Bytes that autograd keeps of one block, with fused norms and attention: 4 + 2/tp widths, and what TP divides.
+
+    Inputs of both norms and their results; queries, keys, values and their mixture; gate, up, silu(gate), product.
+    """
+    shape, tensor = job.shape, job.layout.tensor
+    wide = 4 * shape.width + (2 * shape.width + 2 * shape.kv_width) // tensor
+    inner = (4 if shape.gated else 2) * shape.hidden // tensor
+    return HALF * job.tokens * (wide + inner)
+
+
+def activations(job: Job) -> int:
+    """Bytes of activations of a microbatch: inputs of all blocks and one block, or all blocks; and the loss."""
+    block = layer_activations(job)
+    blocks = job.shape.layers * HALF * job.tokens * job.shape.width + block
+    return (blocks if job.checkpointing else job.shape.layers * block) + LOSS * job.tokens * job.shape.vocabulary
+
+
+def formed(job: Job) -> list[bool]:
+    """Of each trained matrix: whether per-sample gradients are formed, or both sides of the products kept.
+
+    vmap forms all and ghost none. Book-keeping decides by time, within its budget.
+    """
+    if job.engine != "auto":
+        return [job.engine == "vmap" for _ in trained_matrices(job)]
+    budget, decided = BUDGET, []
+    for matrix in trained_matrices(job):
+        whole = SINGLE * job.microbatch * matrix.numbers
+        sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)
+        choice = matrix_costs(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch)
+        dense = choice.representation == "formed"
+        decided.append(dense and (whole <= budget or sides >= whole))
+        budget -= whole if decided[-1] else 0
+    return decided
+
+
+def auto_bytes(job: Job) -> int:
+    """What book-keeping keeps until the factors are known. An input counts once for all layers that read it."""
+    total = 0
+    seen: set[tuple[int, str]] = set()
+    in_a_block = len(job.shape.layer) * (1 if job.lora_rank is None else 2)
+    for number, (matrix, dense) in enumerate(zip(trained_matrices(job), formed(job), strict=True)):
+        source = (number // in_a_block, matrix.source)
+        if dense:
+            total += SINGLE * job.microbatch * matrix.numbers
+        else:
+            total += HALF * job.tokens * (matrix.outputs + (0 if source in seen else matrix.inputs))
+            seen.add(source)
+    if job.lora_rank is None:  # the embedding keeps the gradients of its rows
+        total += HALF * job.tokens * job.shape.width
+    return total
+
+
+def engine_bytes(job: Job) -> int:
+    """What the engine needs on top of activations and sums."""
+    largest = max(trained_matrices(job), key=lambda matrix: matrix.inputs + matrix.outputs)
+    scratch = SINGLE * job.tokens * (largest.inputs + largest.outputs)  # both sides in float32, one matrix at a time
+    if job.engine == "vmap":
+        most = max(matrix.numbers for matrix in trained_matrices(job))
+        return job.microbatch * (HALF * job.trained + SINGLE * most)
+    return scratch + (auto_bytes(job) if job.engine == "auto" else 0)
+
+
+def gathered_bytes(job: Job) -> int:
+    """What is gathered while gradients are computed: what FSDP2 has of a model at a time, and all trained parameters.
+
+    FSDP2 has two blocks, the embedding and the head.
+    """
+    at_a_time = HALF * (2 * job.shape.layer_parameters + 2 * job.shape.head.numbers) // job.layout.tensor
+    by_fsdp = at_a_time if job.layout.streamed or (job.lora_rank is not None and job.layout.cut_frozen) else 0
+    return by_fsdp + (HALF * job.trained if job.layout.cut_trained and not job.layout.streamed else 0)
+
+
+def sums_bytes(job: Job) -> int:
+    """Float32 sums while gradients are computed: of all trained parameters, twice with several microbatches."""
+    if job.layout.streamed:  # the own part, and one unit on its way
+        return SINGLE * (job.trained_held + max(job.shape.layer_parameters, job.shape.head.numbers))
+    return SINGLE * job.trained * (2 if job.microbatches > 1 else 1)
+
+
+def releasing_bytes(job: Job) -> int:
+    """Sums and the message; then the sum, the noise and the released gradient."""
+    whole, mine = SINGLE * job.trained, SINGLE * job.trained_held
+    if job.layout.cut_trained and not job.layout.streamed:
+        return max(whole + mine, 3 * mine)
+    return 3 * mine
+
+
+def parts(job: Job) -> dict[str, int]:
+    """Bytes on one GPU, by what they are for. `computing` and `releasing` are never there together.
+
+    - frozen, trained, optimizer: bfloat16 parameters; AdamW with a float32 copy.
+    - computing: gathered parameters, activations, the engine, float32 sums.
+    """
+    computing = {
+        "gathered": gathered_bytes(job),
+        "activations": activations(job),
+        "engine": engine_bytes(job),
+        "sums": sums_bytes(job),
+    }
+    return {
+        "frozen": HALF * job.frozen_held,
+        "trained": HALF * job.trained_held * (2 if job.layout.streamed else 1),  # the module's parts, and the caller's
+        "optimizer": OPTIMIZER * job.trained_held,
+        **computing,
+        "computing": sum(computing.values()),
+        "releasing": releasing_bytes(job),
+    }
+
+
+def peak(job: Job) -> int:
+    """The most bytes on one GPU at a time."""
+    found = parts(job)
+    held = found["frozen"] + found["trained"] + found["optimizer"]
+    return held + max(found["computing"], found["releasing"])
+
+
+def all_reduce(num_bytes: float, ranks: int) -> float:
+    """Bytes that each rank of a ring sends to add up a message."""
+    return 2 * num_bytes * (ranks - 1) / ranks
+
+
+def all_gather(num_bytes: float, ranks: int) -> float:
+    """Bytes that each rank sends so that all have the whole; a reduce-scatter sends as many."""
+    return num_bytes * (ranks - 1) / ranks
+
+
+def model_passes(job: Job) -> int:
+    """How often a microbatch needs the parameters: forward, and backward (with its repetition) once or twice."""
+    return 3 if job.engine == "ghost" else 2
+
+
+def sent(job: Job) -> dict[str, float]:
+    """Bytes that one GPU sends in a step, by what they are for."""
+    ranks, tensor = job.data_ranks, job.layout.tensor
+    frozen = 0.0
+    if job.lora_rank is not None and job.layout.cut_frozen:
+        once = all_gather(HALF * job.shape.parameters / tensor, ranks)
+        frozen = once * model_passes(job) * job.microbatches
+    # Block by block, parameters and sums travel in each microbatch and not once a step.
+    times = job.microbatches if job.layout.streamed else 1
+    gathers = times * model_passes(job) if job.layout.streamed else 1
+    gather = gathers * all_gather(HALF * job.trained, ranks) if job.layout.cut_trained else 0.0
+    whole = SINGLE * job.trained
+    sums = times * all_gather(whole, ranks) if job.layout.cut_trained else all_reduce(whole, ranks)
+    norms = activations = 0.0
+    if tensor > 1:
+        # of a layer's adapter, one side is divided
+        matrices = job.shape.layers * len(job.shape.layer) + (job.lora_rank is None)
+        norms = job.microbatches * all_reduce(8 * matrices * job.microbatch, tensor)
+        # two all-reduces of activations in each forward and each backward pass of a block, and in its repetition
+        passes = 2 * model_passes(job) - 1
+        once = 2 * all_reduce(HALF * job.tokens * job.shape.width, tensor)
+        activations = job.microbatches * job.shape.layers * passes * once
+    return {
+        "frozen parameters": frozen,
+        "trained parameters": gather,
+        "sums": sums,
+        "activations": activations,
+        "norms": norms,
+        "handshake": float(SUMMARY * (ranks - 1) + (SUMMARY * (tensor - 1))),
+    }
+
+
+def jobs() -> Iterator[tuple[str, str, str, Job]]:
+    """`(model, tuning, layout, job)` of each combination that exists."""
+    for model, shape in MODELS.items():
+        for tuning, rank in TUNINGS.items():
+            for layout, where in LAYOUTS.items():
+                for gpus in GPUS:
+                    for engine in ENGINES:
+                        job = Job(shape, rank, where, gpus, engine)
+                        if job.possible:
+                            yield model, tuning, layout, job
+
+
+def fits(num_bytes: float) -> int | None:
+    """The smallest GPU that holds them with a reserve, in GB; None if none does."""
+    return next((size for size in CAPACITIES if num_bytes <= (1 - RESERVE) * size * 1e9), None)
+
+
+def record(model: str, tuning: str, layout: str, job: Job) -> dict[str, Any]:
+    """One job: bytes on a GPU, and bytes that it sends."""
+    return {
+        "model": model, "tuning": tuning, "layout": layout, "gpus": job.gpus, "engine": job.engine,
+        "microbatches": job.microbatches, "bytes": {**parts(job), "peak": peak(job)}, "fits": fits(peak(job)),
+        "sent": sent(job),
+    }  # fmt: skip
+
+
+def modelled() -> dict[str, Any]:
+    """What the result file holds."""
+    models = {
+        name: {**asdict(shape), "parameters": shape.parameters, "lora": shape.lora_parameters(RANK)}
+        for name, shape in MODELS.items()
+    }
+    example = next(jobs())[3]
+    work = {"length": example.length, "microbatch": example.microbatch, "expected_batch": example.expected_batch}
+    work |= {"lora_rank": RANK, "reserve": RESERVE}
+    return {"work": work, "models": models, "jobs": [record(*each) for each in jobs()]}

@@ -1,0 +1,200 @@
+"""How steps are measured: meters, rounds, processes; what fails is a line of the table."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import measure, results
+from benchmarks.measure import MIB, Contestant, Failed, Numbers, Process, Server, compete, in_turn, summary
+
+SUMS = {"right": {"w": np.ones(3)}, "wrong": {"w": np.full(3, 1.001)}, "float32": {"w": np.full(3, 1.001)}}
+
+
+def contestant(spec):
+    """A question of its own: contestants named after what they do."""
+    name = spec["contestant"]
+    if name == "broken":
+        raise KeyError("no such model")
+    if name == "no sums":
+        return Contestant(lambda: Numbers({"batches": 2.0}))
+    if name == "dies":
+        return Contestant(lambda: sys.exit(3), lambda result: {})
+    sums = SUMS["right"] if name == "float32" and spec.get("double") else SUMS[name]
+    memory = {"peak_mib": 1.0 if name == "right" else 2.0}
+    return Contestant(lambda: sums, lambda result: result, memory=lambda: memory, facts={"fact": name})
+
+
+class Local(Process):
+    """A contestant in this process, without the seconds that imports take."""
+
+    def __init__(self, spec):
+        self.folder = SimpleNamespace(name=spec["folder"])
+        try:
+            self.server = Server(spec)
+        except Exception as error:
+            raise Failed(measure.reason(error)) from error
+        self.facts = self.server.facts()
+
+    def ask(self, command):
+        name, _, file = command.partition(" ")
+        return getattr(self.server, name)(*([file] if file else []))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def locally(monkeypatch):
+    monkeypatch.setattr(measure, "Process", Local)
+
+
+def error(name, sums, double):
+    return float(np.abs(sums["w"] - 1).max())
+
+
+def test_contestants_are_compared_timed_and_weighed(locally, tmp_path):
+    names = ("no sums", "right", "wrong", "float32", "broken")
+    specs = {name: {"module": __name__, "contestant": name, "folder": str(tmp_path)} for name in names}
+    said = []
+    found = compete(specs, 3, base="right", error=error, memory=True, say=said.append)
+    assert [found[name]["status"] for name in names] == [
+        "ok",
+        "ok",
+        "wrong: 0.001",
+        "ok",
+        "x: KeyError: 'no such model'",
+    ]
+    assert found["right"]["fact"] == "right"
+    assert found["right"]["time"]["ratio"] == found["right"]["cpu"]["ratio"] == 1
+    assert found["no sums"]["batches"]["median_seconds"] == 2
+    assert "time" not in found["wrong"]
+    assert found["float32"]["relative_error"] > 1e-4 > found["float32"]["relative_error_float64"]
+    assert found["float32"]["memory"]["ratio"] == 2
+    assert said[:2] == ["parity no sums", "parity right"]
+
+
+def test_a_checkout_is_compared_with_the_present_one(locally, tmp_path):
+    spec = {"module": __name__, "contestant": "right", "folder": str(tmp_path)}
+    found = compete({"plain": spec, "auto": spec, "auto@against": spec}, 2, base="plain", error=error)
+    assert found["auto"]["against"]["ratio"] > 0
+    assert "against" not in found["plain"]
+
+
+def test_a_process_answers_and_dies_by_itself(tmp_path):
+    """Another dpfunc is imported where one is named; what a contestant prints is no answer; an end is an error."""
+    (tmp_path / "dpfunc").mkdir()
+    (tmp_path / "dpfunc" / "__init__.py").write_text("")
+    (tmp_path / "question.py").write_text(
+        "import dpfunc\nfrom benchmarks.measure import Contestant\n"
+        "def contestant(spec):\n"
+        "    print('noise')\n"
+        "    return Contestant(lambda: exit(3), facts={'file': dpfunc.__file__}, answer=lambda word: {'word': word})\n"
+    )
+    process = Process({"module": "question", "dpfunc": str(tmp_path), "freed": "kept"})
+    try:
+        assert process.facts["file"] == str(tmp_path / "dpfunc" / "__init__.py")
+        assert process.ask("answer a b") == {"word": "a b"}
+        with pytest.raises(Failed, match="the process ended with code 3"):
+            process.ask("step")
+    finally:
+        process.close()
+
+
+def test_the_variables_of_a_process(monkeypatch):
+    """Freed memory is kept or given back; a process that is too slow is an error."""
+    seen = {}
+
+    def popen(command, env, **rest):
+        seen.update(env)
+        return SimpleNamespace(stdin=open("/dev/null"), stdout=open("/dev/zero"), kill=print, wait=print)
+
+    monkeypatch.setattr(measure.subprocess, "Popen", popen)
+    monkeypatch.setattr(measure.select, "select", lambda *_: ([], [], []))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    for freed, expected in {"kept": measure.KEEPS, "given back": {}}.items():
+        seen.clear()
+        with pytest.raises(Failed, match="no step within 1 s"):
+            Process({"module": "x", "freed": freed, "limit_seconds": 1})
+        assert {name: value for name, value in seen.items() if name.startswith("MALLOC_")} == expected
+
+
+def test_the_meter_is_exact():
+    kept = [torch.empty(8 * MIB, dtype=torch.uint8)]
+
+    def pattern():
+        first = torch.empty(3 * MIB, dtype=torch.uint8)
+        second = torch.empty(MIB, dtype=torch.uint8)
+        del first
+        kept.clear()  # was there before: neither counted nor subtracted
+        third = torch.empty(2 * MIB, dtype=torch.uint8)
+        del second
+        return third
+
+    result, used = measure.allocated(pattern)
+    assert result.numel() == 2 * MIB
+    assert used == (4 * MIB, 2 * MIB)
+    assert measure.resident() > 10 * MIB
+
+
+def test_the_meter_sees_a_backward_pass():
+    x = torch.ones(2**18, requires_grad=True)  # 1 MiB
+
+    def step():
+        x.grad = None
+        x.exp().sum().backward()  # exp is kept, and its gradient is made
+
+    _, used = measure.allocated(step)
+    assert used.left == pytest.approx(MIB, abs=100)
+    assert 2 * MIB <= used.peak <= 2 * MIB + 1000
+
+
+def test_a_call_is_timed():
+    found = measure.timed(lambda: time.sleep(0.05))
+    assert found["seconds"] >= 0.05 > found["cpu_seconds"]
+    assert measure.timed(lambda: Numbers(seconds=3.0))["seconds"] == 3
+
+
+def test_rounds_are_interleaved_and_rotated():
+    seen = []
+    found = in_turn({name: (lambda name=name: seen.append(name)) for name in "abc"}, 3)
+    assert "".join(seen) == "abc" + "bca" + "cab" + "abc"
+    assert all(len(values) == 3 for values in found.values())
+
+
+def test_ratios_are_taken_within_rounds():
+    found = summary([2.0, 40.0, 6.0], [1.0, 20.0, 2.0])  # the second round was slow for both
+    assert found["ratio"] == 2
+    assert found["ratio_quartiles"] == [2, 2.5]
+    assert (found["median_seconds"], found["best_seconds"]) == (6, 2)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_result_says_on_what_it_was_measured(monkeypatch, kept, tmp_path):
+    for name, value in measure.KEEPS.items():
+        monkeypatch.setenv(name, value) if kept else monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "result.json"
+    results.write(file, {"cases": {"a": {"number": 1 / 3, "none": math.inf}}})
+    found = json.loads(file.read_text())
+    assert found["machine"]["freed_memory"] == ("kept" if kept else "as the system has it")
+    assert {"cpu", "cores", "load_1min", "torch_threads", "gpu"} <= found["machine"].keys()
+    assert {"python", "torch", "opacus", "dpfunc"} <= found["versions"].keys()
+    assert found["cases"] == {"a": {"number": 0.33333, "none": "inf"}}
+
+
+def test_rows_are_kept_by_place(tmp_path):
+    for row in ({"data": "b", "x": 1}, {"data": "a", "x": 2}, {"data": "b", "x": 3}):
+        results.keep(tmp_path / "rows.json", row, lambda row: row["data"])
+    assert results.rows_of(tmp_path / "rows.json") == [{"data": "a", "x": 2}, {"data": "b", "x": 3}]
+
+
+def test_a_document_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="<!-- growth -->"):
+        results.filled("no table", {"growth": ""})

@@ -1,0 +1,129 @@
+"""What is no loss is an error that says so, in every engine: never a number that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Case
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from zoo.parity import ENGINES, differences, truth_of
+
+from dpfunc.errors import DPFuncError
+
+every = pytest.mark.parametrize("engine", ENGINES)
+
+
+def numbers(*shape):
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+BATCH = {"x": numbers(5, 3, 4), "y": numbers(5, 4)}
+
+
+def params(**changes):
+    return {"w": numbers(4, 4), "b": numbers(4), **changes}
+
+
+def run(engine, loss_fn, parameters):
+    """Losses, norms and sums: all that an engine can be asked for."""
+    result = ENGINES[engine]()(loss_fn, parameters, BATCH)
+    ones = torch.ones(len(result.losses_B), dtype=torch.float64)
+    return result.losses_B, result.sq_norms(), result.weighted_sum(dict.fromkeys(parameters, ones))
+
+
+def squares(out):
+    rows = out.reshape(len(out), -1)
+    return (rows.square() + rows * torch.arange(1.0, rows.shape[1] + 1, dtype=rows.dtype).sin()).sum(1)
+
+
+def loss(p, b):
+    return squares(b["y"] @ p["w"])
+
+
+WRONG = {
+    "one number": lambda p, b: loss(p, b).mean(),
+    "one for each token": lambda p, b: (b["x"] @ p["w"]).sum(2),
+    "a column": lambda p, b: loss(p, b)[:, None],
+    "too many": lambda p, b: torch.cat([loss(p, b)] * 2),
+    "too few": lambda p, b: loss(p, b)[1:],
+    "an integer": lambda p, b: loss(p, b).long(),
+    "a tuple": lambda p, b: (loss(p, b),),
+    "a number": lambda p, b: 1.0,
+    "nothing": lambda p, b: None,
+    "no gradient": lambda p, b: squares(b["y"]),
+    "detached": lambda p, b: loss(p, b).detach(),
+    "under no_grad": lambda p, b: torch.no_grad()(loss)(p, b),
+    "parameters under no_grad": lambda p, b: squares(b["y"] * torch.no_grad()(lambda: p["b"] * 2)()),
+    "under inference_mode": lambda p, b: torch.inference_mode()(loss)(p, b),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@every
+def test_losses_that_are_none_are_refused(engine, name):
+    """And an engine that has refused a loss works for another."""
+    again, good = ENGINES[engine](), Case(loss, params(), BATCH)
+    with pytest.raises(DPFuncError, match="loss"):
+        again(WRONG[name], params(), BATCH).weighted_sum(dict.fromkeys(params(), torch.ones(5, dtype=torch.float64)))
+    assert all(value < 1e-10 for value in differences(again, good, truth_of(good)).values())
+
+
+def again(function, *args):
+    return checkpoint(function, *args, use_reentrant=True)
+
+
+REENTRANT = {
+    "alone": lambda p, b: again(lambda x: torch.tanh(x @ p["w"]), (b["x"] * 1).requires_grad_()),
+    "beside another use": lambda p, b: b["x"] * p["b"] + REENTRANT["alone"](p, b),
+    "after a layer": lambda p, b: again(lambda x: torch.tanh(x @ p["w"]), b["x"] * p["b"]),
+    "with arguments": lambda p, b: again(lambda x, w: torch.tanh(x @ w), b["x"], p["w"]),
+}
+
+
+@pytest.mark.parametrize("name", REENTRANT)
+@every
+def test_reentrant_checkpoints_are_refused(engine, name):
+    """Only `backward()` reaches the parameters inside; everything else would leave them out."""
+    with pytest.raises(DPFuncError, match="reentrant"):
+        run(engine, lambda p, b: squares(REENTRANT[name](p, b)), params())
+
+
+@pytest.mark.parametrize("part", [False, True])
+@every
+def test_a_loss_does_not_overwrite_parameters(engine, part):
+    """Refused before it happens."""
+    parameters = params()
+
+    def loss_fn(p, b):
+        with torch.no_grad():
+            (p["b"][1:] if part else p["b"]).mul_(0.5)
+        return squares(b["x"] * p["b"])
+
+    with pytest.raises(DPFuncError, match="writes into"):
+        run(engine, loss_fn, parameters)
+    assert all(torch.equal(parameters[name], value) for name, value in params().items())
+
+
+@every
+def test_an_input_that_is_overwritten_before_its_use_in_the_backward_pass(engine):
+    """An error, as torch's own: the product with the new numbers would be wrong."""
+
+    def loss_fn(p, b):
+        x = b["x"].clone()
+        out = F.linear(x, p["w"])
+        x.relu_()
+        return squares(out.tanh())
+
+    with pytest.raises((DPFuncError, RuntimeError), match="modified by an inplace operation"):
+        run(engine, loss_fn, params())
+
+
+@every
+def test_one_tensor_under_two_names(engine):
+    """Each name has its own gradient: not one gradient under one of the names."""
+    shared = numbers(4, 4)
+    loss_fn = lambda p, b: squares(torch.tanh(b["x"] @ p["w"]) @ p["again"])
+    case = Case(loss_fn, params(w=shared, again=shared), BATCH)
+    assert all(value < 1e-10 for value in differences(ENGINES[engine](), case, truth_of(case)).values())
