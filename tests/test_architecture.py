@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import dpfunc
@@ -31,3 +32,8 @@ def test_every_file_has_its_place():
         if path.name != "__init__.py" and not named & {path, *path.parents}
     ]
     assert not missing
+
+
+def test_the_picture_is_that_of_the_imports():
+    """`make house` writes it."""
+    assert runpy.run_path(str(ROOT.parent / "tools" / "house.py"))["with_picture"](PAGE) == PAGE
