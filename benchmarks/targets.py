@@ -311,7 +311,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 
 def section(found: dict[str, Any]) -> str:
-    """The section of the page: the table, and the arithmetic of what is missed."""
+    """The section of the page: the targets that are missed, and their arithmetic. The command prints all."""
     pairs = judged(found)
     measured = [(target, value) for target, value in pairs if value is not None]
     missed = [target for target, value in measured if value > target.limit]
@@ -322,8 +322,9 @@ def section(found: dict[str, Any]) -> str:
         textwrap.fill(f"- **{'; '.join(titles)}**: {REASONS[why]}", 130, subsequent_indent="  ", break_on_hyphens=False)
         for why, titles in whys.items()
     ]
-    counts = f"{len(measured) - len(missed)} of {len(measured)} measured targets are met."
-    return "\n\n".join([counts, markdown(HEADS, rows(found)), "\n".join(reasons)])
+    counts = f"{len(measured) - len(missed)} of {len(measured)} measured targets are met; the others:"
+    others = [row for row in rows(found) if row[-1] != "met"]
+    return "\n\n".join([counts, markdown(HEADS, others), "\n".join(reasons)])
 
 
 @click.command(help=__doc__.splitlines()[0])
