@@ -122,11 +122,22 @@ def next_token(forward, logits=lambda out: out):
     return loss_fn
 
 
+def hf_classify(forward):
+    """With an additive mask (B, 1, 1, T): transformers looks at the values of a 2-D one, which vmap cannot do."""
+
+    def loss_fn(p, b):
+        mask = (1.0 - b["mask"].to(torch.float64))[:, None, None, :] * -1e9
+        logits = forward(p, input_ids=b["ids"], attention_mask=mask.to(next(iter(p.values())).dtype)).logits
+        return F.cross_entropy(logits, b["y"], reduction="none")
+
+    return loss_fn
+
+
 def build(name, size=5, dtype=torch.float32, device="cpu"):
     """The case of a name. Models are seeded; float64 where the dtype says so."""
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        return CASES[name](size, dtype)
+        return {**CASES, **FAMILIES}[name](size, dtype)
 
 
 def _mlp(size, dtype):
@@ -164,6 +175,22 @@ def _gpt2(size, dtype):
     return Case(next_token(forward, lambda out: out.logits), params, token_batch(size))
 
 
+def _bert(size, dtype):
+    forward, params = functionalize(tiny_bert().to(dtype), r"encoder\.layer\.1|classifier")
+    return Case(hf_classify(forward), params, token_batch(size))
+
+
+def _gpt2_lora(size, dtype):
+    adapter = attach(tiny_gpt2().to(dtype), insecure_key(0), targets=r"c_attn|mlp\.c_fc", rank=2, alpha=4)
+    params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
+    return Case(next_token(adapter.forward, lambda out: out.logits), params, token_batch(size))
+
+
+def _peft(size, dtype):
+    forward, params = functionalize(peft_bert().to(dtype))
+    return Case(hf_classify(forward), params, token_batch(size))
+
+
 CASES = {
     "mlp": _mlp,
     "cnn": _cnn,
@@ -173,3 +200,5 @@ CASES = {
     "tied weights": _tied,
     "GPT-2 full, tied": _gpt2,
 }
+FAMILIES = {"BERT top layer": _bert, "GPT-2 LoRA": _gpt2_lora, "PEFT LoRA": _peft}
+"""Models of families that the zoo compares with single samples; here for the recorded runs."""

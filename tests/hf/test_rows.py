@@ -41,11 +41,11 @@ ROWS = {
     "T7 author level": ("examples/test_authors.py", "test_T7_both_units_are_reported_side_by_side"),
     "T8 full and adapters": ("cli/test_train.py", "test_T8_the_adapter_opens_with_peft"),
     "T9 epsilon logged, final epsilon": (
-        "cli/test_train.py", "test_T9_the_end_says_what_was_spent_and_what_is_not_covered",
+        "cli/test_train.py", "test_T9_T12_what_a_run_says_and_leaves",
     ),
     "T10 stop at max epsilon": ("hf/trainer/test_arguments.py", "test_T10_a_ceiling_leaves_fewer_steps"),
     "T11 synthetic text": ("examples/test_synthetic_text.py", "test_T11_synthetic_text_trains_a_classifier"),
-    "T12 YAML jobs": ("cli/test_train.py", "test_T12_the_run_folder_is_complete"),
+    "T12 YAML jobs": ("cli/test_train.py", "test_T9_T12_what_a_run_says_and_leaves"),
     "T13 tips": ("cli/test_train.py", "test_T12_T13_commands_of_the_guide_work"),
     "T14 causal attention": ("hf/test_models.py", "test_T14_causal_attention"),
     "T15 the twin": ("hf/trainer/test_trainer.py", "test_T15_twin_is_an_ordinary_trainer"),

@@ -218,6 +218,9 @@ FAMILIES = {
     ),
 }
 # fmt: on
+bert, roberta, gpt_neox, qwen2, vit, clip = (
+    FAMILIES[name].model for name in ("BERT", "RoBERTa", "GPT-NeoX", "Qwen2", "ViT", "CLIP")
+)
 CASES = [
     (name, choice)
     for name, family in FAMILIES.items()
