@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfunc
 from dpfunc import clipping, engines
+from dpfunc.engines.guards.lockstep import process_context
 from dpfunc.errors import DPFuncError
 
 
@@ -146,3 +147,22 @@ def data_parallel_module():
 
 def _of(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["x"]).mean(1), b["y"], reduction="none")
+
+
+def late_use(engine, independent):
+    """A use that the first batch does not have, and the second one on the last process only: norms are those of rows alone."""
+
+    def losses(params, batch):
+        outputs = F.linear(batch, params["w"])
+        large_B1 = (batch > 100).any(1, keepdim=True)
+        if bool(large_B1.any()):
+            outputs = outputs + torch.where(large_B1, batch @ params["w"].T, 0.0)
+        return outputs.square().sum(1)
+
+    run, params = getattr(engines, engine)(), {"w": torch.linspace(-1, 1, 6).reshape(2, 3)}
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    with process_context(dist.group.WORLD, independent=independent):
+        run(losses, params, batch).sq_norms()
+        batch *= 1000 if dist.get_rank() == 1 else 1
+        found = run(losses, params, batch).sq_norms()["w"]
+    return found, engines.loop()(losses, params, batch).sq_norms()["w"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -100,9 +102,9 @@ def test_a_row_draws_alone_what_it_draws_beside_others(name, engine):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
-def clipped(loss_fn, params, rows, engine, size):
+def clipped(loss_fn, params, rows, engine, size, key=KEY):
     made = getattr(engines, engine)()
-    return clipped_grad(loss_fn, params, rows, clipping.Flat(0.5), engine=made, microbatch_size=size, key=KEY)
+    return clipped_grad(loss_fn, params, rows, clipping.Flat(0.5), engine=made, microbatch_size=size, key=key)
 
 
 @cases
@@ -119,6 +121,18 @@ def test_rows_draw_different_numbers(engine):
     """Also rows of different microbatches."""
     _, unreleased = clipped(LOSSES["randn"], weights(), batch(1).expand(ROWS, D), engine, 2)
     assert len(set(unreleased.losses_B.tolist())) == ROWS
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_the_law_of_a_branch_does_not_depend_on_microbatches(engine, size):
+    """Probability .3 within 4 sigma, and not the .21 that one draw for two rows would give."""
+    steps, hits = 150, 0
+    for step in range(steps):
+        _, unreleased = clipped(LOSSES["a branch"], weights(), batch(), engine, size, insecure_key(step))
+        hits += int(torch.isclose(unreleased.losses_B, (weights()["w"] * batch()).sum(1)).sum())
+    off = lambda law: abs(hits / (steps * ROWS) - law) / math.sqrt(law * (1 - law) / (steps * ROWS))
+    assert off(0.3) < 4 < off(0.21)
 
 
 def test_positions_are_those_in_the_batch():

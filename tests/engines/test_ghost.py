@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.nn.functional import dropout, linear
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measure import allocated
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
 from dpfunc.engines import auto, ghost, loop
@@ -107,3 +109,13 @@ def test_sums_can_be_taken_again():
             each.weighted_sum(dict.fromkeys("ab", factors_B)) for each in (found, auto()(tied(), *inputs()))
         )
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [checkpointed, tied])
+def test_norms_keep_no_gradients(make):
+    """What the first pass leaves is losses, norms and the seed of the second pass; of parameters with several uses, too."""
+    loss_fn, engine = make(), ghost()
+    engine(loss_fn, *inputs())
+    found, memory = allocated(partial(engine, loss_fn, *inputs()))
+    norms = sum(value.nbytes for value in (found.losses_B, *found.sq_norms().values()))
+    assert memory.left - torch.get_rng_state().nbytes < 2 * norms < WIDTH**2 < memory.peak / 4

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.measure import allocated
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines.per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
 from dpfunc.engines.rules.convolution import ConvolutionArgs, Convolved
@@ -304,3 +305,16 @@ def test_gradients_that_are_computed_together(kind, dropped):
         for name, grad in grads.items():
             torch.testing.assert_close(norms[name], grad.sq_norms(), equal_nan=True)
             torch.testing.assert_close(sums[name], grad.weighted_sum(each[name]))
+
+
+def test_memory_of_sums_does_not_depend_on_the_order_of_parameters():
+    """A sum takes three times its memory while it is made: the largest one is made first."""
+    large, small = (convolved(Draw(0, 2, torch.float32), out=out, channels=out) for out in (256, 64))
+    factors, peaks = dict.fromkeys("ab", torch.ones(2)), []
+    for grads in ({"a": large, "b": small}, {"a": small, "b": large}):
+        per_sample = PerSample(torch.zeros(2), grads)
+        per_sample.weighted_sum(factors)
+        sums, used = allocated(partial(per_sample.weighted_sum, factors))
+        assert list(sums) == list(grads)
+        peaks.append(used.peak)
+    assert peaks[0] == peaks[1] < 4 * sums["b"].nbytes

@@ -33,7 +33,15 @@ GPT2 = Family("GPT2LMHeadModel", "gpt2", ("c_attn", "c_proj"))
 OPT = Family("OPTForCausalLM", "opt", ("q_proj", "v_proj", "fc1"), changes={"word_embed_proj_dim": 16, "ffn_dim": 24})
 LLAMA = Family("LlamaForCausalLM", "llama", ("q_proj", "v_proj", "down_proj"), ("lm_head",))
 QV = ("q_proj", "v_proj")
-T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,
+}
 FAMILIES = {
     "GPT-2": GPT2, "OPT": OPT, "Llama": LLAMA,
     "GPT-2, padded on the left": replace(GPT2, left=True), "OPT, padded on the left": replace(OPT, left=True),
@@ -62,8 +70,8 @@ def batch_of(family):
     return {**inputs, "labels": torch.where(rows["mask"] == 1, rows["ids"] % classes, -100)}
 
 
-def case_of(name, dtype=torch.float32):
-    """A loss, moved parameters of its adapters and a batch."""
+def case_of(name, dtype=torch.float32, checkpointed=False):
+    """A loss, moved parameters of its adapters and a batch; checkpointing is switched on after `functionalize`."""
     from peft import LoraConfig, get_peft_model
 
     family = FAMILIES[name]
@@ -76,6 +84,13 @@ def case_of(name, dtype=torch.float32):
         )  # fmt: skip
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
     forward, params = adapters.functionalize(adapted)
+    if checkpointed:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.config.use_cache = False
+        parts = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+        assert parts
+        for part in parts:
+            part.training = True  # and dropout, a part of its own, is not
     generator = torch.Generator().manual_seed(2)
     params = {at: p + 0.1 * torch.randn(p.shape, generator=generator).to(p) for at, p in params.items()}
     return Case(make_loss_fn(forward, infer_task(adapted)), params, batch_of(family))
@@ -90,6 +105,13 @@ def test_every_engine_equals_single_samples(name):
     for engine in (auto, engines.ghost()) if name in ("GPT-2", "T5") else (auto,):
         assert max(differences(engine, case, truth).values()) < 2e-4
     assert auto.decision(case.loss_fn).engine == "one pass"
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
+def test_gradient_checkpointing(name):
+    """The same gradients, layer by layer computed twice."""
+    differ = differences(engines.auto(), case_of(name, checkpointed=True), truth_of(case_of(name)))
+    assert max(differ.values()) < 2e-4
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5", *(name for name, family in FAMILIES.items() if family.left)])

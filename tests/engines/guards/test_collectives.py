@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from workers import run
 
 WRONG = ("scaled_by_all", "scaled_in_place", "gathered", "autograd_function", "trained_by_all")
@@ -46,3 +47,11 @@ def test_distributed_data_parallel_is_taken_off():
         assert kind == "Sequential"
         assert len(refused) == 3
         assert all("Take its .module" in message for message in refused)
+
+
+@pytest.mark.parametrize("independent", [True, False])
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_a_use_that_comes_late_is_right(engine, independent):
+    """In a loss that reads numbers of its batch, on processes whose batches differ."""
+    for found, expected in run(2, "collective_jobs:late_use", engine, independent):
+        torch.testing.assert_close(found, expected)

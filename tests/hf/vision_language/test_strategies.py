@@ -103,6 +103,20 @@ def test_L8_parity(processor, name, layout, side):
     assert auto.decision(case.loss_fn).engine == "one pass"
 
 
+def test_L8_all_parameters_and_several_images(processor):
+    """All parameters, those without a gradient included, and several images a sample."""
+    forward, params = functionalize(model_of())
+    case = Case(answer_loss(forward), params, batch_of(processor, *LAYOUTS["up to two"]))
+    auto = engines.auto()
+    assert max(differences(auto, case, truth_of(case)).values()) < 1e-5
+    assert auto.decision(case.loss_fn).engine == "one pass"
+
+
+def test_L8_parity_without_rules(processor):
+    case = case_of(processor, "projector", "one", "right")
+    assert max(differences(engines.vmap(), case, truth_of(case)).values()) < 1e-5
+
+
 @pytest.mark.parametrize("engine", ["ghost", "auto"])
 def test_L8_images_that_cross_into_the_next_sample_are_refused(processor, engine):
     """As many tokens as images in all, but three images' tokens in one sample and one's in the next."""
@@ -503,7 +517,7 @@ def test_L7_images_of_any_size_are_refused(processor):
         image_text_collator(wide, max_length=200)
 
 
-@pytest.mark.parametrize("name", ["lora", "projector"])
+@pytest.mark.parametrize("name", FLOAT)
 def test_L7_private_training_learns(processor, name):
     """A short run with little noise on drawn images: the loss falls."""
     result = built(name, model_of())
