@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines.numerics import exact
-from dpfunc.engines.per_sample import Dense
+from dpfunc.engines.per_sample import Dense, Late
 from dpfunc.engines.reads import Handler, Pass
 from dpfunc.engines.rules import REGISTERED, RULES
 from dpfunc.engines.rules.linear import MATMULS
@@ -38,8 +38,10 @@ def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) 
     owner.noted.append(use)
     found = use.rule.grads(use, grad, **{**use.options, **tensors})
     formed = use.choice.representation == "formed"
+    late = formed and use.costs.numbers > use.costs.factors
     for argument, name in use.wanted.items():
-        owner.take(name, Dense(found[argument].dense()) if formed else found[argument])
+        own = found[argument]
+        owner.take(name, own if not formed else Late(own) if late else Dense(own.dense()))
 
 
 @dataclass

@@ -86,6 +86,26 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Late:
+    """Gradients that are formed when they are asked for: larger than their factors, which are kept until then."""
+
+    grad: PerSampleGrad
+
+    def dense(self) -> Tensor:
+        return self.grad.dense()
+
+    def sq_norms(self) -> Tensor:
+        return Dense(self.dense()).sq_norms()
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        return Dense(self.dense()).weighted_sum(factors_B)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grad.shape
+
+
+@dataclass(frozen=True)
 class Zeros:
     """The gradients of a parameter that the loss does not use."""
 
@@ -471,4 +491,7 @@ class Kept:
     def joined(self, name: str, param: Tensor, num_samples: int) -> PerSampleGrad:
         """All of the gradient of a parameter; the pieces are given away."""
         pieces = self.pieces.pop(name, [])
+        for place, piece in enumerate(pieces):
+            if isinstance(piece, Late):  # the activations of the pass are gone
+                pieces[place] = Dense(piece.dense())
         return add(pieces) if pieces else Zeros(num_samples, param)

@@ -307,7 +307,8 @@ class VmapGrad:
             if self.told is not None:
                 self.told(passed)
             kept.take_formed(passed.rest)
-            grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
+            with exact(passed.losses_B.device), torch.no_grad():
+                grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
             return PerSample(passed.losses_B, grads)
         while True:
             together = self._known[rows.loss_fn].together
