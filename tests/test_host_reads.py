@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfunc
 from dpfunc.checkpoint import Journal
 from dpfunc.engines.guards.audit import Audits
+from dpfunc.engines.numerics import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8
@@ -166,3 +167,15 @@ def test_parameters_that_are_not_finite_release_nothing(tmp_path, bad, steps_bef
     assert (path.read_bytes() if path.exists() else b"") == written
     _, after, _ = step(params, batch, state)
     assert after.step == steps_before + 1
+
+
+def test_an_error_leaves_no_marks_unread():
+    """Otherwise a norm that lost its digits would not be measured again in any later step."""
+
+    def fail():
+        any_set(torch.tensor([True]))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        ReadTogether()(fail)
+    assert any_set(torch.tensor([True]))

@@ -5,7 +5,7 @@ For each data set and strategy, accuracies on the test part:
 - majority: the class that is most frequent in training;
 - non-private: the best of `RATES` without clipping and noise, chosen on validation data;
 - tuned: the best private run of a grid (`RATES` x `PROBS`), chosen on validation data, which epsilon does not count.
-  It is run in closed form (closed.py), which tests/benchmarks/test_recipes_benchmark.py compares with the library;
+  It is run in closed form (closed.py), which tests/benchmarks/test_recipes.py compares with the library;
 - plain: batch 256, 100 steps, Adam at 1e-2 on rows of norm 1: what the README said before there were recipes;
 - recipe: `dpfunc.recipes.recipe`, with `SEEDS` seeds, and nothing chosen. With `full` it is the loop of the README,
   word for word: its code is read from there and executed, with this model and data set.

@@ -1,6 +1,6 @@
 """Clipped training of a linear layer, or of a network with one hidden layer, in closed form: for grids, nothing else.
 
-No generator here is fit for privacy. `tests/benchmarks/test_recipes_benchmark.py` compares the clipped sum with
+No generator here is fit for privacy. `tests/benchmarks/test_recipes.py` compares the clipped sum with
 `dpfunc.clipped_grad`.
 """
 

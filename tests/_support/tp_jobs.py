@@ -173,19 +173,6 @@ class Table(nn.Module):
         return self.head(self.embed(ids)).mean(1)
 
 
-class Scaled(nn.Module):
-    """A weight that is a DTensor, and whole on each rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.head = nn.Parameter(torch.linspace(1, 2, 6)), nn.Linear(6, 3)
-
-    def forward(self, x):
-        if isinstance(self.scale, DTensor):
-            x = DTensor.from_local(x, self.scale.device_mesh, [Replicate()])
-        return self.head(full(x * self.scale)).mean(1)
-
-
 class AcrossRecords(nn.Linear):
     """Each rank takes a part of the records."""
 
@@ -195,7 +182,7 @@ class AcrossRecords(nn.Linear):
 
 
 MODELS = {
-    "sequence": (MLP, MLP), "table": (Table, Table), "own heads": (Normed, Normed), "scaled": (Scaled, Scaled),
+    "sequence": (MLP, MLP), "table": (Table, Table), "own heads": (Normed, Normed),
     "across records": (lambda: AcrossRecords(6, 3), lambda: nn.Linear(6, 3)),
 }  # fmt: skip
 
@@ -223,8 +210,8 @@ def unusual(kind):
     if kind == "table":
         parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
         loss = ids
-    if kind in ("across records", "scaled"):
-        for name, param in list(model.named_parameters(recurse=False)):
+    if kind == "across records":
+        for name, param in list(model.named_parameters()):
             model.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
         batch = rows(batch, 0, 4)
     if kind == "losses":

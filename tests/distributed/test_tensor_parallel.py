@@ -98,7 +98,6 @@ UNUSUAL = [
     ("frozen", None),
     ("sequence", None),
     ("table", None),
-    ("scaled", None),
     ("own heads", ["norm.weight, norm.bias", "a part of the gradient"]),
     ("across records", ["cannot be computed", "redistribut"]),
     ("other records", ["Give all of them the same records"]),

@@ -459,6 +459,16 @@ def handed_on():
     return loss_fn
 
 
+def seed_of_torch():
+    """torch's own generator is the counter."""
+
+    def loss_fn(p, x):
+        torch.manual_seed(torch.initial_seed() % 1000 + 1)
+        return linear(p, x, torch.initial_seed() % 2 == 1)
+
+    return loss_fn
+
+
 # Loss -> where a step must be refused: a single pass of a step, for which nothing is kept yet, may release.
 KEEPING = {
     batch_norm_in_a_closure: lambda engine, size: (engine, size) != ("auto", None),
@@ -467,6 +477,7 @@ KEEPING = {
     toggle: lambda engine, size: size == 2,  # an even number of microbatches
     handed_on: lambda engine, size: True,
     counter_over_groups_of_rows: lambda engine, size: size is None,
+    seed_of_torch: lambda engine, size: False,
 }
 
 

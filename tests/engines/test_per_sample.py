@@ -269,6 +269,13 @@ def test_a_bad_sample_stays_in_its_group(bad, drawn):
         assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
 
 
+@kinds
+def test_no_samples(kind):
+    grad = KINDS[kind](Draw(3, 0))
+    assert grad.sq_norms().shape == (0,)
+    assert torch.equal(grad.weighted_sum(torch.zeros(0)), torch.zeros(grad.shape, dtype=torch.float64))
+
+
 def test_large_rows_are_summed_in_pieces():
     """Sums of squares of many numbers: one long float32 sum of equal numbers is off by far more."""
     row = Dense(torch.full((2, 2**22 + 3), 0.1))
@@ -318,3 +325,17 @@ def test_memory_of_sums_does_not_depend_on_the_order_of_parameters():
         assert list(sums) == list(grads)
         peaks.append(used.peak)
     assert peaks[0] == peaks[1] < 4 * sums["b"].nbytes
+
+
+def test_gradients_with_the_same_side_share_its_products():
+    """Norms are those of the formed gradients, also where a part of the samples is left of one of them."""
+    products = []
+    a, other, *sides = (torch.randn(4, 3, size, dtype=torch.float64) for size in (64, 64, 50, 60))
+    first, second = (Outer(a, b, (64, b.shape[2]), products=products) for b in sides)
+    part = replace(second, a_BTp=a[:2], b_BTd=sides[1][:2])
+    for grad in (first, replace(second, a_BTp=other), first, second, first, part):
+        torch.testing.assert_close(grad.sq_norms(), Dense(grad.dense()).sq_norms(), rtol=1e-9, atol=0)
+    first.sq_norms()
+    assert products
+    second.sq_norms()
+    assert not products

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from text_job import rows, train, write_job
@@ -16,7 +17,9 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.train.config_file import read_job
 from dpfunc.train.dataset import collator, read_records
 from dpfunc.train.dry_run import dry_run
-from dpfunc.train.model import load_processing
+from dpfunc.train.frozen import compute_frozen
+from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train.recipe import with_shape
 from dpfunc.train.tables import read_table, split
 
 UNIT = "one person: all records with the same value of the unit column"
@@ -92,6 +95,9 @@ def test_costs_for_records_and_for_people_do_not_add_up(finished, monkeypatch):
     refused = train(*flags, "--batch_size", 6, "--spent", "own.json")
     assert "which protected 'one person: all texts of one author'" in refused.stderr
     assert not Path("next").exists()
+    flags = ["--eval_fraction", 0.2, "--batch_size", 6, "--dp_delta", 1e-2, "--resume", "--dry-run"]
+    assert train(*flags, *PEOPLE).exit_code == 0
+    assert "data.unit_column was 'author', now None" in train(*flags).stderr  # nor does a run go on for the other
 
 
 @pytest.mark.usefixtures("here")
@@ -197,6 +203,26 @@ def test_a_unit_needs_its_public_limit():
             read_job("job.yaml", flags)
     with pytest.raises(InvalidArgument, match="data.max_records_per_unit >= 1"):
         read_job("job.yaml", [*PEOPLE[:3], "0"])
+
+
+@pytest.mark.parametrize("flags", [["--strategy", "head"], ["--strategy", "lora", "--top_layers", "1"]])
+def test_frozen_layers_are_computed_once_for_people_as_well(tmp_path, monkeypatch, flags):
+    """What is kept of each record of a person gives the logits of the whole model."""
+    write_job(tmp_path, "text_classification", "bert")
+    monkeypatch.chdir(tmp_path)
+    write("mails.jsonl", authored(40, 9))
+    job = with_shape(read_job("job.yaml", ["--init", "pretrained", "--eval_fraction", "0", *flags, *PEOPLE]))
+    processing = load_processing(job)
+    model = choose_parameters(load_base(job, processing), job).eval()
+    records = read_records(job, processing)
+    computed, _ = compute_frozen(job, model, records, shows=False)
+    whole, kept = (collator(job, processing)(each.units) for each in (records, computed))
+    assert "input_ids" not in kept
+    assert torch.equal(whole.pop("text_mask"), kept.pop("text_mask"))
+    assert torch.equal(whole.pop("labels"), kept.pop("labels"))
+    with torch.no_grad():
+        logits = [model(**{k: v.flatten(0, 1) for k, v in batch.items()}).logits for batch in (whole, kept)]
+    torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
 
 
 def test_a_head_over_people_and_its_twin(tmp_path, monkeypatch):
