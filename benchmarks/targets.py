@@ -296,11 +296,28 @@ def jax_section(cases: dict[str, Any]) -> str:
     return f"JAX Privacy: {', '.join(sorted(reasons))}."
 
 
+BEFORE_HEADS = ("case", "plain step, ms", "CPU time: before", "now", "now / before", "memory: before", "now")
+
+
+def before_rows(cases: dict[str, Any]) -> list[list[str]]:
+    """Ratios to the plain step of the default engine, in another checkout and in this one, from one run."""
+    rows = []
+    for name, case in cases.items():
+        plain, old, new = (case["contestants"][who] for who in ("plain", "auto@against", "auto"))
+        share = new["cpu"]["median_seconds"] / old["cpu"]["median_seconds"]
+        times = [number(old, "cpu"), number(new, "cpu"), f"{share:.2f}"]
+        rows.append(
+            [name, f"{1e3 * plain['cpu']['median_seconds']:.0f}", *times, number(old, "memory"), number(new, "memory")]
+        )
+    return rows
+
+
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables of the page, by their places."""
     engines = cases_of(found, "engines")
     places = {
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
+        "before": markdown(BEFORE_HEADS, before_rows(cases_of(found, "engines_before"))),
         "jax": jax_section(engines),
         "targets": section(found),
     }
