@@ -69,7 +69,7 @@ SIZES = ("number of records", "public bound on the number of records")
 
 @dataclass(frozen=True)
 class _Published:
-    """What both records have in common: checks of their fields, and the way into a file and back."""
+    """Base of both records: checks of the fields, and the way into a file and back."""
 
     kind: ClassVar[str]
     """The schema, before its version."""

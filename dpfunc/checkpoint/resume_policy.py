@@ -292,7 +292,7 @@ def _strangers(history: History, state: StepState, plan: Plan) -> dict[str, obje
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> dict[str, object]:
-    """How the layout of steps that were released differs from the one now."""
+    """Differences between the layout in which steps were released and the present one."""
     lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
     return {"lines": shorten(lines) or "it was, for a while", "first": state.step, "last": state.charged - 1}
 

@@ -31,7 +31,7 @@ FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True, **_HELP}
 
 
 def seed_option(what: str) -> Callable[[Any], Any]:
-    """The option `--insecure-seed`."""
+    """Option of a guessable key; `what` is repeated by it, e.g. a run."""
     text = f"A guessable key, to repeat a {what}: for tests and public data."
     return click.option("--insecure-seed", "--insecure_seed", type=click.IntRange(min=0), help=text)
 

@@ -20,14 +20,14 @@ from dpfunc.types import Params
 
 
 class Source(Protocol):
-    """Where the tensors come from that a module computes with, if it swaps them itself (`fully_shard`)."""
+    """Tensors that a module computes with in place of its parameters, where it swaps them itself (`fully_shard`)."""
 
     def leaves(self, params: Params) -> dict[str, Tensor]:
         """The tensors that stand for these parameters, by name."""
         ...
 
     def reduced(self, name: str, total: Tensor) -> Tensor:
-        """What this process keeps of the weighted sum of a parameter; may communicate."""
+        """The part of the weighted sum of a parameter that this process keeps; may communicate."""
         ...
 
 

@@ -80,7 +80,7 @@ def check_model(model: nn.Module) -> ModelCheck:
 
 
 def _problems(model: nn.Module, task: str | None) -> Iterator[str]:
-    """What must be changed before training."""
+    """Messages about a model that cannot be trained as it is, each with what to change."""
     base = base_model(model)
     config = getattr(base, "config", None)
     try:

@@ -218,5 +218,5 @@ class Gaussian:
         )
 
     def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
-        """See `gaussian`."""
+        """The Gaussian mechanism of a step, `gaussian` of these values."""
         return gaussian(noise_multiplier, allocation=allocation, source=source)

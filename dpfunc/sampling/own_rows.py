@@ -117,7 +117,7 @@ def _plain(value: Any) -> bool:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """What `copy.deepcopy` gives, without the memory of views, and faster for what most records are made of."""
+    """A copy as by `copy.deepcopy`, without the memory behind views, and faster for most kinds of records."""
     if type(value) in _CONSTANTS:
         return value
     if id(value) not in memo:

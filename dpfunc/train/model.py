@@ -85,7 +85,7 @@ def load_processing(job: Job) -> Any:
 
 
 def _options(job: Job) -> dict[str, Any]:
-    """Options of from_pretrained."""
+    """Options of `from_pretrained` that the job decides: no download, and a file of GGUF weights."""
     gguf = {} if job.model.gguf_file is None else {"gguf_file": job.model.gguf_file}
     return {"local_files_only": job.model.local_files_only, **gguf}
 

@@ -88,7 +88,7 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
-    """How often a tensor was written into, and some of its numbers: all if they are few.
+    """Number of writes into a tensor, and some of its numbers: all if they are few.
 
     Tensors of earlier rows are refused where they are used. Numbers are compared as well, since some operations write
     without saying so (batch norm), and since a tensor may be another one of the same shape.
@@ -154,7 +154,7 @@ def _is_library(package: str) -> bool:
 
 
 def _reduced(value: Any) -> Iterable[Any]:
-    """What `pickle` would keep of an object without attributes: generators of random numbers, iterators, slots."""
+    """State of an object without attributes, as `pickle` keeps it: generators of random numbers, iterators, slots."""
     if hasattr(value, "tobytes"):  # arrays
         return (value.tobytes(),)
     try:

@@ -350,7 +350,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return self._data_name or data_name(self.train_dataset)
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
-        """What a run goes on from; None if none was saved because nothing was released."""
+        """The checkpoint from which a run goes on; None if none was saved because nothing was released."""
         folder, ranks = Path(self.args.output_dir), self._ranks
 
         def find() -> str:

@@ -25,7 +25,7 @@ _ONE_SIZE = (
 
 
 class _OneImage(NamedTuple):
-    """What every image has as much of."""
+    """Parts of an input that each image adds, the same number for every image."""
 
     tokens: tuple[int, ...] = ()
     """What stands for an image in a text."""
