@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from dpfunc.engines.levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines.numerics import exact
 from dpfunc.engines.per_sample import Dense, Late
-from dpfunc.engines.reads import Handler, Pass
+from dpfunc.engines.reads import Handler, Pass, any_row
 from dpfunc.engines.rules import REGISTERED, RULES
 from dpfunc.engines.rules.linear import MATMULS
 from dpfunc.engines.rules.table import Bound, Form, Rule, Use
@@ -494,7 +493,7 @@ def _product_of_4_bits(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapp
             gradient of zero, with a warning of torch alone.
     """
     run: Callable[..., Any] = func
-    if func.__name__.split(".")[0] not in _PRODUCTS or any(map(is_row, pytree.tree_leaves((args[1:], dict(kwargs))))):
+    if func.__name__.split(".")[0] not in _PRODUCTS or any_row((args[1:], dict(kwargs))):
         return NotImplemented
     if torch.is_grad_enabled() and args[0].requires_grad:
         raise UnsupportedModel(

@@ -409,15 +409,15 @@ def numbers(owner: Pass, given: Any) -> Any:
     def number(value: Tensor) -> Any:
         return read(owner, Tensor.item, (value,), {}) if _is_number(value) else value
 
-    return pytree.tree_map_only(Tensor, number, given) if _any_row(given) else given
+    return pytree.tree_map_only(Tensor, number, given) if any_row(given) else given
 
 
-def _any_row(given: Any) -> bool:
+def any_row(given: Any) -> bool:
     """True if there is a tensor of a row; without the cost of torch's trees, because shapes come with each step."""
     if isinstance(given, Tensor):
         return is_row(given)
     if isinstance(given, (list, tuple)):
-        return any(map(_any_row, given))
+        return any(map(any_row, given))
     return isinstance(given, (dict, slice)) and any(map(is_row, pytree.tree_leaves(given)))
 
 
@@ -439,7 +439,7 @@ def stacked(owner: Pass, given: Any) -> Any:
 
 def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operation whose sizes may be numbers of a row."""
-    if not _any_row(args[1:]) and not _any_row(kwargs):
+    if not any_row(args[1:]) and not any_row(kwargs):
         return NotImplemented
     rest, kwargs = numbers(owner, (tuple(args[1:]), dict(kwargs)))
     return func(args[0], *rest, **kwargs)
@@ -458,7 +458,7 @@ def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], k
 
 
 def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return read(owner, func, args, kwargs) if any(map(is_row, pytree.tree_leaves((args, kwargs)))) else NotImplemented
+    return read(owner, func, args, kwargs) if any_row((args, kwargs)) else NotImplemented
 
 
 def _named(*names: str) -> list[Any]:

@@ -44,7 +44,7 @@ from dpfunc.engines.levels import (
 )
 from dpfunc.engines.loop import is_warm
 from dpfunc.engines.per_sample import Kept
-from dpfunc.engines.reads import READS, Alone, Handler, NoRules, Pass, Passed, numbers, stacked
+from dpfunc.engines.reads import READS, Alone, Handler, NoRules, Pass, Passed, any_row, numbers, stacked
 from dpfunc.engines.recurrent import RECURRENT_LAYERS
 from dpfunc.engines.rules import REGISTERED
 from dpfunc.engines.rules.composite import COMPOSITES
@@ -181,7 +181,7 @@ class _RowPass(Pass):
         if isinstance(func, (OpOverload, OpOverloadPacket)):
             refuse_undeclared(func)
             name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
-            if name not in _OURS and any(map(is_row, pytree.tree_leaves((args, kwargs)))):
+            if name not in _OURS and any_row((args, kwargs)):
                 found = OF_LIBRARIES.get(name, _unknown)(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
