@@ -16,8 +16,8 @@ from rich.table import Table
 from benchmarks.measure import timed
 from benchmarks.results import FOLDER, write
 from dpfunc.accounting import Ledger, calibrate_noise, epsilon
+from dpfunc.accounting._rdp import step_curve
 from dpfunc.accounting.accountant import cached_epsilon
-from dpfunc.accounting.rdp import step_curve
 from dpfunc.errors import DPFuncError
 from dpfunc.types import Event
 

@@ -1,6 +1,6 @@
 """How probable it is that the audit of rows finds a fault: `python -m benchmarks.audit_power`.
 
-Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.guards.audit.Audits` itself, on average over
+Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines._guards.audit.Audits`, on average over
 its chance; the rest is the hypergeometric law: r of B rows, drawn without replacement, miss all b faulty ones with
 probability C(B - b, r) / C(B, r). For small r that is near (1 - b / B)^r.
 
@@ -16,7 +16,7 @@ import json
 import math
 
 from benchmarks.results import DOCS, markdown
-from dpfunc.engines.guards.audit import Audits
+from dpfunc.engines._guards.audit import Audits
 
 RESULT = DOCS / "results" / "audit_power.json"
 SIZES = (32, 256, 1024, 8192)

@@ -35,10 +35,11 @@ from benchmarks.measure import in_turn, statistics_of, timed
 from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.digests import checksum
-from dpfunc.distributed.agreement import agree, summarize
-from dpfunc.distributed.noise_shares import noise_windows
-from dpfunc.distributed.reduce import sum_over
-from dpfunc.noise import gaussian, streams
+from dpfunc.distributed._agreement import agree, summarize
+from dpfunc.distributed._noise_shares import noise_windows
+from dpfunc.distributed._reduce import sum_over
+from dpfunc.noise import _streams as streams
+from dpfunc.noise import gaussian
 from dpfunc.types import ClippedSum
 
 RESULT, GUIDE = FOLDER / "distributed.json", DOCS / "guides" / "distributed.md"

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.measure import ROOT, timed_in_turn
 from benchmarks.results import DOCS, FOLDER, machine, markdown, versions, write
-from dpfunc.noise.streams import Source, standard_normal
+from dpfunc.noise._streams import Source, standard_normal
 from dpfunc.rng import fold_in, insecure_key
 
 LIMIT_SECONDS = 600.0

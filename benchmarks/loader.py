@@ -1,7 +1,7 @@
 """What `plan.loader` costs beside torch's own loader: `python -m benchmarks.loader`.
 
 Both draw the same records and make the same batches, which is compared first; what is over 1 is the check that rows are
-made of their own records alone (`dpfunc/sampling/own_rows.py`), in one of 100 steps, the first one included, and the
+made of their own records alone (`dpfunc/sampling/_own_rows.py`), in one of 100 steps, the first one included, and the
 seeds of each step. CPU time; the resident memory is that of a process which makes the data set and has both loaders. No
 step is taken and no model is there. The case `hugging_face` needs the package `datasets`.
 """

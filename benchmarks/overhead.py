@@ -31,7 +31,7 @@ HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / l
 def one_audit(problem: Problem) -> Callable[[], object]:
     """Compare one row of a step."""
     from dpfunc.engines import auto
-    from dpfunc.engines.guards.audit import Audits, audit, credited_by
+    from dpfunc.engines._guards.audit import Audits, audit, credited_by
 
     loss_fn, params = problem.functional()
     batch, seed = (problem.inputs, problem.targets), torch.default_generator.get_state()
@@ -57,7 +57,7 @@ def contestant(spec: Spec) -> Contestant:
 
 def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
     """Seconds of each kind of step of one case, and the ratios."""
-    from dpfunc.engines.guards.audit import ROWS_IN, TIME_SHARE
+    from dpfunc.engines._guards.audit import ROWS_IN, TIME_SHARE
 
     spec = {"module": "benchmarks.overhead", "cases": "benchmarks.engines.cases", "case": case, "quick": quick}
     names = ("plain", "audit", "whole", "first")

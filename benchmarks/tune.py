@@ -24,11 +24,11 @@ from benchmarks.recipes.trainer import write_parts
 from benchmarks.results import FOLDER, write
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
-from dpfunc.train.dataset import read_records
-from dpfunc.train.grid import FACTORS, parse_grid, trials
-from dpfunc.train.model import load_processing
-from dpfunc.train.private_search import run_search
-from dpfunc.train.search import Candidate, load, noise_of, prepare_search, run_public, score, train_candidate
+from dpfunc.train._dataset import read_records
+from dpfunc.train._grid import FACTORS, parse_grid, trials
+from dpfunc.train._model import load_processing
+from dpfunc.train._private_search import run_search
+from dpfunc.train._search import Candidate, load, noise_of, prepare_search, run_public, score, train_candidate
 
 RESULT = FOLDER / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1

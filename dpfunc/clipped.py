@@ -23,18 +23,18 @@ from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
+from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import full_norms, zeros
-from dpfunc.engines.draws import first_row
+from dpfunc.engines._draws import first_row
+from dpfunc.engines._guards.audit import Audits, audit, credited_by
+from dpfunc.engines._guards.kept_state import refuse_counting
+from dpfunc.engines._guards.lockstep import in_lockstep
+from dpfunc.engines._guards.loss import uncompiled, unfollowed_code_is_an_error
+from dpfunc.engines._guards.parameters import check_params
+from dpfunc.engines._numerics import ReadTogether, exact
+from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size
-from dpfunc.engines.guards.audit import Audits, audit, credited_by
-from dpfunc.engines.guards.kept_state import refuse_counting
-from dpfunc.engines.guards.lockstep import in_lockstep
-from dpfunc.engines.guards.loss import uncompiled, unfollowed_code_is_an_error
-from dpfunc.engines.guards.parameters import check_params
 from dpfunc.engines.loop import state_before
-from dpfunc.engines.numerics import ReadTogether, exact
-from dpfunc.engines.per_sample import PerSample
 from dpfunc.engines.vmap_grad import Grouped, vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state

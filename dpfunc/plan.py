@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, default_collate
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.distributed.object_collectives import check_same_data
+from dpfunc.distributed._object_collectives import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
 from dpfunc.noise import Gaussian, Noise
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
+from dpfunc.sampling._loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
+from dpfunc.sampling._records import batches_name
 from dpfunc.sampling.base import own_records
-from dpfunc.sampling.loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
-from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
 _GAUSSIAN = Gaussian()

@@ -14,7 +14,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines.guards.parameters import check_params, refuse_narrow_range
+from dpfunc.engines._guards.parameters import check_params, refuse_narrow_range
 from dpfunc.errors import (
     BudgetExhausted,
     CheckpointError,

@@ -16,12 +16,12 @@ from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
-from dpfunc.distributed.agreement import Agreement, Rows, digest_of_all, padded, summarize
+from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
+from dpfunc.distributed._object_collectives import is_writer, together
+from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.launch import check_ranks
-from dpfunc.distributed.object_collectives import is_writer, together
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import gathered, release
-from dpfunc.engines.guards.parameters import check_named, refuse_narrow_range
+from dpfunc.engines._guards.parameters import check_named, refuse_narrow_range
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism

@@ -26,12 +26,13 @@ from scipy import stats
 from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
 from dpfunc.accounting import Ledger, accountant, epsilon
 from dpfunc.accounting.events import KINDS
-from dpfunc.checkpoint import Journal, format, journal_ledger, load, save
+from dpfunc.checkpoint import Journal, journal_ledger, load, save
+from dpfunc.checkpoint import _format as format
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.clipping.groups import ALL
+from dpfunc.engines import _rules as rule_tables
 from dpfunc.engines import register_rule
-from dpfunc.engines import rules as rule_tables
-from dpfunc.engines.rules import RULES
+from dpfunc.engines._rules import RULES
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments

@@ -10,7 +10,7 @@ import torch
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc._utils.memory import out_of_memory
-from dpfunc.engines.levels import of_rows
+from dpfunc.engines._levels import of_rows
 from dpfunc.errors import DPFuncError, OutOfMemory
 from dpfunc.rng import secure_key
 

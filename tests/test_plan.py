@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint.format import plan_difference, plan_to_dict
+from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key

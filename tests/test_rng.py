@@ -20,7 +20,7 @@ from run_cases import DATA, PLAN
 import dpfunc
 from dpfunc.batches import take
 from dpfunc.checkpoint import load
-from dpfunc.checkpoint.resume_policy import History
+from dpfunc.checkpoint._resume_policy import History
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument, StateReused
 from dpfunc.rng import Key, fold_in, insecure_key, process_mark, secure_key
 from dpfunc.step import make_dp_step

@@ -189,8 +189,13 @@ def way_of_a_batch() -> list[str]:
 
 def has_test(name: str) -> bool:
     """True if tests/ has a file of this name in the same folder, for `clipping/flat.py` `clipping/test_flat.py`."""
-    path = Path(name)
-    return (API.parent / path.parent / f"test_{path.name.lstrip('_')}").exists()
+    *folders, file = (part if part == "_utils" else part.lstrip("_") for part in Path(name).parts)
+    return API.parent.joinpath(*folders, f"test_{file}").exists()
+
+
+def is_private(name: str) -> bool:
+    """True for a file that is not for users: its name, or that of a folder around it, begins with an underscore."""
+    return any(part.startswith("_") and part != "__init__.py" for part in Path(name).parts)
 
 
 def numbers(way: Sequence[str]) -> dict[str, int | str]:
@@ -227,7 +232,7 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
         "files on the way of a batch, after the first step": len(way),
         "lines of these files": sum(lines[name] for name in way),
         "modules that step.py imports": len(modules_imported(trees["step.py"])),
-        "public names at module level": sum(map(len, public.values())),
+        "public names at module level": sum(len(names) for name, names in public.items() if not is_private(name)),
         "names meant to be public": len(exported),
         "names without an underscore that only their own file uses, tests and examples included": only_here,
         "functions": len(every),

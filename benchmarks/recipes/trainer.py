@@ -32,10 +32,10 @@ from benchmarks.recipes.__main__ import EPSILON, PAGE, SEEDS, delta_of, spread, 
 from benchmarks.recipes.data import ROOT, SHARES, Part, load, news, reviews
 from benchmarks.results import FOLDER, fill, keep, row, rows_of
 from dpfunc.hf import DPTrainer, PrivacyArguments
+from dpfunc.train._dataset import PadRight
+from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._metrics import classification
 from dpfunc.train.config import job_from_dict
-from dpfunc.train.dataset import PadRight
-from dpfunc.train.frozen import compute_frozen
-from dpfunc.train.metrics import classification
 from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
 
 RESULT = FOLDER / "recipes_trainer.json"

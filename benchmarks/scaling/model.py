@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from dpfunc.distributed.agreement import RankSummary
-from dpfunc.engines.cost import BUDGET
-from dpfunc.engines.cost import matrix as matrix_costs
+from dpfunc.distributed._agreement import RankSummary
+from dpfunc.engines._cost import BUDGET
+from dpfunc.engines._cost import matrix as matrix_costs
 
 Split = Literal["column", "row"]
 EngineName = Literal["vmap", "auto", "ghost"]

@@ -21,7 +21,7 @@ from benchmarks.survey.case import BATCH, Case
 from benchmarks.survey.cases import cases
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
-from dpfunc.hf.facts import facts_of
+from dpfunc.hf._facts import facts_of
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.vision_language.images import flatten_images

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dpfunc._utils.validation import fail, one_of
+from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
+from dpfunc.accounting._losses import DIRECTIONS
+from dpfunc.accounting._prv import FEW_KINDS, prv_epsilon
+from dpfunc.accounting._rdp import rdp_epsilon
+from dpfunc.accounting._tilted import tilted_epsilon
+from dpfunc.accounting._tilted_law import Kind, TiltedUnavailable
 from dpfunc.accounting.events import canonical
-from dpfunc.accounting.gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting.losses import DIRECTIONS
-from dpfunc.accounting.prv import FEW_KINDS, prv_epsilon
-from dpfunc.accounting.rdp import rdp_epsilon
-from dpfunc.accounting.tilted import tilted_epsilon
-from dpfunc.accounting.tilted_law import Kind, TiltedUnavailable
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
 

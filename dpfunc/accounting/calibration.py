@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from dpfunc._utils.validation import fail, integer, named, open_unit, positive, probability
+from dpfunc.accounting._losses import DIRECTIONS
+from dpfunc.accounting._prv import PRVUnavailable
+from dpfunc.accounting._rdp import rdp_epsilon
+from dpfunc.accounting._search import largest_integer, smallest_real
+from dpfunc.accounting._tilted import rough_epsilon as tilted_guess
+from dpfunc.accounting._tilted_law import TiltedUnavailable
 from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, renyi_events
 from dpfunc.accounting.ledger import Ledger, schedule_ledger
-from dpfunc.accounting.losses import DIRECTIONS
-from dpfunc.accounting.prv import PRVUnavailable
-from dpfunc.accounting.rdp import rdp_epsilon
-from dpfunc.accounting.search import largest_integer, smallest_real
-from dpfunc.accounting.tilted import rough_epsilon as tilted_guess
-from dpfunc.accounting.tilted_law import TiltedUnavailable
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 

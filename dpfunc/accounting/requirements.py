@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from dpfunc._utils.validation import fail, integer, non_negative, open_unit, positive, real
+from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import calibrate_noise
-from dpfunc.accounting.gaussian import as_float
 from dpfunc.accounting.ledger import schedule_ledger
 from dpfunc.errors import InvalidArgument
 

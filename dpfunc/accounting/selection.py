@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpfunc._utils.validation import fail, open_unit, positive, real
+from dpfunc.accounting._losses import Array
+from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
 from dpfunc.accounting.accountant import Guarantee, renyi_events
 from dpfunc.accounting.calibration import MOST_NOISE, least_scale
 from dpfunc.accounting.ledger import Ledger, compose
-from dpfunc.accounting.losses import Array
-from dpfunc.accounting.rdp import ORDERS, composed_curve, converted
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 
 SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from dpfunc._utils.validation import wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import from_values, to_values
-from dpfunc.checkpoint import chain
+from dpfunc.checkpoint import _chain as chain
 from dpfunc.errors import CheckpointError, LedgerConflict, NotWritten
 from dpfunc.types import Adjacency, Event
 

@@ -14,9 +14,9 @@ import torch
 
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc._utils.versions import check_sharding
-from dpfunc.checkpoint import folder
-from dpfunc.checkpoint.chain import Head, read_chain
-from dpfunc.checkpoint.format import (
+from dpfunc.checkpoint import _folder as folder
+from dpfunc.checkpoint._chain import Head, read_chain
+from dpfunc.checkpoint._format import (
     SCHEMA,
     Checkpoint,
     data_fingerprint,
@@ -28,11 +28,11 @@ from dpfunc.checkpoint.format import (
     state_from_dict,
     state_to_dict,
 )
+from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, known_notes, layout, resume
+from dpfunc.checkpoint._states import PARAMS, decode, empty, read_table, read_tensors, room
 from dpfunc.checkpoint.journal import append_line, count_steps, journal_path, read_steps
-from dpfunc.checkpoint.resume_policy import NOTES, History, LaterRuns, known_notes, layout, resume
 from dpfunc.checkpoint.saving import check_unsharded
-from dpfunc.checkpoint.states import PARAMS, decode, empty, read_table, read_tensors, room
-from dpfunc.distributed.object_collectives import all_or_none, by_writer, joint_group, rank_and_size
+from dpfunc.distributed._object_collectives import all_or_none, by_writer, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan

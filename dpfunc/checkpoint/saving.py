@@ -20,13 +20,13 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc._utils.versions import check_sharding
-from dpfunc.checkpoint import folder
-from dpfunc.checkpoint.chain import known_end, sync_directory
-from dpfunc.checkpoint.format import data_fingerprint, plan_to_dict, state_to_dict
+from dpfunc.checkpoint import _folder as folder
+from dpfunc.checkpoint._chain import known_end, sync_directory
+from dpfunc.checkpoint._format import data_fingerprint, plan_to_dict, state_to_dict
+from dpfunc.checkpoint._resume_policy import NOTES, Note, family, known_notes, layout
+from dpfunc.checkpoint._states import PARAMS, encode, write_tensors
 from dpfunc.checkpoint.journal import journal_path, writing
-from dpfunc.checkpoint.resume_policy import NOTES, Note, family, known_notes, layout
-from dpfunc.checkpoint.states import PARAMS, encode, write_tensors
-from dpfunc.distributed.object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
+from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan

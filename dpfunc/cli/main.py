@@ -12,10 +12,10 @@ import click
 from dpfunc import accounting
 from dpfunc._utils.validation import fail, integer, sampling_prob_of
 from dpfunc.accounting import Ledger
-from dpfunc.cli.ledger import ledger
-from dpfunc.cli.output import describe, json_option, print_json, print_list, print_rows, print_values
-from dpfunc.cli.train import generate, train
-from dpfunc.cli.tune import tune
+from dpfunc.cli._ledger import ledger
+from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
+from dpfunc.cli._train import generate, train
+from dpfunc.cli._tune import tune
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 

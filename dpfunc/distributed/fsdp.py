@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from dpfunc._utils.dtensor import is_dtensor, local
 from dpfunc._utils.validation import shorten
 from dpfunc._utils.versions import check_sharding
+from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.distributed.reduce import scattered
-from dpfunc.engines.ghost import Ghost
-from dpfunc.engines.guards.lockstep import is_independent
-from dpfunc.engines.guards.loss import until_backward
+from dpfunc.engines._ghost import Ghost
+from dpfunc.engines._guards.lockstep import is_independent
+from dpfunc.engines._guards.loss import until_backward
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional._fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
+from dpfunc.functional._names import check_params, pattern, select
+from dpfunc.functional._refuse import refuse_unsupported, unwrapped
 from dpfunc.functional.forward import functionalize
-from dpfunc.functional.fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
-from dpfunc.functional.names import check_params, pattern, select
-from dpfunc.functional.refuse import refuse_unsupported, unwrapped
 from dpfunc.lora import LoRA
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 

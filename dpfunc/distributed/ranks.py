@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, shard_dims
 from dpfunc._utils.versions import check_sharding
-from dpfunc.engines.guards.lockstep import broken
+from dpfunc.engines._guards.lockstep import broken
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
 

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import local, local_like
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
-from dpfunc.engines.draws import RANDOM, OwnDraws, positions_of, random_operation
-from dpfunc.engines.guards.collectives import CollectiveRecorder, check_replicated, own_only
-from dpfunc.engines.guards.kept_state import (
+from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
+from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
+from dpfunc.engines._guards.kept_state import (
     RowMemory,
     python_state,
     refuse_counting,
@@ -28,8 +28,8 @@ from dpfunc.engines.guards.kept_state import (
     refuse_kept,
     refuse_undeclared,
 )
-from dpfunc.engines.guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
-from dpfunc.engines.guards.loss import (
+from dpfunc.engines._guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
+from dpfunc.engines._guards.loss import (
     backward_inside,
     check_depends,
     check_differentiable,
@@ -38,10 +38,10 @@ from dpfunc.engines.guards.loss import (
     uncompiled,
     unfollowed_code_is_an_error,
 )
-from dpfunc.engines.levels import opened, run_backward
-from dpfunc.engines.per_sample import Dense, PerSample
-from dpfunc.engines.recurrent import NAMES, layer_by_layer
-from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines._levels import opened, run_backward
+from dpfunc.engines._per_sample import Dense, PerSample
+from dpfunc.engines._recurrent import NAMES, layer_by_layer
+from dpfunc.engines._rules.recurrent import RECURRENT
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params

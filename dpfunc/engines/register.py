@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfunc.engines._per_sample import Dense
+from dpfunc.engines._reads import Passed
+from dpfunc.engines._rules import REGISTERED
+from dpfunc.engines._rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.loop import loop
-from dpfunc.engines.per_sample import Dense
-from dpfunc.engines.reads import Passed
-from dpfunc.engines.rules import REGISTERED
-from dpfunc.engines.rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 

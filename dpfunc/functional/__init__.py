@@ -1,8 +1,8 @@
 """A module as a pure function of its trainable parameters, without touching the module."""
 
+from dpfunc.functional._names import ATTENTION, BIASES, HEADS, PROJECTOR
 from dpfunc.functional.batchnorm import count_batchnorm, replace_batchnorm
 from dpfunc.functional.forward import Forward, Functional, functionalize, with_params
-from dpfunc.functional.names import ATTENTION, BIASES, HEADS, PROJECTOR
 
 __all__ = [
     "ATTENTION",

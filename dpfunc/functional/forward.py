@@ -14,11 +14,11 @@ from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc._utils.validation import shorten
-from dpfunc.engines.guards.lockstep import initialized, is_independent
-from dpfunc.engines.guards.loss import Scope, refuse_reentrant, unfollowed_code_is_an_error, until_backward
-from dpfunc.engines.levels import inside
+from dpfunc.engines._guards.lockstep import initialized, is_independent
+from dpfunc.engines._guards.loss import Scope, refuse_reentrant, unfollowed_code_is_an_error, until_backward
+from dpfunc.engines._levels import inside
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional.fsdp import (
+from dpfunc.functional._fsdp import (
     constant,
     recovered,
     refuse_communication,
@@ -26,8 +26,8 @@ from dpfunc.functional.fsdp import (
     refuse_old_vmap,
     refuse_swapped,
 )
-from dpfunc.functional.names import check_params, select, storage_places
-from dpfunc.functional.refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
+from dpfunc.functional._names import check_params, select, storage_places
+from dpfunc.functional._refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
 
 

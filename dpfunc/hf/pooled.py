@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from dpfunc.hf.padding import mean_of_tokens
+from dpfunc.hf._padding import mean_of_tokens
 
 
 class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf import losses, padding
-from dpfunc.hf.facts import AnyForward, Caller, base_model, facts_of
+from dpfunc.hf import _padding as padding
+from dpfunc.hf import losses
+from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.types import LossFn, Params
 

@@ -1,7 +1,7 @@
 """Low-rank adapters without changing the module."""
 
+from dpfunc.lora._files import load, save
 from dpfunc.lora.adapter import LoRA, attach
 from dpfunc.lora.config import LoRAConfig
-from dpfunc.lora.files import load, save
 
 __all__ = ["LoRA", "LoRAConfig", "attach", "load", "save"]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import fail, shorten
 from dpfunc.errors import UnsupportedModel
+from dpfunc.functional._names import check_params, pattern, select
+from dpfunc.functional._refuse import unwrapped
 from dpfunc.functional.forward import Forward, functionalize
-from dpfunc.functional.names import check_params, pattern, select
-from dpfunc.functional.refuse import unwrapped
+from dpfunc.lora._layer import LoRALayer, adaptable, initial_factors, merged_weight
 from dpfunc.lora.config import LoRAConfig
-from dpfunc.lora.layer import LoRALayer, adaptable, initial_factors, merged_weight
 from dpfunc.rng import Key, fold_in
 from dpfunc.types import Params
 

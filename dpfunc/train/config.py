@@ -161,7 +161,7 @@ class LoraSection:
 class TrainingSection:
     """Optimizer, length and memory. None of it decides the guarantee, but steps and batch size decide the noise.
 
-    What is left out of learning_rate, batch_size and steps comes from a recipe, see `dpfunc.train.recipe`.
+    What is left out of learning_rate, batch_size and steps comes from a recipe, see `dpfunc.train._recipe`.
     """
 
     learning_rate: _Positive | None = _key("Peak learning rate; by default that of the recipe.", None)

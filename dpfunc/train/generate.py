@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from dpfunc import distributed
 from dpfunc._utils.validation import fail, integer, positive, probability, unique_json, unsigned
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer.run import place
+from dpfunc.hf.trainer._run import place
 from dpfunc.rng import fold_in, insecure_key, torch_seed
+from dpfunc.train._inputs import prompt_ids
+from dpfunc.train._model import load_base, load_processing, one_line
+from dpfunc.train._run_folder import MODEL, saved_job, trained_on
 from dpfunc.train.config import ADAPTERS, Job
-from dpfunc.train.inputs import prompt_ids
-from dpfunc.train.model import load_base, load_processing, one_line
-from dpfunc.train.run_folder import MODEL, saved_job, trained_on
 from dpfunc.train.tables import read_table, same_file
 
 

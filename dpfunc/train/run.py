@@ -21,25 +21,24 @@ from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, suggestion
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.checkpoint.chain import replace_file
-from dpfunc.checkpoint.prior_ledgers import read_spent
-from dpfunc.distributed.object_collectives import all_or_none
+from dpfunc.checkpoint._chain import replace_file
+from dpfunc.checkpoint._prior_ledgers import read_spent
+from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
-from dpfunc.hf.trainer.recipes import new_head
-from dpfunc.hf.trainer.run import Loss, trainable
-from dpfunc.hf.trainer.settings import recomputed, refuse_environment
+from dpfunc.hf.trainer._recipes import new_head
+from dpfunc.hf.trainer._run import Loss, trainable
+from dpfunc.hf.trainer._settings import recomputed, refuse_environment
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
-from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
-from dpfunc.train.dataset import Records, collator, left_out, read_records
-from dpfunc.train.frozen import compute_frozen
-from dpfunc.train.metrics import MEASURES, METRICS, metric_lines
-from dpfunc.train.model import choose_parameters, load_base, load_processing, one_line
-from dpfunc.train.recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.run_folder import (
+from dpfunc.train._dataset import Records, collator, left_out, read_records
+from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
+from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
+from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
+from dpfunc.train._run_folder import (
     MODEL,
     check_accounting,
     check_folder,
@@ -49,6 +48,7 @@ from dpfunc.train.run_folder import (
     unit_of,
     write_job,
 )
+from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import dpfunc
 from dpfunc import distributed
-from dpfunc.distributed import object_collectives
+from dpfunc.distributed import _object_collectives as object_collectives
 
 T = TypeVar("T")
 

@@ -240,7 +240,7 @@ def train_with(options):
 
 
 def whole_noise(name, shape, key):
-    from dpfunc.noise.streams import secure_normal
+    from dpfunc.noise._streams import secure_normal
 
     return secure_normal(key, {name: torch.zeros(shape)})[name]
 

@@ -20,7 +20,7 @@ from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.versions import installed
 from dpfunc.batches import take
 from dpfunc.checkpoint.journal import Journal
-from dpfunc.distributed.agreement import digest_of_all
+from dpfunc.distributed._agreement import digest_of_all
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -211,8 +211,8 @@ def endless():
 
 def noise_share(trouble=None):
     """One step in which the second process draws no noise, or fails to: what it releases, or how it ends; its tiles."""
-    from dpfunc.distributed import reduce
-    from dpfunc.noise import streams
+    from dpfunc.distributed import _reduce as reduce
+    from dpfunc.noise import _streams as streams
 
     ranks = distributed.data_parallel()
     windows, tile, drawn = reduce.noise_windows, streams.tile, []

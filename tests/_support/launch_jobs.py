@@ -96,7 +96,7 @@ def troubles(folder, ranks):
     from trainer_cases import Seen, again
 
     from dpfunc.checkpoint import saving
-    from dpfunc.hf.trainer import files as trainer_state
+    from dpfunc.hf.trainer import _files as trainer_state
     from dpfunc.train import generate
 
     def fails(*args, **kwargs):
@@ -160,7 +160,7 @@ def trainer(folder):
 
 def killed(line, *arguments):
     """`dpfunc ARGUMENTS`, whose first process is killed when that line of its journal is on disk."""
-    from dpfunc.checkpoint import chain
+    from dpfunc.checkpoint import _chain as chain
     from dpfunc.cli.main import main
 
     append = chain.append_chained

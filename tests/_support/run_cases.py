@@ -10,7 +10,7 @@ from cases import as_batch, linear_loss, params, random_rows
 from dpfunc import clipping, sampling
 from dpfunc.batches import take
 from dpfunc.checkpoint import Journal, journal_ledger, load, save
-from dpfunc.checkpoint.folder import sha256
+from dpfunc.checkpoint._folder import sha256
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key
 from dpfunc.step import make_dp_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mpmath
 import pytest
 
-from dpfunc.accounting.gaussian import gaussian_epsilon
+from dpfunc.accounting._gaussian import gaussian_epsilon
 
 
 def log_delta(epsilon, mu):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfunc.accounting import Ledger, epsilon
-from dpfunc.accounting.losses import StepLoss
-from dpfunc.accounting.prv import Grid, choose_grid, compose_laws, discretize, epsilon_at
-from dpfunc.accounting.rdp import (
+from dpfunc.accounting._losses import StepLoss
+from dpfunc.accounting._prv import Grid, choose_grid, compose_laws, discretize, epsilon_at
+from dpfunc.accounting._rdp import (
     FEW_ORDERS,
     convexity_bound,
     loss_tail,

@@ -165,7 +165,7 @@ def test_few_steps_against_rounded_losses(events, delta, adjacency):
 
 def old_conversion(q, sigma, steps, orders):
     """The figures of 2019-2021 were R(a) + log(1/delta) / (a - 1) over these orders, at delta = 1e-5."""
-    from dpfunc.accounting.rdp import step_curve
+    from dpfunc.accounting._rdp import step_curve
 
     curve = steps * np.array(step_curve(q, sigma, False, orders))
     return float(np.min(curve + math.log(1e5) / (np.array(orders) - 1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfunc.accounting.search import largest_integer, smallest_real
+from dpfunc.accounting._search import largest_integer, smallest_real
 
 
 @given(st.floats(0.2, 3.0), st.floats(1e-3, 1e3), st.integers(0, 10**6), st.floats(0.1, 10.0))

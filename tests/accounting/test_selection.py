@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dpfunc.accounting import Ledger, RunCount, calibrate_search, selection_epsilon
-from dpfunc.accounting.rdp import ORDERS
+from dpfunc.accounting._rdp import ORDERS
 from dpfunc.accounting.selection import selection_curve
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Event

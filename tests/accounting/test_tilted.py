@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dpfunc.accounting import Ledger, epsilon
-from dpfunc.accounting.gaussian import gaussian_epsilon
-from dpfunc.accounting.tilted import discrete_laws, one_direction, one_step_delta, tilted_epsilon
-from dpfunc.accounting.tilted_aim import make_aim, saddle, sampled_losses
-from dpfunc.accounting.tilted_law import TiltedUnavailable, atoms_add_remove, atoms_replace, conserved, pair_masses
-from dpfunc.accounting.tilted_sum import compose
+from dpfunc.accounting._gaussian import gaussian_epsilon
+from dpfunc.accounting._tilted import discrete_laws, one_direction, one_step_delta, tilted_epsilon
+from dpfunc.accounting._tilted_aim import make_aim, saddle, sampled_losses
+from dpfunc.accounting._tilted_law import TiltedUnavailable, atoms_add_remove, atoms_replace, conserved, pair_masses
+from dpfunc.accounting._tilted_sum import compose
 from dpfunc.types import Event
 
 BOTH = ("remove", "add")

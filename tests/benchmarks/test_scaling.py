@@ -34,7 +34,7 @@ from benchmarks.scaling.model import (
 )
 from dpfunc import lora
 from dpfunc.engines import auto
-from dpfunc.engines.per_sample import Dense
+from dpfunc.engines._per_sample import Dense
 from dpfunc.functional import functionalize
 from dpfunc.rng import insecure_key
 

@@ -13,7 +13,8 @@ import pytest
 from run_cases import DATA, PLAN, folders, rewrite, start, steps, store
 
 from dpfunc._utils.locks import in_use
-from dpfunc.checkpoint import folder, load
+from dpfunc.checkpoint import _folder as folder
+from dpfunc.checkpoint import load
 from dpfunc.errors import CheckpointError
 from dpfunc.state import replay
 

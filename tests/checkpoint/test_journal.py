@@ -17,8 +17,9 @@ from run_cases import DATA, PLAN, Run, start, steps, store
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
-from dpfunc.checkpoint import chain, load
-from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
+from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint import load
+from dpfunc.checkpoint._chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, LedgerConflict, StateReused
 from dpfunc.plan import Plan

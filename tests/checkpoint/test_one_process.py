@@ -12,7 +12,7 @@ from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
-from dpfunc.checkpoint.chain import head_path
+from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
 from dpfunc.plan import Plan

@@ -11,8 +11,8 @@ from record_cases import LEDGER, RECORD, record
 from dpfunc import clipping, sampling
 from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger
+from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.checkpoint.journal import Journal
-from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.plan import Plan
 from dpfunc.rng import secure_key

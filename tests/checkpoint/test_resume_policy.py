@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import load, loading, save, saving
-from dpfunc.checkpoint.folder import all_checkpoints
+from dpfunc.checkpoint._folder import all_checkpoints
+from dpfunc.checkpoint._resume_policy import NOTES, layout, read_notes
 from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.checkpoint.resume_policy import NOTES, layout, read_notes
 from dpfunc.errors import BudgetExhausted, CheckpointError, LedgerConflict
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint, secure_key

@@ -17,8 +17,8 @@ from noise_cases import remembering
 from run_cases import DATA, PLAN, rewrite, start, steps, store
 
 from dpfunc.checkpoint import load
+from dpfunc.checkpoint._states import _Unpickler
 from dpfunc.checkpoint.journal import Journal
-from dpfunc.checkpoint.states import _Unpickler
 from dpfunc.errors import CheckpointError, InvalidArgument, StateReused
 from dpfunc.step import DPStep
 

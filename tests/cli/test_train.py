@@ -23,16 +23,16 @@ from text_job import at_events, interrupt_at, run, train, write_job, write_table
 from trainer_cases import again
 
 import dpfunc
-from dpfunc.checkpoint.chain import known_end
+from dpfunc.checkpoint._chain import known_end
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.cli.train import _interruptible
-from dpfunc.hf.trainer.files import is_complete
+from dpfunc.cli._train import _interruptible
+from dpfunc.hf.trainer._files import is_complete
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.train import run as train_job
+from dpfunc.train._config_file import read_job
+from dpfunc.train._model import load_base, load_processing
+from dpfunc.train._run_folder import interrupted
 from dpfunc.train.config import SECTIONS, STRATEGIES
-from dpfunc.train.config_file import read_job
-from dpfunc.train.model import load_base, load_processing
-from dpfunc.train.run_folder import interrupted
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

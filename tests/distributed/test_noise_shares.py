@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from workers import run
 
 from dpfunc import noise
-from dpfunc.distributed.noise_shares import noise_windows, num_bands
+from dpfunc.distributed._noise_shares import noise_windows, num_bands
 from dpfunc.errors import InvalidArgument
-from dpfunc.noise.tiles import TILE
+from dpfunc.noise._tiles import TILE
 from dpfunc.rng import insecure_key
 from dpfunc.types import ClippedSum
 

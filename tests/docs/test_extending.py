@@ -14,7 +14,7 @@ from dpfunc import clipping
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import KINDS
 from dpfunc.engines import register
-from dpfunc.engines.rules import RULES
+from dpfunc.engines._rules import RULES
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.types import Event

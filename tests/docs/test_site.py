@@ -89,7 +89,7 @@ def test_what_privacy_officers_read_is_what_runs_write():
     from dpfunc import clipping, insecure_key
     from dpfunc.accounting.record import SIZES
     from dpfunc.checkpoint import make_record
-    from dpfunc.hf.trainer.files import ACCOUNTING, JOURNAL
+    from dpfunc.hf.trainer._files import ACCOUNTING, JOURNAL
     from dpfunc.plan import Plan
     from dpfunc.sampling import Poisson
     from dpfunc.step import make_dp_step

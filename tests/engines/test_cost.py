@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfunc.engines.cost import Kernel, matrix, summed, table
+from dpfunc.engines._cost import Kernel, matrix, summed, table
 
 SIZES = st.integers(1, 4096)
 

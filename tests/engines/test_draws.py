@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import clipped_grad
-from dpfunc.engines.draws import first_row, positions_of
+from dpfunc.engines._draws import first_row, positions_of
 from dpfunc.rng import insecure_key, torch_seed
 
 D, ROWS = 4, 7

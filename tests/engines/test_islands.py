@@ -11,8 +11,9 @@ from zoo.parity import differences, truth_of
 
 from benchmarks.engines.cases import CASES as CASES_OF_ENGINES
 from benchmarks.measure import allocated
-from dpfunc.engines import auto, islands, loop
-from dpfunc.engines.per_sample import Dense
+from dpfunc.engines import _islands as islands
+from dpfunc.engines import auto, loop
+from dpfunc.engines._per_sample import Dense
 from dpfunc.functional import functionalize
 
 B, T, D = 3, 3, 4  # as many positions as rows: an axis that is taken for the other one shows

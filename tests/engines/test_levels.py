@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dpfunc.engines.levels import (
+from dpfunc.engines._levels import (
     Below,
     apply_node,
     below_both,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.measure import allocated
 from dpfunc.clipping.bounds import SLACK
-from dpfunc.engines.per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
-from dpfunc.engines.rules.convolution import ConvolutionArgs, Convolved
+from dpfunc.engines._per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
+from dpfunc.engines._rules.convolution import ConvolutionArgs, Convolved
 
 ROWS, WIDTH = 6, 5
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}

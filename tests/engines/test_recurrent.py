@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
-from dpfunc.engines.rules.recurrent import RECURRENT
+from dpfunc.engines._rules.recurrent import RECURRENT
 from dpfunc.functional import functionalize, with_params
 
 # torch says once that projections are slower

@@ -8,7 +8,7 @@ from reference import loop_gradients
 
 from dpfunc import engines
 from dpfunc.engines import register_rule
-from dpfunc.engines.rules import REGISTERED
+from dpfunc.engines._rules import REGISTERED
 from dpfunc.errors import InvalidArgument
 
 

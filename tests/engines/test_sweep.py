@@ -6,7 +6,7 @@ import pytest
 import torch
 from sweep import functions, swept
 
-from dpfunc.engines import row_pass
+from dpfunc.engines import _row_pass as row_pass
 
 # warnings of torch about drawn arguments: only results are compared
 pytestmark = pytest.mark.filterwarnings("ignore:.*")

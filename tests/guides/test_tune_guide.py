@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from dpfunc.cli.tune import tune
+from dpfunc.cli._tune import tune
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "tune.md").read_text("utf-8")

@@ -10,7 +10,7 @@ from trainer_cases import PRIVACY, classifier, language_model, training_argument
 from transformers import FNetConfig, FNetForSequenceClassification, XGLMConfig, XGLMForCausalLM
 
 from dpfunc.errors import UnsupportedModel
-from dpfunc.hf.padding import refuse_padding
+from dpfunc.hf._padding import refuse_padding
 from dpfunc.hf.trainer.trainer import DPTrainer
 
 

@@ -14,7 +14,7 @@ from zoo.parity import differences, truth_of
 from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
-from dpfunc.hf.facts import facts_of
+from dpfunc.hf._facts import facts_of
 from dpfunc.hf.losses import causal_lm
 from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn

@@ -15,7 +15,7 @@ from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf import losses
-from dpfunc.hf.facts import facts_of
+from dpfunc.hf._facts import facts_of
 from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from dpfunc import lora
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
-from dpfunc.lora.layer import adaptable
+from dpfunc.lora._layer import adaptable
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise import Mechanism, add_gaussian, gaussian, noise_std
-from dpfunc.noise.streams import standard_normal
+from dpfunc.noise._streams import standard_normal
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key
 from dpfunc.types import ClippedSum, Schedule
 

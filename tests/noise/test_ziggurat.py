@@ -14,9 +14,9 @@ from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from randomgen import UserBitGenerator
 from scipy import stats
 
-from dpfunc.noise import ziggurat
-from dpfunc.noise.tiles import TILE, Room, tile
-from dpfunc.noise.ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
+from dpfunc.noise import _ziggurat as ziggurat
+from dpfunc.noise._tiles import TILE, Room, tile
+from dpfunc.noise._ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
 from dpfunc.rng import fold_in, insecure_key, stream
 
 KEY = insecure_key(0)

@@ -15,8 +15,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.errors import InvalidArgument, RunWarning, SamplingMismatch
 from dpfunc.rng import insecure_key
-from dpfunc.sampling.loader import Collate, Drawn, Draws, Once, Records, without_rows
-from dpfunc.sampling.records import batches_name
+from dpfunc.sampling._loader import Collate, Drawn, Draws, Once, Records, without_rows
+from dpfunc.sampling._records import batches_name
 from dpfunc.state import StepState, replay
 
 N = 40

@@ -16,8 +16,8 @@ import yaml
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.train._config_file import parse_flags, read_job, read_yaml
 from dpfunc.train.config import SECTIONS, TOP, job_from_dict, job_to_dict
-from dpfunc.train.config_file import parse_flags, read_job, read_yaml
 
 JOB = """
 task: causal_lm

@@ -9,11 +9,11 @@ from text_job import write_job, write_model, write_table
 from transformers import AutoTokenizer
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import PadRight, read_records
+from dpfunc.train._inputs import language_record, prompt_ids
+from dpfunc.train._model import load_processing
 from dpfunc.train.config import DataSection
-from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import PadRight, read_records
-from dpfunc.train.inputs import language_record, prompt_ids
-from dpfunc.train.model import load_processing
 
 
 def test_prompts_are_not_learnt_and_ends_are(tmp_path):

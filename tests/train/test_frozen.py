@@ -8,11 +8,11 @@ import pytest
 import torch
 from text_job import write_job
 
-from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import collator, read_records
-from dpfunc.train.frozen import compute_frozen
-from dpfunc.train.model import choose_parameters, load_base, load_processing
-from dpfunc.train.recipe import with_shape
+from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import collator, read_records
+from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._model import choose_parameters, load_base, load_processing
+from dpfunc.train._recipe import with_shape
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from text_job import write_job
 
-from dpfunc.train.config_file import read_job
-from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train._config_file import read_job
+from dpfunc.train._model import choose_parameters, load_base, load_processing
 
 TRAINED = {
     ("text_classification", "head"): lambda name: name == "score.weight",

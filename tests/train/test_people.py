@@ -14,12 +14,12 @@ from text_job import rows, train, write_job
 
 from dpfunc._utils.validation import signed
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import collator, read_records
-from dpfunc.train.dry_run import dry_run
-from dpfunc.train.frozen import compute_frozen
-from dpfunc.train.model import choose_parameters, load_base, load_processing
-from dpfunc.train.recipe import with_shape
+from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import collator, read_records
+from dpfunc.train._dry_run import dry_run
+from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._model import choose_parameters, load_base, load_processing
+from dpfunc.train._recipe import with_shape
 from dpfunc.train.tables import read_table, split
 
 UNIT = "one person: all records with the same value of the unit column"

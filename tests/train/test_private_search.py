@@ -20,11 +20,11 @@ from dpfunc.accounting import RunCount, selection_epsilon
 from dpfunc.accounting.record import SelectionRecord
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
-from dpfunc.train import search as searches
-from dpfunc.train.config_file import parse_flags, read_yaml
-from dpfunc.train.grid import parse_grid, trials
-from dpfunc.train.private_search import check_search_folder, interrupted_search, run_search, search_lines
-from dpfunc.train.search import noise_of, noisy, prepare_search
+from dpfunc.train import _search as searches
+from dpfunc.train._config_file import parse_flags, read_yaml
+from dpfunc.train._grid import parse_grid, trials
+from dpfunc.train._private_search import check_search_folder, interrupted_search, run_search, search_lines
+from dpfunc.train._search import noise_of, noisy, prepare_search
 
 RUNS, NOISE = RunCount(4.0, 1.0), 3.0
 SETTINGS = {"runs": RUNS, "score_noise": NOISE}
@@ -225,7 +225,7 @@ def test_a_killed_search_goes_on_with_the_same_result(search, monkeypatch, inter
 
 
 def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
-    from dpfunc.train import private_search
+    from dpfunc.train import _private_search as private_search
 
     MadeUpRuns(monkeypatch)
     write = private_search.write_job

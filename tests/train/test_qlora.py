@@ -15,9 +15,9 @@ from torch import nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
-from dpfunc.train import model as train_model
-from dpfunc.train.config_file import read_job
-from dpfunc.train.model import choose_parameters, load_base, load_processing
+from dpfunc.train import _model as train_model
+from dpfunc.train._config_file import read_job
+from dpfunc.train._model import choose_parameters, load_base, load_processing
 
 CLASSES = {
     "text_classification": "AutoModelForSequenceClassification",

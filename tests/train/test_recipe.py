@@ -13,8 +13,8 @@ from benchmarks.recipes import trainer as benchmark
 from dpfunc import Event, Ledger, recipes
 from dpfunc.errors import InvalidArgument
 from dpfunc.train import run as train_job
-from dpfunc.train.config_file import read_job
-from dpfunc.train.recipe import with_recipe, with_shape
+from dpfunc.train._config_file import read_job
+from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train.run import prepare
 
 TRAINING = "training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}"

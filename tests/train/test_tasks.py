@@ -15,11 +15,11 @@ from text_job import TOPICS, rows, train, write_job
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
-from dpfunc.train.config_file import read_job
-from dpfunc.train.dataset import collator, read_records
-from dpfunc.train.metrics import classification
-from dpfunc.train.model import choose_parameters, load_base, load_processing
-from dpfunc.train.recipe import with_shape
+from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import collator, read_records
+from dpfunc.train._metrics import classification
+from dpfunc.train._model import choose_parameters, load_base, load_processing
+from dpfunc.train._recipe import with_shape
 from dpfunc.train.run import LOSSES
 
 

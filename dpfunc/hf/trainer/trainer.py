@@ -22,20 +22,21 @@ from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
-from dpfunc.checkpoint.folder import remove
-from dpfunc.checkpoint.format import Checkpoint
+from dpfunc.checkpoint._folder import remove
+from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed.object_collectives import all_or_none, by_writer, check_same_data
+from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
-from dpfunc.hf.padding import refuse_padding
+from dpfunc.hf._padding import refuse_padding
 from dpfunc.hf.tasks import infer_task, make_loss_fn
-from dpfunc.hf.trainer import files, fsdp, settings
-from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.labels import refuse_labels
-from dpfunc.hf.trainer.recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
-from dpfunc.hf.trainer.run import (
+from dpfunc.hf.trainer import _files as files
+from dpfunc.hf.trainer import _fsdp as fsdp
+from dpfunc.hf.trainer import _settings as settings
+from dpfunc.hf.trainer._labels import refuse_labels
+from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
+from dpfunc.hf.trainer._run import (
     Loss,
     Replicas,
     Run,
@@ -51,11 +52,12 @@ from dpfunc.hf.trainer.run import (
     warning_step,
     warning_text,
 )
+from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
-from dpfunc.sampling.loader import Collate, Draws, check_readable, data_loader
-from dpfunc.sampling.records import check_repeatable, data_name
+from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
+from dpfunc.sampling._records import check_repeatable, data_name
 from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
 

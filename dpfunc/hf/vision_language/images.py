@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
-from dpfunc.hf.vision_language.reading import opened
+from dpfunc.hf.vision_language._reading import opened
 
 _KEYS = ("prompt", "answer", "image", "images")
 _ONE_SIZE = (

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
-from dpfunc.hf.facts import facts_of, quantised_layers
+from dpfunc.hf._facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
 from dpfunc.hf.vision_language.images import flatten_images
 from dpfunc.lora import LoRA, attach

@@ -30,11 +30,11 @@ from trainer_cases import (
 from transformers import TrainerCallback
 
 import dpfunc
-from dpfunc.checkpoint.chain import head_path, known_end
+from dpfunc.checkpoint._chain import head_path, known_end
+from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.checkpoint.journal import journal_ledger
-from dpfunc.checkpoint.prior_ledgers import read_spent
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten
-from dpfunc.hf.trainer import files as trainer_state
+from dpfunc.hf.trainer import _files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
-from dpfunc.hf.trainer import fsdp
-from dpfunc.hf.trainer.fsdp import Sharding, sharding_of
-from dpfunc.hf.trainer.settings import FSDP, SETTINGS, SHARDED, refuse
+from dpfunc.hf.trainer import _fsdp as fsdp
+from dpfunc.hf.trainer._fsdp import Sharding, sharding_of
+from dpfunc.hf.trainer._settings import FSDP, SETTINGS, SHARDED, refuse
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "trainer.md"
 KINDS = ("full", "adapter")

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from trainer_cases import PRIVACY, classifier, labelled, training_arguments
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.trainer.labels import refuse_labels
+from dpfunc.hf.trainer._labels import refuse_labels
 from dpfunc.hf.trainer.trainer import DPTrainer
-from dpfunc.sampling.records import spread
+from dpfunc.sampling._records import spread
 
 CLASSES, NUMBERS, SHARES = "classes 0 <= label < 3, or -100", "finite numbers in 'label'", "3 numbers from 0 to 1"
 ONE, TOKENS = "sequence_classification", "token_classification"

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BartConfig, BartForSequenceClassification, TrainerCallback
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.trainer import recipes
+from dpfunc.hf.trainer import _recipes as recipes
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.recipes import recipe

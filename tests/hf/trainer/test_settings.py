@@ -20,12 +20,13 @@ from trainer_cases import again, classifier, labelled, same, trained, training_a
 
 import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.hf.trainer import recipes, settings
+from dpfunc.hf.trainer import _recipes as recipes
+from dpfunc.hf.trainer import _settings as settings
+from dpfunc.hf.trainer._settings import ACCELERATOR, SCRIPT, SETTINGS, SHARDED, attributes, changed, refuse
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.settings import ACCELERATOR, SCRIPT, SETTINGS, SHARDED, attributes, changed, refuse
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.train._config_file import read_yaml
 from dpfunc.train.config import job_from_dict
-from dpfunc.train.config_file import read_yaml
 from dpfunc.train.run import check_job
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "trainer.md"

@@ -31,8 +31,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
+from dpfunc.hf.trainer._settings import refuse_model
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.settings import refuse_model
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
 

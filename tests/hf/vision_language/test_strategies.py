@@ -19,7 +19,7 @@ import dpfunc
 from dpfunc import clipping, engines, sampling
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
-from dpfunc.hf.facts import quantised_layers
+from dpfunc.hf._facts import quantised_layers
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language import strategies as vision_language
 from dpfunc.hf.vision_language.images import IGNORED, image_text_collator
@@ -34,10 +34,10 @@ from dpfunc.hf.vision_language.strategies import (
 )
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
-from dpfunc.sampling.loader import without_rows
+from dpfunc.sampling._loader import without_rows
+from dpfunc.train._inputs import _asked, _check_image
+from dpfunc.train._strategy_costs import strategy_costs, strategy_table
 from dpfunc.train.config import DataSection
-from dpfunc.train.inputs import _asked, _check_image
-from dpfunc.train.strategy_costs import strategy_costs, strategy_table
 
 FLOAT = ("full", "lora", "projector")
 COLOURS = ("red", "green", "blue", "yellow")

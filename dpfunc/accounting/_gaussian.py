@@ -1,0 +1,74 @@
+"""The Gaussian mechanism, exactly; and the central-limit approximation that must not be mistaken for it."""
+
+from __future__ import annotations
+
+import math
+
+from dpfunc.accounting._search import falling_root
+from dpfunc.types import Event
+
+_ROUND_UP = 1e-9  # the root finder and log_ndtr are good to about 1e-12
+_LEAST = 1e-12  # below, no digit of delta is left, and epsilon is the tail bound
+_CANCELS = 1e-14  # with little mu, what both logarithms have in common is lost: up to this over mu
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The smallest epsilon >= 0 of a Gaussian mechanism with sensitivity / standard deviation `mu`.
+
+    Solves `delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)`: Balle and Wang 2018, Improving the
+    Gaussian Mechanism for Differential Privacy, Theorem 8. In logarithms, so that any delta > 0 works.
+
+    Args:
+        mu: >= 0; k Gaussian releases compose to `mu^2 = sum_i mu_i^2`.
+        delta: 0 < delta < 1.
+
+    >>> round(gaussian_epsilon(10**0.5 / 5, 1e-5), 3)
+    2.594
+    """
+    from scipy.special import erf
+
+    if mu == 0.0 or erf(mu / 8**0.5) <= delta:  # the total variation distance
+        return 0.0
+    if not mu < 1e100:
+        return math.inf
+    high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the tail bound; delta(high) < delta
+    if mu < _LEAST:
+        return high
+    target = math.log(delta)
+    # below e^-1e6 of delta only the sign counts
+    root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, rtol=1e-13)
+    return min(root * (1.0 + _ROUND_UP + _CANCELS / mu), high)
+
+
+def _log_delta(epsilon: float, mu: float) -> float:
+    """Logarithm of the delta of the Gaussian mechanism at `epsilon`."""
+    from scipy.special import log_ndtr
+
+    first = float(log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    ratio = -math.expm1(second - first)
+    return first + math.log(ratio) if ratio > 0 else -math.inf
+
+
+def gaussian_mu(events: tuple[Event, ...]) -> float:
+    """`sqrt(sum T / sigma^2)` of events in which all records take part."""
+    if any(event.noise_multiplier == 0 for event in events):
+        return math.inf
+    return math.hypot(*(as_float(event.num_steps) ** 0.5 / event.noise_multiplier for event in events))
+
+
+def gdp_mu(events: tuple[Event, ...]) -> float:
+    """`sqrt(sum q^2 T (e^(1/sigma^2) - 1))`, the central limit of Bu et al. 2020, Corollary 5.4. Not a bound."""
+    if any(event.noise_multiplier < 0.04 for event in events):  # e^(1/sigma^2) is beyond float64
+        return math.inf
+    return math.hypot(
+        *(
+            event.sampling_prob * math.sqrt(as_float(event.num_steps) * math.expm1(event.noise_multiplier**-2.0))
+            for event in events
+        )
+    )
+
+
+def as_float(number: int) -> float:
+    """An integer as a float, rounded; inf where it does not fit."""
+    return float(number) if number < 2**1000 else math.inf

@@ -1,0 +1,198 @@
+"""Tight upper bound on epsilon: discrete losses that dominate, composed by Fourier sums whose errors only add.
+
+For neighbours in one order, with L the privacy loss of all steps together,
+
+    delta(epsilon) = E_P[(1 - e^(epsilon - L))_+].
+
+*Law* (tilted_law.py): each step's loss gets a law of few values that dominates its own; what lies beyond the last
+cell counts as an infinite loss. *Composition* (tilted_sum.py): the delta of the sum of all losses, from above. *Bound*
+(here): the least epsilon whose delta is small enough, in rounds that choose better parameters (tilted_aim.py: the tilt
+t, cells, spacing). Every approximation is on the safe side, whatever the parameters are. The cells depend on the spread
+of a step's loss, not on the number of steps: 10^7 steps cost what ten cost. These files import no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpfunc.accounting._losses import Direction
+from dpfunc.accounting._search import falling_root
+from dpfunc.accounting._tilted_aim import (
+    Aim,
+    Sampled,
+    best_tilt,
+    choose_ends,
+    laplace,
+    make_aim,
+    renyi_estimate,
+    saddle,
+    sampled_losses,
+)
+from dpfunc.accounting._tilted_law import (
+    Atoms,
+    Kind,
+    Law,
+    TiltedUnavailable,
+    atoms_add_remove,
+    atoms_replace,
+    gaussian_part,
+    tilt,
+)
+from dpfunc.accounting._tilted_sum import compose
+
+_MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
+_MAX_STEPS = 10**11
+_MAX_ROUNDS = 8
+_KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
+_LARGEST_EPSILON = 700.0
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """`epsilon` with delta(epsilon) <= delta, and `renyi`, about what a Renyi accountant would say (not a bound)."""
+
+    epsilon: float
+    renyi: float
+
+
+def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta: float) -> _Bound:
+    """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
+
+    Args:
+        kinds: (sampling_prob, noise_multiplier, num_steps), at least one, in any order.
+        directions: ("remove", "add"), or ("replace",) with noise multipliers relative to twice the clip norm.
+        delta: 0 < delta < 1.
+
+    Raises:
+        TiltedUnavailable: values outside the domain that float64 can serve.
+
+    >>> print(f"{tilted_epsilon([(0.01, 1.0, 1000)], ['remove', 'add'], 1e-5).epsilon:.4f}")
+    1.8283
+    """
+    kinds = _within_domain(kinds, delta)
+    if len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
+        q, sigma, _ = kinds[0]
+        return _Bound(max(_one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
+    first = one_direction(kinds, directions[0], delta)
+    epsilon = first.epsilon
+    for direction in directions[1:]:
+        epsilon = max(epsilon, one_direction(kinds, direction, delta, epsilon).epsilon)
+    return _Bound(epsilon, first.renyi)
+
+
+def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float) -> float:
+    """Fast estimate of epsilon by Laplace's method, within some percent for many steps; not a bound."""
+    kinds = _within_domain(kinds, delta)
+    few, log_delta = sampled_losses(kinds, direction, delta, share=32), math.log(delta)
+    return laplace(few, best_tilt(few, log_delta), log_delta)[0]
+
+
+def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
+    """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted.
+
+    Raises:
+        TiltedUnavailable: values at which float64 over- or underflows.
+    """
+    steps = sum(count for _, _, count in kinds)
+    if not _MIN_DELTA <= delta < 1:
+        raise TiltedUnavailable(
+            f"Expected delta >= {_MIN_DELTA:g} for method 'tilted', got delta={delta:g}. Use method 'rdp'."
+        )
+    if steps > _MAX_STEPS:
+        raise TiltedUnavailable(
+            f"Expected at most {_MAX_STEPS:g} steps for method 'tilted', got {steps:.4g}. Use method 'rdp'."
+            if steps < 2**1000
+            else "Expected fewer steps for method 'tilted'. Use method 'rdp'."
+        )
+    smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
+    if smallest < _MIN_SIGMA:
+        raise TiltedUnavailable(
+            f"Expected noise multipliers >= {_MIN_SIGMA:g} for method 'tilted', got {smallest:g}. Use method 'rdp'."
+        )
+    mu2 = gaussian_part(kinds)
+    if not mu2 < 1e12:
+        raise TiltedUnavailable(
+            f"Expected sum(T / sigma^2) < 1e12 of the steps without sampling for method 'tilted', got {mu2:g}. "
+            "Use method 'rdp'."
+        )
+    return sorted((max(q, _MIN_PROB), min(sigma, _MAX_SIGMA) if q < 1 else sigma, count) for q, sigma, count in kinds)
+
+
+def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) -> float:
+    """Epsilon of a single step, by its closed form, rounded up."""
+
+    def excess(epsilon: float) -> float:
+        return one_step_delta(q, s, direction, epsilon) / delta - 1
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = -math.log1p(-q) if direction == "add" else 1.0
+    while excess(high) > 0:
+        high *= 2
+        if high > _LARGEST_EPSILON:
+            raise TiltedUnavailable(f"epsilon is above {_LARGEST_EPSILON:g}, where e^epsilon cannot be computed")
+    return falling_root(excess, 0.0, high, rtol=1e-12) * (1 + 1e-8)
+
+
+def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
+    """`P(L > epsilon) - e^epsilon Q(L > epsilon)` of a single step."""
+    from scipy.special import ndtr
+
+    if direction == "replace":
+        x = s * s * epsilon + 2 * s * s * math.asinh((1 - q) / q * math.exp(1 / (8 * s * s)) * math.sinh(epsilon / 2))
+        ahead, behind = ndtr((0.5 - x) / s), ndtr((-0.5 - x) / s)
+        return float(q * (ahead - math.exp(epsilon) * behind) - (1 - q) * math.expm1(epsilon) * ndtr(-x / s))
+    ratio = (q + math.expm1(epsilon if direction == "remove" else -epsilon)) / q  # N(1) / N(0) where L = epsilon
+    if ratio <= 0:
+        return 0.0
+    x = s * s * math.log(ratio) + 0.5
+    if direction == "remove":
+        return float(q * (ndtr((1 - x) / s) - ratio * ndtr(-x / s)))
+    return float(math.exp(epsilon) * q * (ratio * ndtr(x / s) - ndtr((x - 1) / s)))
+
+
+def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> _Bound:
+    """The bound for neighbours in one order; not below `floor`, which the other order has already cost.
+
+    Each round chooses parameters for an epsilon, and bounds it. Any parameters are safe; the next round starts from a
+    better epsilon, until the parameters were made for about the epsilon that was found.
+    """
+    log_delta = math.log(delta)
+    few = sampled_losses(kinds, direction, delta, share=32)
+    t = best_tilt(few, log_delta)
+    base = few if len(few.steps) == sum(q < 1 for q, _, _ in kinds) else sampled_losses(kinds, direction, delta)
+    renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
+    about, t = laplace(few, t, log_delta)
+    slope = t
+    best, fine = math.inf, 1.0
+    for _ in range(_MAX_ROUNDS):
+        aim = make_aim(few, about, slope, t, log_delta, fine)
+        found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
+        gain, best = best - found, min(best, found)
+        settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
+        if best <= floor or (settled and (t * best > _KINKED or (fine < 1 and gain < _GAIN * best))):
+            break
+        fine /= 8 if settled else 1
+        about, slope = best, steepness
+        t = saddle(few, about)
+    return _Bound(best, renyi)
+
+
+def discrete_laws(base: Sampled, aim: Aim) -> list[Law]:
+    """The tilted law of each kind on its cells."""
+    if not len(base.steps):
+        return []
+    laws: list[Law] = []
+    ends = choose_ends(base, aim)
+    lengths = np.array([len(some) for some in ends])
+    for length in np.unique(lengths):  # as arrays, for speed
+        alike = np.flatnonzero(lengths == length)
+        q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
+        atoms = atoms_replace(q, s, x) if base.direction == "replace" else atoms_add_remove(q, s, x, base.direction)
+        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, base.steps[alike], strict=True):
+            laws.append(tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
+    return sorted(laws, key=lambda law: -law.variance)

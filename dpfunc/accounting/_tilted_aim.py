@@ -1,0 +1,240 @@
+"""Parameters of the tilted accountant: the tilt, the cells, the spacing. Any are safe; good ones make it tight.
+
+Losses at equal distances in x stand for the laws here. Nothing in this file is a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpfunc.accounting._losses import Array, Direction, log_ratios
+from dpfunc.accounting._search import least
+from dpfunc.accounting._tilted_law import Kind, gaussian_part
+
+TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
+_CELL_ERROR = 2e-6  # relative to epsilon
+_MANY_KINDS, _MANY_CELL_ERROR = 8, 4e-5  # for speed
+_MAX_CELLS = 6_000
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Losses of each kind (axis K) at equal distances in x (axis M). Only used to choose parameters.
+
+    Args:
+        q, sigma, steps: (K,). x, loss, log_mass: (K, M), with log masses under P. gaussian: mu^2 of other releases.
+    """
+
+    q: Array
+    sigma: Array
+    steps: Array
+    x: Array
+    loss: Array
+    log_mass: Array
+    gaussian: float
+    direction: Direction
+
+    def log_moment(self, t: float) -> float:
+        """`K(t)`, the logarithm of the moment generating function of the total loss of all steps."""
+        sampled = 0.0
+        if len(self.steps):
+            exponents = self.log_mass + t * self.loss
+            top = exponents.max(axis=1)
+            sampled = float(self.steps @ (np.log(np.exp(exponents - top[:, None]).sum(axis=1)) + top))
+        return sampled + self.gaussian * t * (1 + t) / 2
+
+
+def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, share: int = 0) -> Sampled:
+    """The losses of the kinds with sampling; with `share` only of about that many, which stand for all."""
+    from scipy.special import ndtri
+
+    sampled = sorted(kind for kind in kinds if kind[0] < 1)
+    stride = max(1, -(-len(sampled) // share)) if share else 1
+    alike = [sampled[start : start + stride] for start in range(0, len(sampled), stride)]
+    chosen = [(*max(some, key=lambda kind: kind[2])[:2], sum(count for _, _, count in some)) for some in alike]
+    q, sigma, steps = np.array(chosen, dtype=np.float64).reshape(-1, 3).T.copy()
+    if not chosen:
+        empty = np.empty((0, 0))
+        return Sampled(q, sigma, steps, empty, empty, empty, gaussian_part(kinds), direction)
+    # beyond so many standard deviations a step has mass below its share of what is negligible
+    reach = np.maximum(9.5, -ndtri(TINY * delta / steps / len(chosen) / 2))
+    low, high = -9.5 * sigma, reach * sigma + {"remove": 1.0, "add": 0.0, "replace": 0.5}[direction]
+    if direction == "add":  # in the coordinate y = -x, where the loss falls
+        low, high = -reach * sigma, 9.5 * sigma
+    step = np.minimum(sigma / 12, sigma * sigma / 1.5)
+    points = int(np.clip(np.max((high - low) / step), 200, 3000))
+    x = low[:, None] + (high - low)[:, None] * np.linspace(0.0, 1.0, points)
+    loss, log_density = _loss_and_density(q[:, None], sigma[:, None], x, direction)
+    return Sampled(
+        q, sigma, steps, x, loss, log_density + np.log(x[:, 1:2] - x[:, :1]), gaussian_part(kinds), direction
+    )
+
+
+def _loss_and_density(q: Array, s: Array, x: Array, direction: Direction) -> tuple[Array, Array]:
+    """The privacy loss at x and the log density of P. In direction add, x is minus the output."""
+    log_p, log_q = log_ratios(q, s, -x if direction == "add" else x, direction)
+    return log_p - log_q, -((x / s) ** 2) / 2 - np.log(s * math.sqrt(2 * math.pi)) + log_p
+
+
+def best_tilt(base: Sampled, log_delta: float) -> float:
+    """The t at which `K(t) - t epsilon - log t - log(1 + t) = log delta` has the least epsilon."""
+
+    def epsilon(log_t: float) -> float:
+        t = math.exp(log_t)
+        return (base.log_moment(t) - log_delta - log_t - math.log1p(t)) / t
+
+    log_t, bound = _minimum(epsilon)
+    return math.exp(log_t) if bound > 0 else saddle(base, 0.0)
+
+
+def saddle(base: Sampled, epsilon: float) -> float:
+    """The t at which the absolute value of the integrand is the least."""
+
+    def size(log_t: float) -> float:
+        t = math.exp(log_t)
+        return base.log_moment(t) - t * epsilon - log_t - math.log1p(t)
+
+    return math.exp(_minimum(size)[0])
+
+
+def _minimum(function: Callable[[float], float]) -> tuple[float, float]:
+    """Minimum of a function of log t: its place, and its value."""
+    grid = np.arange(-14.0, 19.0, 3.0)
+    best = int(np.argmin([function(point) for point in grid]))
+    return least(function, float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]), 0.02)
+
+
+def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
+    """Epsilon by the Renyi curve, at the best order near 1 + `near`: Canonne, Kamath and Steinke 2020."""
+    orders = near * np.array([0.7, 0.85, 1.0, 1.2, 1.5])
+    values = [(base.log_moment(t) - log_delta + t * math.log(t) - (1 + t) * math.log1p(t)) / t for t in orders]
+    return float(min(values))
+
+
+def laplace(few: Sampled, t: float, log_delta: float) -> tuple[float, float]:
+    """Epsilon by Laplace's method at its own saddle, and the saddle; t: a first value of it."""
+    about = 0.0
+    for _ in range(3):
+        about = _first_guess(few, t, log_delta)
+        t = saddle(few, about)
+    return about, t
+
+
+def _first_guess(base: Sampled, t: float, log_delta: float) -> float:
+    """Epsilon by Laplace's method: the value of the integrand at its saddle, times its width."""
+    spread = _spread(base, t)
+    width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
+    found = (base.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
+    return max(found, 0.1 * spread)
+
+
+def _spread(base: Sampled, t: float) -> float:
+    """Standard deviation of the loss of all steps under the tilted law."""
+    step = 0.02 * t
+    second = base.log_moment(t + step) + base.log_moment(t - step) - 2 * base.log_moment(t)
+    return math.sqrt(max(second, 1e-300)) / step
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The epsilon that parameters are chosen for. Any value is safe; one near the answer is tight.
+
+    Args:
+        epsilon, slope: epsilon, and about -d log(delta) / d epsilon there. tilt: t.
+        tilts, moments: (N,) a table of t' and K(t').
+        log_scale: log of delta, in units of the Chernoff bounds below. period: 2 pi / D.
+    """
+
+    epsilon: float
+    slope: float
+    tilt: float
+    tilts: Array
+    moments: Array
+    log_scale: float
+    period: float
+    fine: float = 1.0
+
+    def importance(self, loss: Array) -> tuple[Array, Array]:
+        """Relative error of delta if one step's loss is put on the ends of a cell of width h, over h^2 / 12: log; t'.
+
+        The other steps must make up for epsilon - loss, which has probability `e^(K(t') - t' (epsilon - loss))` at
+        most, and the relative error of keeping both masses is `t' (1 + t') h^2 / 12`. Losses far above epsilon have
+        t' = 0: there it is exact.
+        """
+        where = self.epsilon - loss
+        some = np.sort(where.ravel()[:: 1 + where.size // 20_000])
+        need = some[np.linspace(0, len(some) - 1, 512).astype(np.intp)]
+        exponents = self.moments - np.outer(need, self.tilts)
+        best = np.argmin(exponents, axis=1)
+        tilts = self.tilts[best]
+        log_weight = exponents[np.arange(len(need)), best] + np.log(tilts * (1 + tilts)) - self.log_scale
+        return np.interp(where, need, log_weight), np.interp(where, need, tilts)
+
+
+def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: float, fine: float = 1.0) -> Aim:
+    """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
+
+    A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
+    """
+    factors = np.concatenate(
+        [np.geomspace(1e-3, 0.1, 8)[:-1], np.linspace(0.1, 1.5, 15), np.geomspace(1.5, 300.0, 20)[1:]]
+    )
+    tilts = t * factors
+    moments = np.array([few.log_moment(float(tilt)) for tilt in tilts])
+    exponents = moments - tilts * epsilon
+    width = math.log(max(1.0, 2.5 * _spread(few, t) * t))
+    size = exponents - np.log(tilts) - np.log1p(tilts)
+    saddle_at = int(np.argmin(np.abs(factors - 1)))
+    choices = [i for i in range(saddle_at + 1) if factors[i] > 0.4 and size[i] <= size[saddle_at] + 5]
+    periods = [_period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
+    best = int(np.argmin(periods))
+    log_scale = min(float(exponents.min()), log_delta + width)
+    return Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best], fine)
+
+
+def _period(tilts: Array, exponents: Array, t: float) -> float:
+    """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
+
+    Args:
+        exponents: `K(t') - t' epsilon - log delta` for each of the tilts t'.
+    """
+    distance = np.abs(tilts / t - 1)
+    rooms = (exponents + 18.4) / (np.maximum(distance, 0.03) * t)
+    below, above = rooms[tilts < 0.97 * t], rooms[tilts > 1.03 * t]
+    return max(float(below.min()), float(above.min()), 4.0 / t)
+
+
+def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
+    """The ends of the cells of each kind, such that epsilon rises by about `_CELL_ERROR` of itself.
+
+    Cells of loss width h and mass p raise log delta by `sum T p importance h^2 / 12`, so the best density of cells is
+    proportional to `(p importance h^2)^(1/3)`. Besides, neither the importance nor the tilt may change much in a cell.
+    """
+    spacing = (base.x[:, 1] - base.x[:, 0])[:, None]
+    log_importance, tilts = aim.importance(base.loss)
+    log_weight = base.log_mass + log_importance - np.log(spacing)
+    slope = np.abs(np.gradient(base.loss, axis=1)) / spacing
+    bulk = np.exp(np.minimum(log_weight, 300.0) / 3) * slope ** (2 / 3)
+    integral = bulk.sum(axis=1) * spacing[:, 0]
+    share = np.cbrt(base.steps)
+    error = _CELL_ERROR if len(share) < _MANY_KINDS else _MANY_CELL_ERROR
+    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.fine * aim.epsilon * aim.slope))
+    counts = np.minimum(counts, _MAX_CELLS / np.maximum(integral, 1e-300))
+    live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
+    change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))
+    change = np.minimum((8.0 if len(share) < _MANY_KINDS else 2.0) * change * slope, 1 / spacing)
+    density = bulk * counts[:, None] + change + 16.0 / (base.x[:, -1:] - base.x[:, :1])
+    total = np.zeros_like(density)
+    np.cumsum((density[:, 1:] + density[:, :-1]) / 2 * spacing, axis=1, out=total[:, 1:])
+    ends = []
+    for x, cells in zip(base.x, total, strict=True):
+        number = math.ceil(1.1 ** math.ceil(math.log(cells[-1], 1.1)))  # few different numbers
+        places = np.linspace(0.0, cells[-1], number + 1)
+        found = np.interp(places, cells, x)
+        apart = np.diff(found) > 1e-12 * np.abs(found[1:])
+        ends.append(found if apart.all() else found[np.append(True, apart)])
+    return ends

@@ -1,0 +1,330 @@
+"""Rule for using noise again when a run continues: a table of situations, decisions and reasons.
+
+A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
+sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
+steps was computed, and which runs continue others.
+
+| journal | layout | steps after the checkpoint | the run goes on |
+|---|---|---|---|
+| given | as it was | any | with its key, and repeats them bit for bit, at no cost |
+| given | another | none | with its key |
+| given | another | some | not; with `recharge` with a new key, and pays for them again |
+| none | any | unknown | with a new key; not where one went on from there before, unless `later_runs="ignore"` |
+
+In each row the ledger gets all steps of the lineage that the journal has. `_REASONS` says why a run may not go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import one_of, shorten, unique_json
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.checkpoint._format import difference, key_of, state_from_dict
+from dpfunc.checkpoint.journal import Taken, whole_ledger
+from dpfunc.distributed._object_collectives import digest_over_ranks, rank_and_size
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.state import StepState, step_events
+from dpfunc.types import Event, Params
+
+NOTES = "resumed.jsonl"
+_NO_STATE: Mapping[str, Any] = {"tuple": []}
+"""The state of Gaussian noise, `()`, as a checkpoint has it."""
+LaterRuns = Literal["refuse", "ignore"]
+_DIGESTS = ("all machines", "parts of parameters")
+"""Entries of a layout that a reader cannot understand: others come first in messages."""
+
+
+def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
+    """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
+
+    Args:
+        params: as the step gets them. ranks: as the step gets them.
+
+    It does not contain what the caller must keep the same when resuming: engine, microbatch size.
+
+    >>> layout({"w": torch.zeros(2)}, None)["data processes"]
+    1
+    """
+    processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
+    alone = processes == 1
+    return {
+        "data processes": size,
+        "tensor processes": processes // size,
+        "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
+        "parts of parameters": digest_over_ranks(str([_parts(p) for p in params.values()]), None),
+        "machine": _machine(params),
+        "all machines": digest_over_ranks(_machine(params), None if alone else ranks),
+    }
+
+
+def _parts(param: Any) -> str:
+    return f"{param.placements} on {tuple(param.device_mesh.shape)}" if is_dtensor(param) else "whole"
+
+
+def _machine(params: Params) -> str:
+    kinds = sorted({p.device.type for p in params.values()})
+    words = [f"torch {torch.__version__}"]
+    if "cpu" in kinds:
+        words.append(f"cpu {torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads")
+    if "cuda" in kinds:
+        words.append(torch.cuda.get_device_name())
+    return ", ".join([*words, *(kind for kind in kinds if kind not in ("cpu", "cuda"))])
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line about a resumption. Public facts only.
+
+    Args:
+        run: fingerprint of the key of the steps that follow. start: the first of them.
+        layout: in which they are computed.
+        counted: other runs of the same lineage -> their steps below this are in the ledger of this one.
+        parent: the run that this one continues with new noise, or None when the run itself goes on.
+    """
+
+    run: str
+    start: int
+    layout: Mapping[str, Any]
+    counted: Mapping[str, int]
+    parent: str | None = None
+
+
+def read_notes(path: Path) -> list[Note]:
+    """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing."""
+    try:
+        return [Note(**unique_json(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
+
+
+def known_notes(path: Path, count: int) -> list[Note]:
+    """All notes of a run that has a checkpoint; the first save begins the file.
+
+    Args:
+        path: of the notes. count: how many there were when the checkpoint was saved.
+
+    Raises:
+        CheckpointError: the file is gone or shorter: without it a run that took a new key or another layout looks like
+            one that never did.
+
+    Guarantees:
+        tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
+    """
+    notes = read_notes(path) if path.exists() else None
+    if notes is None or len(notes) < count:
+        raise CheckpointError(
+            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
+            f"{'no such file' if notes is None else len(notes)}. It says with which keys and layouts steps were "
+            "released: restore it."
+        )
+    return notes
+
+
+@dataclass(frozen=True)
+class History:
+    """Records about a run that is resumed: its checkpoint, its notes and its journal.
+
+    Args:
+        values: of the checkpoint, with its layout and the number of notes there were.
+        notes: all there are now. taken: all steps in the journal, or None without one, when the run takes a new key.
+    """
+
+    values: Mapping[str, Any] = field(repr=False)  # they hold the key
+    notes: list[Note]
+    taken: Mapping[str, Mapping[int, Taken]] | None
+
+    @property
+    def run(self) -> str:
+        """Fingerprint of the key of the checkpoint."""
+        return fingerprint(key_of(self.values))
+
+    @property
+    def steps(self) -> Mapping[int, Taken]:
+        """Steps of this run in the journal."""
+        return (self.taken or {}).get(self.run, {})
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """Steps of related runs that the checkpoint's ledger contains: run -> number of its first step not counted."""
+        known = [note.counted for note in self.notes[: self.values["notes"]] if note.run == self.run]
+        return known[-1] if known else {}
+
+    def layout_of(self, step: int) -> Mapping[str, Any]:
+        """Layout in which a step of this run was computed, or would have been."""
+        known = [note.layout for note in self.notes if note.run == self.run and note.start <= step]
+        found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
+        return found
+
+    @property
+    def lineage(self) -> set[str]:
+        """This run, and others of which one continues the other."""
+        return family(self.run, self.notes)
+
+
+def family(run: str, notes: Sequence[Note]) -> set[str]:
+    """Fingerprints of a run and of all runs of its lineage."""
+    found, size = {run}, 0
+    while size < len(found):
+        size = len(found)
+        for note in notes:
+            if note.parent is not None and found & {note.run, note.parent}:
+                found |= {note.run, note.parent}
+    return found
+
+
+def resume(
+    history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
+) -> tuple[StepState, Note | None]:
+    """The state that may go on, and the note that must be on disk before it does.
+
+    Args:
+        history: of the run. plan: of the run. layout: of the processes that resume it. new_key: never used before.
+        recharge: steps that cannot be repeated may be drawn anew, and cost again. later_runs: "ignore" other runs that
+            began after this one in its journal, which somebody else counts.
+
+    Raises:
+        CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
+    """
+    _refuse("lost steps", _lost(history))
+    state = state_from_dict(history.values, plan, history.steps)
+    if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
+        _refuse("strangers", _strangers(history, state, plan))
+    state, counted = _with_relatives(state, history, plan)
+    if history.taken is not None:
+        other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != layout]
+        if not other:
+            same = history.layout_of(state.charged) == layout and counted == history.counted
+            return state, None if same else Note(history.run, state.step, layout, counted)
+        if not recharge:
+            _refuse("another layout", _changed(other[0], layout, state))
+    elif later_runs == "refuse":  # without a journal: it is unknown what was released after the checkpoint
+        _refuse("continued", _continued(history))
+    note = Note(fingerprint(new_key), state.step, layout, {**counted, history.run: state.charged}, history.run)
+    return _with_new_key(history, state, plan, new_key), note
+
+
+def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    _refuse("correlated noise", {} if history.values["noise"] != _NO_STATE else None)
+    _refuse("inside of an epoch", {"step": state.step, "epoch": epoch} if state.step % epoch else None)
+    fresh = state._replace(key=key, charged=state.step, released=())
+    return fresh._replace(limit=_budget_limit(fresh, plan))
+
+
+def _refuse(situation: str, found: Mapping[str, object] | None) -> None:
+    """Refuse to go on if something was found that says that a run is in a situation."""
+    if found is not None:
+        raise CheckpointError(_REASONS[situation].format(**found))
+
+
+_BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
+_REASONS = {
+    "lost steps": "Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.",
+    "strangers": (
+        "The journal has another run that began after this one ({runs}), and resumed.jsonl does not say that it "
+        "continues it. If notes were lost, restore them. If it is a run of its own, what it cost is not in this "
+        'ledger: give each run a journal and a folder of its own, or pass later_runs="ignore" and count both.'
+    ),
+    "another layout": (
+        "The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
+        "sums that round differently would give the difference away. Steps {first} to {last} were released after the "
+        "checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with new noise, at their "
+        "cost: load(..., recharge=True)."
+    ),
+    "continued": (
+        "Expected a checkpoint from which no run has gone on without a journal, got one from which {count} did "
+        "({runs}), and left no checkpoint. What they released is in no ledger, but that of a journal if they had one: "
+        f"then begin a new run from the saved parameters that counts it, {_BEGIN}="
+        "dpfunc.checkpoint.journal_ledger(path)). If they took no step, or you count their steps, pass "
+        'later_runs="ignore". Next time give the steps a journal: make_dp_step(..., journal=Journal(path, plan)).'
+    ),
+    "correlated noise": (
+        "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
+        "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run that "
+        f"counts this one: {_BEGIN})."
+    ),
+    "inside of an epoch": (
+        "Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {step}: an epoch "
+        "of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin a new run that "
+        f"counts this one: {_BEGIN})."
+    ),
+}
+
+
+def _lost(history: History) -> dict[str, object] | None:
+    """The last step of the checkpoint, if the journal lacks it, which has the steps from the first one with its key."""
+    born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
+    last = int(history.values["charged"]) - 1
+    if history.taken is None or last < (born or [0])[0] or last in history.steps:
+        return None
+    counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
+    advice = "It is the journal of another run, or incomplete: pass the right one"
+    if later := [run for run in history.taken if run in counting]:
+        advice = (
+            f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
+            f"saved parameters that counts both, {_BEGIN}=dpfunc.checkpoint.journal_ledger(path))"
+        )
+    return {"last": last, "advice": advice}
+
+
+def _strangers(history: History, state: StepState, plan: Plan) -> dict[str, object] | None:
+    """Runs that began after this one in its journal and are not of its lineage. Earlier runs are allowed."""
+    taken, lineage = history.taken or {}, history.lineage
+    runs = list(taken)
+    began = next((number for number, run in enumerate(runs) if run in lineage), len(runs))
+    strangers = [run for run in runs[began:] if run not in lineage]
+    if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
+        own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
+        strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
+    return {"runs": shorten(strangers)} if strangers else None
+
+
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> dict[str, object]:
+    """Differences between the layout in which steps were released and the present one."""
+    lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
+    return {"lines": shorten(lines) or "it was, for a while", "first": state.step, "last": state.charged - 1}
+
+
+def _continued(history: History) -> dict[str, object] | None:
+    """Runs without a journal that went on from this checkpoint before: nobody would count their steps."""
+    before = [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]
+    return {"count": len(before), "runs": shorten(before)} if before else None
+
+
+def _with_relatives(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
+    """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
+    counted, extra = dict(history.counted), list[Event]()
+    for run in sorted(history.lineage - {history.run}):
+        steps = (history.taken or {}).get(run, {})
+        extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
+        counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
+    if extra:
+        state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
+        state = state._replace(limit=_budget_limit(state, plan))
+    return state, counted
+
+
+def _budget_limit(state: StepState, plan: Plan) -> int:
+    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
+    if plan.epsilon is None:
+        return state.limit
+    start = state.charged
+    return start + affordable_steps(
+        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        limit=max(state.limit - start, 0),
+        method=plan.accountant,
+    )

@@ -1,0 +1,234 @@
+"""The commands `dpfunc train` and `dpfunc generate`; what they need is imported when they run."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dpfunc.cli._output import json_option, print_json, reporting
+from dpfunc.errors import DPFuncError, InvalidArgument, NotWritten
+
+if TYPE_CHECKING:
+    from dpfunc.distributed.ranks import Ranks
+    from dpfunc.train.config import Job
+
+# What torch says when another process is gone or does not answer.
+_LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection refused", "remote process exited")
+# What the library calls a key of the file.
+_KEYS = {
+    "expected_batch_size": "batch_size", "allow_large_delta=True": "dp_allow_large_delta: true", "delta=": "dp_delta=",
+}  # fmt: skip
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_HELP = {"help_option_names": ["-h", "--help"]}
+FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True, **_HELP}
+
+
+def seed_option(what: str) -> Callable[[Any], Any]:
+    """Option of a guessable key; `what` is repeated by it, e.g. a run."""
+    text = f"A guessable key, to repeat a {what}: for tests and public data."
+    return click.option("--insecure-seed", "--insecure_seed", type=click.IntRange(min=0), help=text)
+
+
+def check_new(out: Path) -> None:
+    """Check that a file to write is not there."""
+    if out.exists():
+        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by PEFT
+        yield
+
+
+@contextmanager
+def keys_of_the_file() -> Iterator[None]:
+    """Report errors with the keys that the user has written, instead of the names of the library.
+
+    Raises:
+        ClickException: for every error of dpfunc.
+
+    >>> with keys_of_the_file():
+    ...     raise InvalidArgument("got expected_batch_size=3.0 (dp_delta=1)")
+    Traceback (most recent call last):
+    click.exceptions.ClickException: got batch_size=3.0 (dp_delta=1)
+    """
+    try:
+        yield
+    except DPFuncError as error:
+        text = str(error)
+        for word, key in _KEYS.items():
+            text = re.sub(rf"\b{word}", key, text)
+        raise click.ClickException(text) from error
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Say how to install a package that an import inside needs.
+
+    Raises:
+        ClickException: a package of the extra `hf` is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
+
+
+@contextmanager
+def _interruptible(job: Job, writes: bool) -> Iterator[None]:
+    """After Ctrl-C, or a file that cannot be written, tell the privacy cost of the run; click then ends the command."""
+    from dpfunc.checkpoint.journal import REFUSED, unwritten
+    from dpfunc.train._run_folder import interrupted
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if writes:
+            click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
+        raise
+    except REFUSED as error:
+        if not unwritten(error):
+            raise
+        what = "" if isinstance(error, NotWritten) else f"The run in {job.output_dir} could not go on: "
+        raise click.ClickException(f"{what}{str(error).rstrip('.')}. {interrupted(job, 'Stopped')}") from error
+
+
+@contextmanager
+def _processes() -> Iterator[tuple[Ranks | None, bool]]:
+    """Yield the processes of this run under torchrun, or None, and True for the one that writes and prints.
+
+    A process that loses the others ends with an error.
+    """
+    from dpfunc import distributed
+    from dpfunc.train.run import LONGEST_WAIT
+
+    ranks = distributed.from_environment(LONGEST_WAIT)
+    writes = distributed.is_writer(ranks)
+    if not writes:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    try:
+        yield ranks, writes
+    except DPFuncError:
+        raise
+    except RuntimeError as error:
+        if ranks is None or not any(words in str(error) for words in _LOST):
+            raise
+        raise click.ClickException(
+            f"Process {ranks.rank} lost the others: one of them ended or did not answer in time; its own error says "
+            f"why. Every step that was released is in the journal; training goes on with --resume. ({error})"
+        ) from error
+    distributed.shutdown()
+
+
+def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
+    """The job of a file and of flags over it, or its twin without privacy."""
+    with importing():
+        from dpfunc.train import _config_file as config_file
+        from dpfunc.train.config import job_from_dict, twin
+    given = config_file.parse_flags(flags)
+    values = config_file.read_yaml(config)
+    if no_dp:  # before the arguments are checked: the twin needs none of them
+        values = config_file.override(values, {("privacy", "dp_enabled"): "false"})
+    job = job_from_dict(config_file.override(values, given))
+    return twin(job) if no_dp else job
+
+
+@click.command(context_settings=FLAGS_OF_A_JOB)
+@click.argument("config", type=FILE)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
+@click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
+@click.option("--resume", is_flag=True, help="Go on with the run in output_dir after an interruption, bit for bit.")
+@seed_option("run")
+@json_option
+def train(
+    config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Fine-tune a model with differential privacy, as CONFIG (YAML) says.
+
+    Every key of CONFIG is a flag as well: --training.learning_rate 1e-3, or --learning-rate 1e-3 where the name is
+    unique. Flags win. Unknown keys and flags are errors.
+
+    With --json stdout has one JSON value, with the lines of the report and the record of the run (null without
+    privacy); all else is on stderr.
+
+    Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
+    """
+    job = _read_job(config, flags, no_dp)
+    with keys_of_the_file(), without_noise(), _processes() as (_, writes), reporting(as_json, writes) as report:
+        if dry_run or job.privacy.dp_dry_run:
+            from dpfunc.train._dry_run import dry_run as plan_lines
+
+            for line in plan_lines(job, resume=resume, insecure_seed=insecure_seed) if writes else ():
+                report.say(line)
+            return
+        from dpfunc.train.run import run_job
+
+        with _interruptible(job, writes):
+            record = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say)
+            report.values["record"] = record or None
+
+
+@click.command(context_settings=_HELP)
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
+@click.option("--prompt", help="What each text continues; nothing by default.")
+@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
+@click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")
+@click.option("--top-p", default=1.0, show_default=True, help="Only the likeliest words that make up this share.")
+@click.option("--seed", default=0, show_default=True, help="The same texts again. Public.")
+@click.option("--batch-size", default=16, show_default=True, help="Texts drawn at once; memory only.")
+@click.option("--allow-non-private", is_flag=True, help="Also from a model that was trained without privacy.")
+@json_option
+def generate(
+    run_dir: Path, num: int, prompt: str | None, prompts: Path | None, out: Path, max_new_tokens: int,
+    temperature: float, top_p: float, seed: int, batch_size: int, allow_non_private: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Draw synthetic texts from the language model that `dpfunc train` left in RUN_DIR.
+
+    They cost no privacy beyond the training. Each line holds its text, the fields of its prompt, epsilon and delta.
+
+    Example: dpfunc generate runs/mails --num 100 --prompt "Subject:" --out texts.jsonl
+    """
+    from dpfunc.distributed._object_collectives import all_or_none
+    from dpfunc.train import generate as generation
+
+    how = generation.Sampling(num, max_new_tokens, temperature, top_p, seed, batch_size)
+    rows = generation.read_prompts(prompt, prompts)
+    check_new(out)
+    with _processes() as (ranks, writes):
+        read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private, prompts=prompts)
+        with without_noise():
+            writer = all_or_none(read, ranks, "Nothing was drawn")
+        from rich.console import Console
+        from rich.progress import track
+
+        texts: Iterator[dict[str, Any]] = generation.sample(writer, rows, how, ranks)
+        if writes:
+            texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
+        count = generation.write_texts(out, texts, ranks)
+    if not writes:
+        return
+    if as_json:
+        print_json({"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta})
+        return
+    spent = (
+        "nothing protects the training records" if writer.epsilon is None else
+        f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+    )  # fmt: skip
+    click.echo(f"{count} texts in {out}: {spent}.")

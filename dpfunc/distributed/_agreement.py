@@ -1,0 +1,280 @@
+"""Agreement of the processes that take a step: before it about all that must be equal, after it about the release."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc._utils.digests import checksum, checksum_and_marks, digest, in_hex
+from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
+from dpfunc.batches import batch_size, pad_rows, signature, tree_map
+from dpfunc.distributed._object_collectives import any_rank, gathered_rows
+from dpfunc.distributed._reduce import check_placements, in_step
+from dpfunc.distributed.ranks import Ranks, is_sharded_over
+from dpfunc.engines._guards.parameters import check_finite, not_finite, refuse_not_finite, refuse_sums, suspicious
+from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
+from dpfunc.types import Batch, Params
+
+
+class RankSummary(NamedTuple):
+    """Description of a process, compared by all processes before a step.
+
+    Public facts and digests only; `num_samples` stays among the processes.
+
+    Args:
+        step: number of the step. num_samples: records this process has. failed: it cannot take the step.
+        run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
+        params: of the parameters that are equal on all processes of the data group. shared_params: of those that are
+            equal on all processes of the tensor group.
+        part: digest of the positions of this process's shards, of parameters sharded over the data group.
+        replica: digest of the values of these shards.
+    """
+
+    step: int = 0
+    num_samples: int = 0
+    failed: int = 0
+    run: int = 0
+    rows: int = 0
+    data: int = 0
+    params: int = 0
+    shared_params: int = 0
+    part: int = 0
+    replica: int = 0
+
+
+_SPOILED = -1  # in place of a digest, which is not negative
+_SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
+# Advice for the error message, for each field of `RankSummary` that must agree.
+_ADVICE = {
+    "step": "All processes take every step, also when they have no records.",
+    "run": (
+        "Plan, key, ledger, engine, microbatch_size, journal, versions of dpfunc or torch, or other settings differ "
+        "(all pass a journal, one writes it). The usual mistake: each process made a key of its own. Use "
+        "dpfunc.distributed.shared_key(ranks), and build the plan from the same numbers."
+    ),
+    "params": (
+        "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
+        "initialisation, update every replica in the same way, and load the same checkpoint."
+    ),
+    "shared_params": (
+        "Parameters that processes with the same records hold alike differ in at least one bit. Start from the same "
+        "initialisation."
+    ),
+    "rows": (
+        "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
+        "processes."
+    ),
+    "data": _SAME_RECORDS,
+    "num_samples": _SAME_RECORDS,
+}
+_EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
+_EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
+
+
+class Agreement:
+    """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
+
+    Nothing inside may communicate. One process alone (`ranks=None`) has nobody to agree with.
+
+    Raises:
+        StepAborted, RankMismatch: see `agree`. What is raised inside.
+
+    >>> with Agreement(None) as agreement:
+    ...     pass
+    >>> agreement.num_rows
+    0
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = ranks
+        self.num_rows = 0  # afterwards: the largest number of rows of a process
+        self._own = RankSummary(failed=1)
+
+    def say(self, own: RankSummary) -> None:
+        """Say what this process means by its call."""
+        self._own = own
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.ranks is not None:
+            self.num_rows = agree(self._own, self.ranks)
+
+
+def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
+    """Summary of a process that is able to take the step.
+
+    Args:
+        step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
+            the same in all processes. ranks: of the run.
+
+    Raises:
+        InvalidArgument: parameters that are not finite, or not sharded over processes of the run; a bad dummy row.
+    """
+    check_finite(params)
+    check_placements(params, ranks)
+    _dummy_of(batch, ranks)
+    data = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
+    placements = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
+    replicated = _held_by_all(params, ranks)
+    sharded = {name: p for name, p in params.items() if name not in replicated}
+    tensor_parallel = ranks.tensor_group is not None
+    return RankSummary(
+        step=step,
+        num_samples=batch_size(batch),
+        run=digest(f"{run}{placements}"),
+        rows=digest(str((list(data), signature(batch)))),
+        data=checksum(data.items()) if tensor_parallel else 0,
+        params=checksum(replicated.items()),
+        shared_params=checksum(_held_by_all(params, ranks, tensor=True).items()) if tensor_parallel else 0,
+        part=digest(str([(name, window(p, name)) for name, p in sharded.items()])),
+        replica=checksum(sharded.items()),
+    )
+
+
+def _held_by_all(params: Params, ranks: Ranks, tensor: bool = False) -> Params:
+    """Parameters that each process of the data group, or of the tensor group, holds alike."""
+    return {name: p for name, p in params.items() if not is_sharded_over(p, ranks, tensor=tensor)}
+
+
+def agree(own: RankSummary, ranks: Ranks) -> int:
+    """Check that all processes can take this step and agree about it; otherwise none takes it.
+
+    Returns:
+        The largest number of records that a process has.
+
+    Raises:
+        StepAborted: another process failed; on the one that did, its own error is raised instead.
+        RankMismatch: on all processes, when they disagree. Nothing was spent.
+
+    Guarantees:
+        tests/distributed/test_agreement.py.
+    """
+    tables = [[RankSummary(*row) for row in gathered_rows(own, group, ranks.device)] for group in ranks.groups]
+    failed = any(row.failed for table in tables for row in table)
+    differing = _differing(tables, ranks)
+    differs = bool(differing)
+    if ranks.tensor_group is not None:  # all processes must know what one group found
+        failed, differs = any_rank(failed, ranks), any_rank(differs, ranks)
+    if own.failed:
+        return 0  # the caller's own error is on its way
+    if failed:
+        raise StepAborted(_failure_message(tables[0], own.step))
+    if differs:
+        raise RankMismatch(_mismatch_message(differing, own.step))
+    return max(row.num_samples for row in tables[0])
+
+
+def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str, list[int]]]:
+    """Fields that must agree in a group of processes and do not, with the values of all its processes.
+
+    Args:
+        tables: summaries of the data group, then of the tensor group if there is one.
+    """
+    over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
+    compared = [
+        (name, [getattr(row, name) for row in table])
+        for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
+        for name in names
+    ]
+    replicas = {(row.part, row.replica) for row in tables[0]}
+    parts_differ = len(replicas) > len({part for part, _ in replicas})
+    if parts_differ:
+        compared.append(("params", [row.replica for row in tables[0]]))
+    return [(name, values) for name, values in compared if len(set(values)) > 1]
+
+
+def _failure_message(data_group: list[RankSummary], step: int) -> str:
+    failed_ranks = [rank for rank, row in enumerate(data_group) if row.failed]
+    named = f"Process {failed_ranks} of the data group" if failed_ranks else "Another process"
+    return (
+        f"{named} could not take step {step}; its own error says why. No process took the step, nothing was "
+        "released and nothing was spent."
+    )
+
+
+def _mismatch_message(differing: list[tuple[str, list[int]]], step: int) -> str:
+    if not differing:
+        return f"Other processes of this run disagree at step {step}; they say about what. Nothing was spent."
+    name, values = differing[0]
+    # Digests of parameters and settings say which process differs; numbers about records are not put into messages.
+    shown = values if name == "step" else [in_hex(value) for value in values]
+    listed = "" if name in ("rows", "data", "num_samples") else f": {shown}, in the order of their ranks"
+    return f"The processes of this run disagree about {name} at step {step}{listed}. {_ADVICE[name]} Nothing was spent."
+
+
+class Rows(NamedTuple):
+    """The rows of this process, the mask of the real ones (None: all), the largest number of rows of any process."""
+
+    batch: Batch
+    mask_B: Tensor | None
+    size: int
+
+
+def padded(rows: Rows, ranks: Ranks | None) -> tuple[Batch, Tensor | None]:
+    """Rows and their mask, with rows of weight zero up to the number that all processes run.
+
+    They repeat the first row; a process without records runs the public dummy row.
+    """
+    batch, mask_B, size = rows
+    missing = size - batch_size(batch)
+    if ranks is None or missing <= 0:
+        return batch, mask_B
+    if not batch_size(batch):
+        batch = _dummy_of(batch, ranks)
+    real_B = torch.ones(size - missing, dtype=torch.bool) if mask_B is None else mask_B
+    return pad_rows(batch, size), torch.cat([real_B, real_B.new_zeros(missing)])
+
+
+def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
+    """The public row that a process without records runs.
+
+    Raises:
+        InvalidArgument: it does not look like a row of the batch.
+    """
+    if ranks.dummy is None:
+        return tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
+    same = pytree.tree_structure(ranks.dummy) == pytree.tree_structure(batch)
+    if not same or batch_size(ranks.dummy) != 1 or signature(ranks.dummy) != signature(batch):
+        raise InvalidArgument(
+            f"Expected dummy to be a batch of one row like those of the data, {signature(batch)}, got "
+            f"{batch_size(ranks.dummy)} rows of {signature(ranks.dummy)}."
+        )
+    return pytree.tree_map(lambda row, leaf: row.to(leaf.device), ranks.dummy, batch)
+
+
+def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: Tensor) -> tuple[str, bool]:
+    """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
+
+    Args:
+        released: name -> tensor; DTensors where processes hold parts. params: of the step. ranks: of the run.
+        mark: 0-d, bool; of this process alone, read together with its digest.
+
+    Raises:
+        InvalidArgument: on all processes, for numbers that are not finite in the sums of one; of one process alone, for
+            those of its parameters. Several have looked at these before the step.
+    """
+    looked = mark.new_zeros(()) if ranks else suspicious(params)
+    with in_step(ranks):
+        own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, suspicious(released), mark])
+        if look:
+            refuse_not_finite(params)
+        names = not_finite(released) if spoiled else []
+        own = _SPOILED if names else own
+        if ranks is not None and any(is_dtensor(value) for value in released.values()):
+            own = _over_all(own, ranks)
+        if own == _SPOILED:
+            refuse_sums(names)
+    return in_hex(own), marked
+
+
+def _over_all(own: int, ranks: Ranks) -> int:
+    for group in ranks.groups:
+        digests = [number for (number,) in gathered_rows([own], group, ranks.device)]
+        own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
+        own = _SPOILED if _SPOILED in digests else own
+    return own

@@ -1,0 +1,310 @@
+"""Small exchanges between the processes of a run. One process alone (`ranks=None`) exchanges nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc._utils.digests import checksum, digest, in_hex
+from dpfunc._utils.dtensor import shard_dims
+from dpfunc._utils.validation import shorten
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.engines._guards.lockstep import arrived, tell, told
+from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMismatch, StepAborted
+from dpfunc.rng import Key, secure_key
+
+T = TypeVar("T")
+_SAME_ORDER = (
+    "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
+    "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with the "
+    "same seed. If records differ each time they are read (random numbers other than torch's), name the data set: "
+    "data_name=..., a version or a hash."
+)
+
+
+def any_rank(flag: bool, ranks: Ranks) -> bool:
+    """True if the flag is true on any process. All processes must call it."""
+    value = torch.tensor([int(flag)], device=ranks.device)
+    for group in reversed(ranks.groups):  # parts first: then each data group has a process that knows
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+@contextmanager
+def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
+    """Inside, each process does its own part; then all go on, or all raise if one failed.
+
+    Args:
+        ranks: of the run. error: of those that did not fail; nothing inside may communicate.
+
+    Raises:
+        error: another process failed. What is raised inside.
+
+    >>> from dpfunc.errors import StepAborted
+    >>> with together(None, StepAborted("Another process failed.")):
+    ...     print("done")
+    done
+    """
+    failed, anywhere = True, False
+    try:
+        yield
+        failed = False
+    finally:
+        if failed and ranks is not None:
+            tell(sys.exception())
+        anywhere = ranks is not None and any_rank(failed, ranks)
+    if anywhere:
+        raise type(error)(f"{error} Its error: {told()}")
+
+
+def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:
+    """Run `action` on each process; return its result, or raise on all processes if it failed on any.
+
+    Args:
+        action: must not communicate. ranks: of the run. what: "The checkpoint was not ...", for the others' error.
+
+    Raises:
+        CheckpointError: it failed on another process. Whatever `action` raises.
+    """
+    with together(ranks, CheckpointError(f"{what}: another process failed; its own error says why.")):
+        return action()
+
+
+def is_writer(ranks: Ranks | None) -> bool:
+    """True on the one process that writes files and prints messages; always true without other processes.
+
+    >>> is_writer(None)
+    True
+    """
+    return ranks is None or ranks.writes
+
+
+def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
+    """Run an action on the process that writes, while the others wait until it is done.
+
+    Args:
+        ranks: of the run; None does it. action: what to do.
+
+    Raises:
+        StepAborted: on the others, when it failed. Whatever `action` raises.
+
+    >>> once(None, lambda: print("done"))
+    done
+    """
+    with together(ranks, StepAborted("The process that writes could not go on; its own error says why.")):
+        if is_writer(ranks):
+            action()
+
+
+def shared(value: bytes, ranks: Ranks | None) -> bytes:
+    """The bytes of the process that writes, on all of them."""
+    if ranks is None:
+        return value
+    own = value if ranks.writes else b""
+    size = _summed(torch.tensor([len(own)], device=ranks.device), ranks)
+    values = torch.zeros(int(size.item()), dtype=torch.int64, device=ranks.device)
+    values[: len(own)] = torch.tensor(list(own), dtype=torch.int64)
+    return bytes(_summed(values, ranks).tolist())
+
+
+def _summed(values: Tensor, ranks: Ranks) -> Tensor:
+    for group in ranks.groups:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
+    """One key for all processes: that of the process that writes, by default fresh from its operating system.
+
+    Args:
+        ranks: of the run. key: the key, where the caller has one (an insecure one, in tests); used on one process.
+    """
+    own = secure_key() if key is None else key
+    *secret, guessable = shared(bytes([*own.secret, own.guessable]), ranks)
+    return Key(bytes(secret), guessable=bool(guessable))
+
+
+def by_writer(action: Callable[[], object], ranks: Ranks | None, what: str) -> Any:
+    """The JSON values that the process which writes gets from `action`, on all processes; or an error on all.
+
+    Args:
+        action: must not communicate. ranks: of the run. what: see `all_or_none`.
+    """
+
+    def own() -> bytes:
+        return json.dumps(action()).encode() if is_writer(ranks) else b""
+
+    return json.loads(shared(all_or_none(own, ranks, what), ranks))
+
+
+def gathered_rows(row: Iterable[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Integers of each process of a group, in the order of their ranks.
+
+    Args:
+        row: of this process. group: of the processes. device: from which its backend can send.
+    """
+    message = torch.tensor(list(row), dtype=torch.int64, device=device)
+    table = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    arrived(dist.all_gather(table, message, group=group, async_op=True))
+    rows: list[list[int]] = torch.stack(table).tolist()
+    return rows
+
+
+def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:
+    """Check that a text is the same on all processes.
+
+    Args:
+        name: of the text, for the error message. text: of this process; only a digest is sent. ranks: of the run.
+        hint: what to do about a difference, for the error message.
+
+    Raises:
+        RankMismatch: on all processes.
+    """
+    if ranks is None:
+        return
+    differing, anywhere = _differing({name: (0, digest(text))}, ranks)
+    if anywhere:
+        digests = [in_hex(value) for value in differing.get(name, ())]
+        shown = f"{digests}, in the order of their ranks" if differing else "others say which"
+        advice = f" {hint}" if hint else ""
+        raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
+
+
+def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
+    """Check that all processes describe their data set alike.
+
+    Args:
+        describe: reads the data set of this process and returns a text; it must not communicate. ranks: of the run.
+
+    Returns:
+        The text.
+
+    Raises:
+        RankMismatch: on all processes, if the texts differ. StepAborted: another process could not read its data set.
+        Whatever `describe` raises.
+
+    Guarantees:
+        tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
+
+    >>> check_same_data(lambda: "mails of May", None)
+    'mails of May'
+    """
+    unread = "Another process could not read its data set; its own error says why. Nothing was spent."
+    with together(ranks, StepAborted(unread)):
+        text = describe()
+    check_same("data sets", text, ranks, _SAME_ORDER)
+    return text
+
+
+def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+    """Check that all processes agree, and that those with the same part of a tensor have the same numbers.
+
+    Args:
+        texts: name -> text that must agree. tensors: name -> tensor or DTensor. ranks: of the run.
+
+    Raises:
+        RankMismatch: on all processes.
+    """
+    if ranks is None:
+        return
+    shapes = str([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
+    all_texts = {**texts, "names and shapes of tensors": shapes}
+    values = {name: (0, digest(text)) for name, text in all_texts.items()}
+    differing, anywhere = _differing(values, ranks)
+    if not anywhere:  # the same names, so that what follows compares like with like
+        differing, anywhere = _differing({n: (_part(t), checksum([(n, t)])) for n, t in tensors.items()}, ranks)
+    if anywhere:
+        raise RankMismatch(
+            f"The processes of this run disagree about {shorten(list(differing)) or 'something that others name'}; no "
+            "checkpoint was made. Each must pass the same directory, plan, state, data, parameters and optimizer "
+            "state; a state is that after the last step, which all have taken. What is not sharded must be equal in "
+            "every bit."
+        )
+
+
+def _part(tensor: Tensor) -> int:
+    """Number that identifies this process's part of a tensor by its position in the mesh."""
+    axes = shard_dims(tensor)
+    coordinates = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]  # of a DTensor
+    return digest(str([coordinates[axis] for axis in axes]))
+
+
+def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
+    """Compare values, of which processes with the same part have the same.
+
+    Args:
+        values: name -> (part, value).
+
+    Returns:
+        name -> values of the processes that this one compared, in the order of their ranks, where they differ; and True
+        if any process found a difference.
+    """
+    differing: dict[str, list[int]] = {}
+    for group in ranks.groups:
+        table = gathered_rows([number for pair in values.values() for number in pair], group, ranks.device)
+        for index, name in enumerate(values):
+            pairs = [(row[2 * index], row[2 * index + 1]) for row in table]
+            if len(set(pairs)) > len({part for part, _ in pairs}):
+                differing.setdefault(name, [value for _, value in pairs])
+    return differing, any_rank(bool(differing), ranks)
+
+
+def digest_over_ranks(text: str, ranks: Ranks | None) -> str:
+    """Short digest of the texts of all processes, in the order of their ranks; the same on all."""
+    value = digest(text)
+    if ranks is not None:
+        for group in ranks.groups:
+            value = digest(str(gathered_rows([value], group, ranks.device)))
+    return in_hex(value)
+
+
+@torch.no_grad()
+def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
+    """Copy the values of the tensors on the first process to all others, in place, as a common start.
+
+    Args:
+        tensors: the same number, shapes and dtypes on all processes, e.g. `model.parameters()`. ranks: of the run.
+    """
+    if ranks is None:
+        return
+    for tensor in tensors:
+        if tensor.is_meta or not tensor.numel():
+            continue
+        message = tensor.detach().to(ranks.device, copy=True).contiguous()
+        for group in ranks.groups:  # from the first of each: in the end from the one that is first in both
+            dist.broadcast(message.reshape(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+        tensor.copy_(message)
+
+
+def rank_and_size(ranks: Ranks | None) -> tuple[int, int]:
+    """Number of this process among all processes of the run, and how many there are."""
+    if ranks is None:
+        return 0, 1
+    parts = ranks.tensor_group
+    if parts is None:
+        return ranks.rank, ranks.size
+    return ranks.rank + ranks.size * dist.get_rank(parts), ranks.size * dist.get_world_size(parts)
+
+
+def joint_group(ranks: Ranks) -> dist.ProcessGroup:
+    """One group of all processes of the run.
+
+    Raises:
+        InvalidArgument: with tensor parallelism, when other processes exist as well.
+    """
+    if ranks.tensor_group is None:
+        return ranks.group
+    if rank_and_size(ranks)[1] != dist.get_world_size():
+        raise InvalidArgument(
+            f"Expected the run to have all {dist.get_world_size()} processes of torch.distributed, got "
+            f"{rank_and_size(ranks)[1]}. Start the processes of a run in a job of their own."
+        )
+    world = dist.group.WORLD
+    return world if world is not None else ranks.group

@@ -1,0 +1,260 @@
+"""Sums over the processes of a step: gathered parameters in, one packed message with noise out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc._utils.dtensor import Window, distributed, is_dtensor, local, shard_dims
+from dpfunc._utils.validation import shorten
+from dpfunc.distributed._noise_shares import noise_windows, num_bands
+from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
+from dpfunc.engines._guards.lockstep import arrived, process_context
+from dpfunc.engines._numerics import accumulation_dtype
+from dpfunc.errors import InvalidArgument, StepAborted
+from dpfunc.noise import Mechanism
+from dpfunc.rng import Key
+from dpfunc.types import ClippedSum, Params
+
+_ALIGNED = 16  # numbers: a sum begins on a cache line, and its checksum needs no copy
+
+
+def check_placements(params: Params, ranks: Ranks) -> None:
+    """Check that every shard of a parameter belongs to a process of the run.
+
+    Raises:
+        InvalidArgument: a DTensor that waits for a sum, or that is sharded over other processes: its norm would be
+            that of a part.
+    """
+    parts: dict[str, Any] = {name: param for name, param in params.items() if is_dtensor(param)}
+    for name, param in parts.items():
+        axes, mesh = axes_over(param, ranks), param.device_mesh
+        known = {*axes, *axes_over(param, ranks, tensor=True)}
+        if shard_dims(param).keys() - known or any(p.is_partial() for p in param.placements):
+            raise InvalidArgument(
+                f"Expected params[{name!r}] to be sharded over processes of the run only, got {param.placements} on "
+                f"{mesh}. Name its dimension: dpfunc.distributed.sharded(mesh, data=..., tensor=...)."
+            )
+        if set(axes) & shard_dims(param).keys() and math.prod(map(mesh.size, axes)) != ranks.size:
+            raise InvalidArgument(
+                f"Expected params[{name!r}] on a mesh of all {ranks.size} processes with other records, got "
+                f"{mesh}: the others would release sums of their own with the same noise. Shard it over the "
+                "whole mesh that dpfunc.distributed.sharded got; replicas are a dimension of it."
+            )
+
+
+def in_step(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Inside, this process takes a step, alone or together with the others; see `lockstep.process_context`."""
+    group, independent = (None, True) if ranks is None else (ranks.group, ranks.independent)
+    return process_context(group, independent=independent)
+
+
+@contextmanager
+def gathered(params: Params, ranks: Ranks | None) -> Iterator[Params]:
+    """Inside, parameters as an engine needs them: gathered where they are sharded over the data group.
+
+    Shards over the tensor group are kept. Costs the memory of all trained parameters, gathered, while a step lasts.
+    An error inside reaches the other processes in place of the sums of this one: they raise in `release`, or where the
+    loss communicates.
+    """
+    done = False
+    try:
+        with in_step(ranks):
+            yield params if ranks is None or ranks.keeps_parts else _gathered(params, ranks)
+        done = True
+    finally:
+        if not done and ranks is not None and ranks.independent:
+            message, _ = _message(_packed(zeros(params), params, ranks), ranks)
+            _add_up(message.zero_(), ranks, failed=True)
+
+
+def _gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
+    from torch.distributed.tensor import Replicate
+
+    result: dict[str, Tensor] = dict(params)
+    for name, axes in ((name, axes_over(param, ranks)) for name, param in params.items()):
+        if axes:
+            spec: Any = params[name]
+            kept = [Replicate() if axis in axes else p for axis, p in enumerate(spec.placements)]
+            full: Any = spec.detach().redistribute(placements=kept)
+            result[name] = full if any(p.is_shard() for p in kept) else full.to_local()
+    return result
+
+
+def zeros(params: Params) -> dict[str, Tensor]:
+    """Clipped sums of no rows, of which this process has the parts that it has of the parameters."""
+    return {
+        name: torch.zeros_like(local(param), dtype=accumulation_dtype(param.dtype)) for name, param in params.items()
+    }
+
+
+def release(
+    ranks: Ranks | None, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
+) -> tuple[dict[str, Tensor], Any]:
+    """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
+
+    Where noise can be divided, each process adds that of some rows to its own term, before the terms are added up: it
+    is drawn once by all together, and nothing more is sent. Parts of sharded parameters get theirs after the sum.
+
+    Args:
+        ranks: of the run. mechanism: of the step. clipped: of this process. params: of the step.
+        noise_state: of the mechanism. key: of the release.
+
+    Raises:
+        StepAborted: another process failed, here or in `gathered`; or noise is missing. What the mechanism raises.
+
+    Guarantees:
+        tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all;
+        tests/distributed/test_noise_shares.py::test_noise_that_is_missing_is_an_error_of_all.
+    """
+    if ranks is None:
+        return mechanism.add(clipped, noise_state, key)
+    with in_step(ranks):
+        if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
+            return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
+        with _added_up(clipped.sums, ranks) as (terms, bands):
+            windows = _windows(terms, ranks.rank, ranks.size)
+            mechanism.add_share(replace(clipped, sums=terms), windows, key)
+            bands.fill_(num_bands(windows))
+        if bands.item() != num_bands(_windows(terms, 0, 1)):
+            raise StepAborted(
+                "Expected noise in each row once, got another number of rows: nothing was released and nothing was "
+                "spent."
+            )
+        return {name: terms[name].to(value) for name, value in clipped.sums.items()}, noise_state
+
+
+def _windows(sums: Params, rank: int, size: int) -> dict[str, Window]:
+    return noise_windows({name: value.shape for name, value in sums.items()}, rank, size)
+
+
+def sum_over(ranks: Ranks, sums: Params, params: Params) -> dict[str, Tensor]:
+    """Sums over all processes, each with the placements of its parameter. UNRELEASED, like what went in.
+
+    One all-reduce for all parameters that are not sharded over the data group.
+
+    Args:
+        ranks: of the run. sums: this process's clipped sums, float32 or float64, local parts as plain tensors.
+        params: the parameters they belong to.
+
+    Raises:
+        StepAborted: another process failed.
+    """
+    if ranks.keeps_parts:
+        return _already_summed(sums, params)
+    with _added_up(_packed(sums, params, ranks), ranks) as (terms, _):
+        pass
+    return {
+        name: distributed(terms[name].to(value), params[name])
+        if name in terms
+        else scattered(value, params[name], ranks)
+        for name, value in sums.items()
+    }
+
+
+def _packed(sums: Params, params: Params, ranks: Ranks) -> Params:
+    """The sums that go into one message."""
+    return {name: value for name, value in sums.items() if not is_sharded_over(params[name], ranks)}
+
+
+def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
+    """Sums that the engine has added over all processes; those of a process without records are zeros."""
+    own_only = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
+    if own_only:
+        raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(own_only)}.")
+    return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
+
+
+@contextmanager
+def _added_up(sums: Params, ranks: Ranks) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Inside, the terms of this process, in one message; afterwards, in their place, the sums over all processes.
+
+    With them, a number that is added up as well: of bands of rows that have noise. The message is sent after an error
+    too, so that the other processes raise.
+    """
+    message, terms = _message(sums, ranks)
+    failed = True
+    try:
+        for name, value in sums.items():
+            terms[name].copy_(value)
+        yield terms, message[-1]
+        failed = False
+    finally:
+        failures = _add_up(message, ranks, failed)
+    if failures:
+        raise StepAborted(
+            "Another process failed while it computed its gradients; its own error says why. No process took the step, "
+            "nothing was released and nothing was spent."
+        )
+
+
+def _add_up(message: Tensor, ranks: Ranks, failed: bool) -> float:
+    """Add up the messages of all processes; the number of those that failed."""
+    message[-2] = float(failed)
+    arrived(dist.all_reduce(message, group=ranks.group, async_op=True))
+    return float(message[-2])
+
+
+def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
+    """Room for a term of each sum in one tensor with two more numbers, and the terms as views; zero in between."""
+    device = next((value.device for value in sums.values()), ranks.device)
+    device = device if device.type != "cpu" else message_device(ranks.group)
+    lengths = {name: -(-value.numel() // _ALIGNED) * _ALIGNED for name, value in sums.items()}
+    message = torch.empty(sum(lengths.values()) + 2, dtype=_message_dtype(sums), device=device)
+    message[-2:] = 0.0
+    terms, start = {}, 0
+    for name, value in sums.items():
+        terms[name] = message[start:][: value.numel()].view(value.shape)
+        message[start + value.numel() : start + lengths[name]] = 0.0
+        start += lengths[name]
+    return message, terms
+
+
+def _message_dtype(sums: Params) -> torch.dtype:
+    is_float64 = any(value.dtype == torch.float64 for value in sums.values())
+    return torch.float64 if is_float64 else torch.float32
+
+
+def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
+    """Sum over the data group of a tensor that each process has, sharded as a parameter is (reduce-scatter).
+
+    Args:
+        total: the term of this process, not sharded over the data group. param: has the placements of the result.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    spec: Any = param
+    axes = axes_over(param, ranks)
+    placements = [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)]
+    partial_sums = DTensor.from_local(
+        total, spec.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    result: Tensor = partial_sums.redistribute(placements=spec.placements)
+    return result
+
+
+def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks | None) -> Mapping[str, Tensor]:
+    """Squared norms of full gradients from those of their parts, summed over the tensor group where it shards them.
+
+    Without it each part would be clipped by a norm that is too small: a wrong sensitivity. A replicated parameter
+    counts once.
+
+    Args:
+        params: as the engine got them. sq_norms: name -> (B,), of the parts on this process. ranks: of the run.
+    """
+    if ranks is None or ranks.tensor_group is None:
+        return sq_norms
+    sharded_names = [name for name, p in params.items() if is_sharded_over(p, ranks, tensor=True)]
+    if not sharded_names:
+        return sq_norms
+    parts_NB = torch.stack([sq_norms[name].double() for name in sharded_names])
+    arrived(dist.all_reduce(parts_NB, group=ranks.tensor_group, async_op=True))
+    full = dict(zip(sharded_names, parts_NB, strict=True))
+    return {name: full[name].to(value.dtype) if name in full else value for name, value in sq_norms.items()}

@@ -1,0 +1,234 @@
+"""Random numbers of a row are its own: a function of the seed of the step and of its position, whoever is beside it.
+
+Each draw of the loss takes one number of torch's global generator, which is the same for all rows; that number and the
+position of a row seed the generator for what the row draws. So a row draws the same in any group, and where a part of
+the forward pass is computed again for a checkpoint. Where the loss itself has seeded the generator, a row draws what it
+would alone: position 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpfunc.engines._levels import Below, inside, of_rows
+
+_SELU_ALPHA = 1.7580993408473766  # of torch's alpha dropout
+
+
+_first: ContextVar[int] = ContextVar("dpfunc_first_row", default=0)
+
+
+@contextmanager
+def first_row(position: int) -> Iterator[None]:
+    """Inside, row 0 of a microbatch has this position in its batch."""
+    token = _first.set(position)
+    try:
+        yield
+    finally:
+        _first.reset(token)
+
+
+def positions_of(rows: Sequence[int]) -> list[int]:
+    """Positions in the batch of rows of the microbatch.
+
+    >>> with first_row(8):
+    ...     positions_of(range(2))
+    [8, 9]
+    """
+    return [_first.get() + row for row in rows]
+
+
+class OwnDraws:
+    """The draws of one pass over rows.
+
+    Args:
+        positions: of the rows, in the batch.
+    """
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+        self._own = {_state()}
+
+    def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
+        """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
+        generator = _generator(device)
+        seeded_by_loss = _state() not in self._own  # none that these draws have left
+        number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
+        self._own.add(_state())
+        after = generator.get_state()
+        try:
+            found = []
+            for row, position in enumerate(self.positions):
+                generator.manual_seed(_seed_of(number, 0 if seeded_by_loss else position))
+                found.append(draw(row))
+            return torch.stack(found)
+        finally:
+            generator.set_state(after)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _state() -> int:
+    with Below():
+        return hash(torch.default_generator.get_state().numpy().tobytes())
+
+
+def _seed_of(number: int, position: int) -> int:
+    data = number.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+Draw = Callable[[Callable[[int], Tensor], torch.device], Tensor]
+"""Make the tensor of one row of what `draw(row)` gives for each row, on a device."""
+
+
+def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """A random tensor of one row: the function itself, with the plain tensors of each row."""
+    rows = {id(value): of_rows(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+
+    def plain(value: Any, row: int) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        values_B = rows[id(value)]
+        return inside(value).detach() if values_B is None else values_B[row].detach()
+
+    def draw(row: int) -> Tensor:
+        found: Tensor = func(
+            *(plain(value, row) for value in args), **{name: plain(value, row) for name, value in kwargs.items()}
+        )
+        return found
+
+    like = args[0].device if args and isinstance(args[0], Tensor) else torch.get_default_device()
+    found = own(draw, torch.device(kwargs.get("device") or like))
+    return found.requires_grad_() if kwargs.get("requires_grad") else found
+
+
+def _dropout(
+    own: Draw, input: Tensor, p: float, *, feature: bool = False, alpha: bool = False, inplace: bool = False
+) -> Tensor:
+    """Dropout of one row: the same numbers and rounding as torch's own on that row alone.
+
+    Args:
+        feature: one number for each channel. alpha: with mean and variance kept, for SELU.
+    """
+    if p == 0 or not input.numel():
+        return input
+    multiply = input.mul_ if inplace else input.mul
+    if p == 1:
+        return multiply(torch.zeros_like(input))
+    shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if feature else input.shape
+
+    def draw(row: int) -> Tensor:
+        return torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
+
+    kept = own(draw, input.device)
+    if not alpha:
+        return multiply(kept / (1 - p))
+    a = 1.0 / ((_SELU_ALPHA**2 * p + 1) * (1 - p)) ** 0.5
+    shift = (kept - 1) * (_SELU_ALPHA * a) + _SELU_ALPHA * a * p
+    scaled = multiply(kept * a)
+    return scaled.add_(shift) if inplace else scaled + shift
+
+
+_DROPOUTS: dict[Any, dict[str, bool]] = {
+    torch.dropout: {},
+    torch.dropout_: {"inplace": True},
+    torch.feature_dropout: {"feature": True},
+    torch.feature_dropout_: {"feature": True, "inplace": True},
+    torch.alpha_dropout: {"alpha": True},
+    torch.alpha_dropout_: {"alpha": True, "inplace": True},
+    torch.feature_alpha_dropout: {"feature": True, "alpha": True},
+    torch.feature_alpha_dropout_: {"feature": True, "alpha": True, "inplace": True},
+}
+_DRAWING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "rand", "randn", "randint", "randperm", "normal", "rand_like", "randn_like", "randint_like", "bernoulli",
+        "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet",
+    )
+    if hasattr(owner, name)
+)  # fmt: skip
+_FILLING = frozenset(
+    getattr(Tensor, name)
+    for name in ("bernoulli_", "uniform_", "normal_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_")
+)
+
+
+def _attention(
+    own: Draw, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention with dropout, from its parts: torch's own draws inside of a kernel."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if attn_mask is not None:
+        boolean = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
+    return _dropout(own, scores.softmax(-1), dropout_p) @ value
+
+
+def _rrelu(
+    own: Draw, func: Callable[..., Any], input: Tensor,
+    lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
+) -> Any:  # fmt: skip
+    if not training:
+        return NotImplemented
+    slopes = _drawn(own, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})
+    kept = torch.where(input < 0, slopes, torch.ones_like(slopes))
+    return input.mul_(kept) if inplace or func is torch.rrelu_ else input * kept
+
+
+def random_operation(
+    as_row: Callable[[Tensor], Tensor],
+    draws: OwnDraws,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The result of a function that draws; NotImplemented for calls that draw nothing.
+
+    Args:
+        as_row: makes the tensor of one row of those of all rows.
+    """
+
+    def own(draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
+        with Below(), torch.no_grad():
+            values_B = draws.of_each(draw, device)
+        return as_row(values_B)
+
+    if func in _DROPOUTS:
+        bound = dict(zip(("input", "p", "train"), args, strict=False), **kwargs)
+        return _dropout(own, bound["input"], bound["p"], **_DROPOUTS[func]) if bound["train"] else bound["input"]
+    if func is F.scaled_dot_product_attention:
+        p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        return _attention(own, *args, **kwargs) if p > 0 else NotImplemented
+    if func in _SLOPES:
+        return _rrelu(own, func, *args, **kwargs)
+    if func in _FILLING:
+        target: Tensor = args[0]
+        fresh = _drawn(own, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs)
+        return target.copy_(fresh)
+    return _drawn(own, func, args, kwargs)
+
+
+_SLOPES = frozenset((torch.rrelu, torch.rrelu_))
+RANDOM = frozenset((*_DROPOUTS, *_DRAWING, *_FILLING, *_SLOPES, F.scaled_dot_product_attention))

@@ -1,0 +1,138 @@
+"""Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time.
+
+Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4 (ghost clipping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines._numerics import TOLERATED
+from dpfunc.engines._per_sample import Kept, PerSampleGrad
+from dpfunc.engines._reads import Passed
+from dpfunc.errors import UnsupportedModel
+from dpfunc.types import Params
+
+
+class Source(Protocol):
+    """Tensors that a module computes with in place of its parameters, where it swaps them itself (`fully_shard`)."""
+
+    def leaves(self, params: Params) -> dict[str, Tensor]:
+        """The tensors that stand for these parameters, by name."""
+        ...
+
+    def reduced(self, name: str, total: Tensor) -> Tensor:
+        """The part of the weighted sum of a parameter that this process keeps; may communicate."""
+        ...
+
+
+@dataclass
+class Measured(Kept):
+    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured.
+
+    Args:
+        together: names whose gradient also comes from vmap and grad, as a pass before has shown: its pieces are kept
+            until all are there. unused: names without a gradient.
+    """
+
+    together: Set[str] = frozenset()
+    unused: list[str] = field(default_factory=list)
+    sq_norms: dict[str, Tensor] = field(default_factory=dict)
+
+    def single(self, name: str) -> bool:
+        """True if all of the gradient of a parameter comes from one use."""
+        return self.counts.get(name) == 1 and name not in self.together
+
+    def take(self, name: str, grad: PerSampleGrad) -> None:
+        """Measure a gradient, or keep it for the others of the same parameter."""
+        if self.single(name):
+            self.sq_norms[name] = grad.sq_norms()
+        else:
+            super().take(name, grad)
+
+    def rest(self, passed: Passed) -> frozenset[str]:
+        """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
+        self.take_formed(passed.rest)
+        missed = frozenset(name for name in self.pieces if name in self.sq_norms)
+        for name, param in passed.params.items() if not missed else ():
+            if name not in self.sq_norms:
+                self.unused += [] if name in self.pieces else [name]
+                self.sq_norms[name] = self.joined(name, param, len(passed.losses_B)).sq_norms()
+        return missed
+
+
+@dataclass
+class Weighted(Kept):
+    """Weighted sums of the gradients of a second pass, as it forms them.
+
+    Args:
+        measured: of the first pass. factors: name -> factors (B,). reduced: see `Source`.
+    """
+
+    measured: Measured = field(kw_only=True)
+    factors: Mapping[str, Tensor] = field(kw_only=True)
+    reduced: Callable[[str, Tensor], Tensor] = field(kw_only=True)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, grad: PerSampleGrad) -> None:
+        """Sum a gradient, or keep it for the others of the same parameter."""
+        if self.measured.single(name) and name not in self.sums:
+            self._sum(name, grad)
+        else:
+            super().take(name, grad)
+
+    def rest(self, passed: Passed) -> None:
+        """Sum what was kept, with the gradients by vmap and grad."""
+        self.take_formed(passed.rest)
+        for name, param in passed.params.items():
+            if name in self.sums and name in self.pieces:
+                raise differs([name])
+            if name not in self.sums:
+                self._sum(name, self.joined(name, param, len(passed.losses_B)))
+
+    def _sum(self, name: str, grad: PerSampleGrad) -> None:
+        again_B, known_B = grad.sq_norms(), self.measured.sq_norms[name]
+        if not torch.allclose(again_B, known_B, rtol=TOLERATED, atol=0.0, equal_nan=True):
+            raise differs([name])
+        self.sums[name] = self.reduced(name, grad.weighted_sum(self.factors[name]))
+
+
+def differs(names: Iterable[str]) -> UnsupportedModel:
+    """The error where a second pass does not give what was measured."""
+    return UnsupportedModel(
+        f"The gradients of {', '.join(map(repr, names))} differ between the two passes of this engine, so they would "
+        "not be clipped by their norms. The loss depends on more than its inputs (a counter, random numbers of Python "
+        'or NumPy: draw them by torch). Use engine="auto".'
+    )
+
+
+@dataclass(frozen=True)
+class Ghost:
+    """The gradients of B samples, of which only losses and norms exist; each sum is a pass of its own.
+
+    Args:
+        losses_B: of each sample. norms: name -> squared norms (B,). unused: parameters without a gradient. again: of
+            factors, the weighted sums.
+    """
+
+    losses_B: Tensor
+    norms: Mapping[str, Tensor] = field(repr=False)
+    unused: Sequence[str]
+    again: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
+    alone: bool = False
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        return dict(self.norms)
+
+    def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weighted sums over the samples: name -> parameter shape.
+
+        Raises:
+            UnsupportedModel: the second pass does not give what was measured.
+        """
+        return self.again(factors)

@@ -1,0 +1,318 @@
+"""Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
+
+Levels keep the rows apart. The audit detects what they do not cover, in the rows that it draws: rules that give a wrong
+gradient, what a loss keeps from call to call, operations that torch computes otherwise for several rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.dtensor import local, shard_like
+from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc.batches import batch_size, row_alone
+from dpfunc.engines._draws import positions_of
+from dpfunc.engines._guards.kept_state import python_state
+from dpfunc.engines._guards.lockstep import failed, in_lockstep, on_any_rank
+from dpfunc.engines._numerics import COARSE, TOLERANCES, accumulation_dtype, lengths, tolerance_of
+from dpfunc.engines.loop import Alone, row_gradients
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
+from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
+
+# After the first step, rows alone take this share of the time at most, and one row in so many.
+TIME_SHARE = 0.01
+ROWS_IN = 100
+FIRST_ROWS = 2
+# Processes in lockstep, each of which has a clock of its own: one row in so many steps.
+_STEPS_IN = 100
+# A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
+_TRIES = 8
+_ROUNDING_UNITS = 8
+
+
+@dataclass
+class Audits:
+    """Schedule of the audits of a loss function. No result depends on it.
+
+    Args:
+        steps: so far. counting: the loss changes what it keeps at each call: as many calls in each step, so that the
+            number of calls tells nothing. row_seconds: time of the last row alone.
+    """
+
+    steps: int = 0
+    counting: bool = False
+    row_seconds: float = 0.0
+
+    def due(self, count: int, seconds: float, chance: float) -> int:
+        """Number of rows of this step to compute alone.
+
+        Args:
+            count: rows of the step. seconds: that the engine took. chance: uniform in [0, 1).
+        """
+        if not count:
+            return 0
+        step, self.steps = self.steps, self.steps + 1
+        most = max(1, count // ROWS_IN)
+        if not step:
+            return min(count, max(FIRST_ROWS, most))
+        if self.counting:
+            return 1
+        if in_lockstep():
+            return int(not step % _STEPS_IN)
+        share = TIME_SHARE * seconds / self.row_seconds if self.row_seconds else 0.0
+        return min(most, int(share + chance))
+
+    def note(self, changed: bool) -> None:
+        """Note that a call has changed what the loss keeps."""
+        self.counting |= changed
+
+    @contextmanager
+    def choose_rows(self, key: Key | None, batch: Batch, seconds: float) -> Iterator[list[int]]:
+        """Rows of this batch to compute alone, which is done inside and timed; see `due`.
+
+        Args:
+            key: of the step; nobody can predict what is drawn from it. batch, seconds: of the step.
+        """
+        source = secure_key() if key is None else fold_in(key, "audit")
+        count = batch_size(batch)
+        wanted = self.due(count, seconds, _number(fold_in(source, "due")) / 2**64)
+        start = time.perf_counter()
+        yield _random_rows(source, count, wanted)
+        if wanted:
+            self.row_seconds = (time.perf_counter() - start) / wanted
+
+
+def _number(key: Key) -> int:
+    return int.from_bytes(key.secret[:8], "little")
+
+
+def _random_rows(source: Key, count: int, wanted: int) -> list[int]:
+    """Rows of a batch, drawn from the key without replacement."""
+    chosen: dict[int, None] = {}
+    draws = (_number(fold_in(source, number)) % count for number in itertools.count())
+    while len(chosen) < wanted:
+        chosen[next(draws)] = None
+    return list(chosen)
+
+
+@dataclass(frozen=True)
+class Credited:
+    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
+
+    Args:
+        losses_B: their losses. sq_norms: name -> squared norms (B,). seed: the state of torch's generator before.
+        per_sample: gives weighted sums of rows; None where they can be taken once only.
+    """
+
+    losses_B: Tensor
+    sq_norms: Mapping[str, Tensor]
+    seed: Tensor
+    per_sample: PerSampleGrads | None
+
+
+def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor], seed: Tensor, *, repeatable: bool) -> Credited | None:
+    """Collect the values to audit; None where each row was computed alone, and for engines of users.
+
+    Args:
+        per_sample, sq_norms: of the engine. seed: the state of torch's generator before.
+        repeatable: weighted sums can be taken more than once.
+    """
+    if getattr(per_sample, "alone", True):
+        return None
+    return Credited(per_sample.losses_B, sq_norms, seed, per_sample if repeatable else None)
+
+
+def audit(
+    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], audits: Audits
+) -> None:
+    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
+
+    Raises:
+        UnsupportedModel: they differ; naming what, and by how much. A row that cannot be computed alone, too.
+    """
+    if not chosen:
+        return
+    rows = _Rows(loss_fn, params, batch, credited)
+    try:
+        problem = _problem(rows, chosen, audits)
+    except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
+        failed(error)
+        refuse_out_of_memory(error)
+        problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
+    if on_any_rank(params, bool(problem)):
+        raise UnsupportedModel(
+            f"A row of this batch was computed alone, and differs from what it has beside the others: "
+            f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on earlier "
+            "calls, or on its place, or a rule gives a wrong gradient. Likely causes: a loss that keeps something from "
+            "call to call, a mean over the tokens of the batch (divide by the sample's own number of tokens), "
+            "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was "
+            "spent."
+        )
+
+
+class _Rows(NamedTuple):
+    """A step, whose rows are computed alone."""
+
+    loss_fn: LossFn
+    params: Params
+    batch: Batch
+    credited: Credited
+
+    def alone(self, row: int, params: Params | None = None) -> Alone:
+        """A row at its position, with its own random numbers; gradients of all parameters."""
+        params = self.params if params is None else params
+        with with_generator_state(self.credited.seed):
+            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
+        unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
+        return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
+
+
+class _Unstable(NamedTuple):
+    """Changes of a row by rounding alone, where they are finite: of its loss; name -> norm of that of its gradient."""
+
+    loss: float
+    gradients: Mapping[str, float]
+
+
+_STABLE = _Unstable(0.0, {})
+
+
+def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
+    """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
+    alone: dict[int, Alone] = {}
+    for number, row in enumerate(chosen):
+        compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
+        before = python_state(rows.loss_fn) if compared else ()
+        alone[row] = rows.alone(row)
+        if compared:  # the first row alone may build what the second finds
+            audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
+            if audits.counting and number:
+                break
+    dtypes = (rows.credited.losses_B.dtype, *(param.dtype for param in rows.params.values()))
+    tolerance = COARSE if any(row.coarse for row in alone.values()) else tolerance_of(*dtypes)
+    problem = _compare(rows, alone, {}, tolerance)
+    if problem and audits.counting:  # more calls would show its state, not rounding
+        return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
+    if not on_any_rank(rows.params, bool(problem)):
+        return problem
+    unstable = {row: _unstable(rows, row, alone[row]) for row in alone}
+    problem = _compare(rows, alone, unstable, tolerance)
+    if not on_any_rank(rows.params, bool(problem)):
+        return problem
+    # a loss that is another one each time draws random numbers of other libraries
+    first, second = (rows.alone(chosen[0]).losses_1.nan_to_num() for _ in range(2))
+    return problem if torch.equal(first, second) else ""
+
+
+def _unstable(rows: _Rows, row: int, alone: Alone) -> _Unstable:
+    """Measure what rounding of the parameters does to a row alone.
+
+    Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
+    of a row alone may decide differently, and a gradient jumps by far more than rounding.
+    """
+    loss, gradients = 0.0, dict.fromkeys(rows.params, 0.0)
+    for number in range(_TRIES):
+        again = rows.alone(row, rounded_params(rows.params, _ROUNDING_UNITS, number))
+        loss = _larger(loss, float((again.losses_1 - alone.losses_1).abs()))
+        for name, grad in again.grads.items():
+            gradients[name] = _larger(gradients[name], _norm(grad - alone.grads[name]))
+    return _Unstable(loss, gradients)
+
+
+def _larger(value: float, other: float) -> float:
+    return max(value, other) if math.isfinite(other) else value  # an infinite change would allow any difference
+
+
+def _norm(grad: Tensor) -> float:
+    return float(lengths(grad.reshape(1, -1), 1))
+
+
+def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]:
+    """Parameters moved by about so many units of rounding each; those of 16 bits, whose tolerance is wide, stay.
+
+    The same on all ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, param in params.items():
+        scale = units * torch.finfo(param.dtype).eps if param.dtype in TOLERANCES else 0.0
+        noise = scale * torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        value = param.detach()
+        moved[name] = (value + value * shard_like(noise.to(param.device, param.dtype), param)).detach()
+    return moved
+
+
+def _compare(rows: _Rows, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
+    """The first difference, in words; empty if there is none."""
+    finite: dict[int, float] = {}
+    for row, single in alone.items():
+        norms = {name: _norm(single.grads[name]) for name in rows.params}
+        norm, change = math.hypot(*norms.values()), unstable.get(row, _STABLE)
+        difference = _compare_losses(rows.credited.losses_B[row], single.losses_1, row, change, tolerance)
+        difference = difference or _compare_norms(rows, row, norms, norm, change, tolerance)
+        if difference:
+            return difference
+        if math.isfinite(norm):
+            finite[row] = norm
+    if rows.credited.per_sample is None or not finite:
+        return ""
+    return _compare_sums(rows.credited.per_sample, alone, finite, unstable, tolerance)
+
+
+def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unstable, tolerance: float) -> str:
+    beside, own = float(together), float(by_itself)
+    allowed = tolerance * max(abs(own), abs(beside), 1e-6) + 2 * change.loss
+    if math.isfinite(beside) != math.isfinite(own) or (math.isfinite(own) and abs(beside - own) > allowed):
+        return f"row {row} has the loss {own:.6g} alone, {beside:.6g} beside the others"
+    return ""
+
+
+def _compare_norms(
+    rows: _Rows, row: int, norms: Mapping[str, float], norm: float, change: _Unstable, tolerance: float
+) -> str:
+    """The first parameter with another norm; `norms` and `norm` are those of the row alone."""
+    squares = torch.stack([rows.credited.sq_norms[name][row].double() for name in norms]).tolist()
+    beside = all(map(math.isfinite, squares))
+    if beside != math.isfinite(norm):
+        alone_is, beside_is = ("not ", "") if beside else ("", " not")
+        return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
+    for (name, own), square in zip(norms.items(), squares, strict=True) if beside else ():
+        given = math.sqrt(max(0.0, square))
+        if abs(given - own) > tolerance * norm + 2 * change.gradients.get(name, 0.0) + 1e-12:
+            return f"row {row} has a gradient of {name!r} with norm {own:.6g} alone, {given:.6g} beside the others"
+    return ""
+
+
+def _compare_sums(
+    per_sample: PerSampleGrads,
+    alone: Mapping[int, Alone],
+    finite: Mapping[int, float],
+    unstable: Mapping[int, _Unstable],
+    tolerance: float,
+) -> str:
+    """The first parameter of which a combination of the rows with finite norms is another one."""
+    signs_B = torch.zeros_like(per_sample.losses_B, dtype=torch.float32)
+    expected: dict[str, Tensor] = {}
+    for index, row in enumerate(finite):
+        sign = signs_B[row] = -1.0 if index % 2 else 1.0
+        for name, grad in alone[row].grads.items():  # that of the first row as it is: a table of embeddings is large
+            expected[name] = torch.add(expected[name], grad, alpha=sign) if name in expected else grad
+    combined = per_sample.weighted_sum(dict.fromkeys(expected, signs_B))
+    largest = max(finite.values())
+    for name, value in expected.items():
+        off = _norm(combined[name].to(value.dtype).sub_(value))
+        change = sum(row.gradients[name] for row in unstable.values())
+        if not off <= 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12 + 2 * change:
+            rows = sorted(alone)
+            return f"the gradients of {name!r} of rows {rows} differ by {off:.3g} (norms up to {largest:.3g})"
+    return ""

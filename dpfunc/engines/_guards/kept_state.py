@@ -1,0 +1,391 @@
+"""What a loss keeps from call to call, by which records of one row or step could reach the gradients of another.
+
+Values are found by closures, attributes, classes and global names (`python_state`). They are compared where a loss
+gives numbers of its batch to Python, and where it is called several times for one batch.
+
+Tensors of rows of an earlier call may be kept, and must not be used. Under levels, torch itself marks them
+(`levels.is_gone`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
+a row is noted (`RowMemory`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import pickle
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._ops import HigherOrderOperator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc.engines._levels import inside, is_dead, is_gone
+from dpfunc.errors import UnsupportedModel
+
+_MAX_OBJECTS = 100_000
+_SMALL = 64
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OPAQUE = (ModuleType, logging.Logger, logging.Handler)
+# Classes and functions of these, and of packages that are installed, keep nothing of a loss by themselves; what their
+# objects hold is looked at.
+_LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
+_INSTALLED = frozenset(("site-packages", "dist-packages"))  # also those of a user, or of another environment
+# What models of Transformers keep of a batch for the next token of the same one; no loss reads it, and one that did
+# would be refused, since it is a tensor of an earlier call.
+_OF_GENERATION = frozenset(("rope_deltas", "recurrent_states", "conv1d_state"))
+# What recurrent layers of torch keep of their parameters, and replace in each call.
+_OF_RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))
+# What functions of torch that are never compiled (`torch.utils.checkpoint`) keep of themselves at their first call.
+_OF_COMPILER = frozenset(("__dynamo_disable",))
+# What `torch.autocast` notes when it is entered, to go back to it.
+_OF_AUTOCAST = frozenset(("prev", "prev_cache_enabled", "prev_fastdtype"))
+_never_equal = itertools.count()
+
+
+def python_state(loss_fn: object) -> tuple[object, ...]:
+    """Values that change when what a function keeps changes: sizes and plain values of all that it reaches.
+
+    >>> kept = [0.0]
+    >>> before = python_state(lambda kept=kept: kept)
+    >>> before == python_state(lambda kept=kept: kept)
+    True
+    >>> kept[0] = 1.0
+    >>> before == python_state(lambda kept=kept: kept)
+    False
+    """
+    visited: dict[int, object] = {}  # what is kept alive keeps its identity
+    values: list[object] = [torch.initial_seed()]
+    todo: list[Any] = [loss_fn]
+    while todo and len(visited) < _MAX_OBJECTS:
+        value = todo.pop()
+        if id(value) in visited or isinstance(value, _OPAQUE) or (isinstance(value, type) and _of_library(value)):
+            continue
+        visited[id(value)] = value
+        for item in _parts(value):
+            if isinstance(item, _PLAIN):
+                values.append(item)
+            elif isinstance(item, Tensor):
+                values += _numbers(item)
+            else:
+                todo.append(item)
+        values.append(type(value).__name__)
+    return tuple(values)
+
+
+def _numbers(tensor: Tensor) -> tuple[object, ...]:
+    """Number of writes into a tensor, and some of its numbers: all if they are few.
+
+    Tensors of earlier rows are refused where they are used. Numbers are compared as well, since some operations write
+    without saying so (batch norm), and since a tensor may be another one of the same shape.
+    """
+    tensor = inside(tensor)  # `self.table = self.table.to(device)` gives the same one at a level
+    own = None if functorch.is_functorch_wrapped_tensor(tensor) else plain_memory(tensor)
+    if own is None or own.is_inference() or own.is_meta or _is_earlier(own):
+        return ("tensor",)
+    if not own.untyped_storage().size():  # FSDP frees what it has gathered
+        return ("tensor",)
+    return own._version, tuple(own.shape), str(own.dtype), repr(_some(own.detach()).tolist())
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Numbers of a tensor at equal distances: all of them if they are few."""
+    if tensor.numel() <= _SMALL:
+        return tensor
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    step = -(-span // _SMALL)
+    return tensor.as_strided((-(-span // step),), (step,))
+
+
+def _parts(value: object) -> Iterable[Any]:
+    """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
+    own = vars(value) if hasattr(value, "__dict__") else None
+    left_out = () if own is None else _left_out(value)
+    attributes = None if own is None else [i for n, i in own.items() if n not in left_out and not _of_generation(n, i)]
+    for kinds, parts in _INSIDE:
+        if isinstance(value, kinds):
+            return (*parts(value), *(attributes or ()), type(value))
+    return (*(_reduced(value) if attributes is None else attributes), type(value))
+
+
+def _left_out(value: object) -> frozenset[str]:
+    if isinstance(value, torch.nn.RNNBase):
+        return _OF_RECURRENT
+    if type(value) is torch.autocast:
+        return _OF_AUTOCAST
+    if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == "torch":
+        return _OF_COMPILER
+    return frozenset()
+
+
+def _of_generation(name: str, value: object) -> bool:
+    """True for tensors only: numbers of Python would reach the next call unseen."""
+    return name in _OF_GENERATION and (value is None or isinstance(value, Tensor))
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    """The elements of a set, in an order that is the same each time."""
+    return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
+
+
+def _of_library(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return _is_library(str(name or "builtins").partition(".")[0])
+
+
+@functools.cache
+def _is_library(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in _LIBRARIES or not _INSTALLED.isdisjoint(Path(file).parts)
+
+
+def _reduced(value: Any) -> Iterable[Any]:
+    """State of an object without attributes, as `pickle` keeps it: generators of random numbers, iterators, slots."""
+    if hasattr(value, "tobytes"):  # arrays
+        return (value.tobytes(),)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = value.__reduce_ex__(2)
+        return found[1:] if isinstance(found, tuple) else ()
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PickleError):
+        return (next(_never_equal),) if isinstance(value, Iterator) else ()
+
+
+@functools.lru_cache(4096)
+def _names(code: CodeType) -> frozenset[str]:
+    """Global names and names of attributes that a function uses, and those in functions inside of it."""
+    within = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*within)
+
+
+def _reached(function: Any) -> Iterable[Any]:
+    """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
+    found = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    names, todo = sorted(_names(function.__code__)), [] if _of_library(function) else [function.__globals__]
+    for scope in todo:  # modules that it names, with their names
+        here = [scope[name] for name in names if name in scope]
+        found += here
+        own = [vars(value) for value in here if isinstance(value, ModuleType) and not _of_library(value)]
+        todo += [other for other in own if not any(other is known for known in todo)]
+    return (*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _frame(generator: Any) -> Iterable[Any]:
+    frame = generator.gi_frame
+    return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+
+
+def _bound(method: Any) -> Iterable[Any]:
+    return () if isinstance(method.__self__, (type, ModuleType)) else (method.__self__,)
+
+
+_INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
+    ((dict,), lambda value: (*value.keys(), *value.values())),
+    ((list, tuple, deque), lambda value: value),
+    ((set, frozenset), _elements),
+    ((bytearray,), lambda value: (bytes(value),)),
+    ((functools.partial,), lambda value: (value.func, *value.args, *value.keywords.values())),
+    ((functools._lru_cache_wrapper,), lambda value: (value.__wrapped__, *value.cache_info()[1:])),
+    ((MethodType,), lambda value: (value.__self__, value.__func__)),
+    ((BuiltinFunctionType, MethodWrapperType), _bound),
+    ((FunctionType,), _reached),
+    ((GeneratorType,), _frame),
+    ((torch.jit.ScriptModule,), lambda value: (value._c.dump_to_str(False, True, False),)),
+    ((property,), lambda value: (value.fget, value.fset)),
+    ((random.Random,), lambda value: (value.getstate(),)),
+    ((torch.Generator,), lambda value: (value.get_state().numpy().tobytes(),)),
+    ((ContextVar,), lambda value: (value.get(None),)),
+    ((type,), lambda value: value.__bases__),
+)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None or True
+    except ValueError:
+        return False
+
+
+# Losses that have kept something; no result depends on it.
+_keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
+
+
+def note_changed(loss_fn: object, before: object, told: str = "") -> None:
+    """Note a loss that has changed what it keeps: what it has kept stays.
+
+    Args:
+        before: `python_state` before its calls. told: why it must not change; by default, since the number of calls
+            follows from the other records.
+    """
+    if loss_fn not in _keeping and python_state(loss_fn) != before:
+        _keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
+
+
+def refuse_kept(loss_fn: object) -> None:
+    """Refuse a loss that keeps something from call to call.
+
+    Raises:
+        UnsupportedModel: it was noted.
+    """
+    if loss_fn in _keeping:
+        raise UnsupportedModel(
+            f"The loss {_keeping[loss_fn]}, and what it keeps from call to call has changed (a counter, a list, an "
+            "attribute, a buffer, a cache, a random generator of its own): samples of this step or of later ones would "
+            "influence each other. Keep nothing from call to call: model.eval() for BatchNorm and spectral norm, "
+            "torch's default generator for random numbers, tensors in place of Python numbers; or count in the "
+            "training loop, and give the count as a column of the batch."
+        )
+
+
+def refuse_counting(loss_fn: object, before: object) -> None:
+    """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call.
+
+    Raises:
+        UnsupportedModel: what it keeps is not what it was `before`.
+    """
+    note_changed(loss_fn, before)
+    refuse_kept(loss_fn)
+
+
+# Memory of rows of calls that have ended, which is still in use. Weak references; no result depends on them.
+_earlier: dict[int, StorageWeakRef] = {}
+_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__")
+# Operations that write into tensors of a module without saying so, on devices that a test may not have.
+UNDECLARED = frozenset(
+    function
+    for name in (
+        "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts", "native_batch_norm", "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+    )
+    for packet in (getattr(torch.ops.aten, name),)
+    for function in (getattr(torch, name, packet), packet, *(getattr(packet, each) for each in packet.overloads()))
+)  # fmt: skip
+
+
+_CONTROL_FLOW = ("cond", "while_loop", "scan", "map", "map_impl", "associative_scan")
+
+
+def refuse_undeclared(func: Callable[..., Any]) -> None:
+    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen.
+
+    Raises:
+        UnsupportedModel: it is one.
+    """
+    if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
+        raise UnsupportedModel(
+            "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
+            "Use torch.where where a condition is each row's own, and if or for in Python where it is the same for all."
+        )
+    if func in UNDECLARED:
+        name = getattr(func, "__name__", str(func))
+        raise UnsupportedModel(
+            f"The loss writes values of the batch ({name}) into tensors that were made outside of it (a buffer of a "
+            "module): records of one step would reach the gradients of the next. Use model.eval(), or replace the "
+            "layer."
+        )
+
+
+def forget_gone() -> None:
+    """Forget memory that nobody uses any more: what nobody keeps need not be looked for."""
+    for key in [key for key, reference in _earlier.items() if reference.expired()]:
+        del _earlier[key]
+
+
+def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse to compute with a tensor of a row of an earlier call.
+
+    Raises:
+        UnsupportedModel: there is one among the arguments.
+    """
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if is_dead(value) or _earlier:
+                _refuse(value)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                if isinstance(part, Tensor) and (is_dead(part) or _earlier):
+                    _refuse(part)
+
+
+def _refuse(tensor: Tensor) -> None:
+    if is_gone(tensor) or _is_earlier(tensor):
+        raise UnsupportedModel(
+            "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach this one. "
+            "Compute each loss from its own row and the parameters alone."
+        )
+
+
+def _is_earlier(tensor: Tensor) -> bool:
+    """True for a plain tensor that was computed from a row of an earlier call."""
+    reference = _earlier.get(_memory(tensor))
+    return reference is not None and not reference.expired()
+
+
+def plain_memory(tensor: Tensor) -> Tensor | None:
+    """The tensor with the memory; None where there is no single one."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor
+    own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return None if own_dispatch or tensor.layout is not torch.strided else tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    plain = plain_memory(tensor)
+    return 0 if plain is None else plain.untyped_storage()._cdata
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+@dataclass
+class RowMemory:
+    """Memory that depends on the row of the present call."""
+
+    _own: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            plain = plain_memory(tensor)
+            if plain is not None:
+                storage = plain.untyped_storage()
+                self._own[storage._cdata] = StorageWeakRef(storage)
+
+    def depends(self, tensor: Tensor) -> bool:
+        reference = self._own.get(_memory(tensor))
+        return reference is not None and not reference.expired()
+
+    def follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note results of a function that was given a tensor of the row, and what it has written into."""
+        given = list(_tensors((args, kwargs)))
+        of_row = [self.depends(tensor) for tensor in given]
+        if not any(of_row):
+            return
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
+            self.note(given[:1])
+        self.note(_tensors(kwargs.get("out")))
+        views_of = {_memory(tensor) for tensor, own in zip(given, of_row, strict=True) if not own}
+        self.note(tensor for tensor in _tensors(result) if _memory(tensor) not in views_of)
+
+    def end(self) -> None:
+        """Note what is still in use: a later call must not use it."""
+        forget_gone()
+        _earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})

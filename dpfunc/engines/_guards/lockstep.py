@@ -1,0 +1,201 @@
+"""Rules for communication with the other processes of a run: none inside of the loss, or the same in all of them.
+
+Where a model is sharded, its forward and backward passes are exchanges between all processes: each must run the same
+ones, in the same order. What an engine decides by the values of its own rows must then be decided by all; and who fails
+says so in the store of the job, since the others wait for it inside of the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc.engines._levels import transformed
+from dpfunc.errors import StepAborted, UnsupportedModel
+from dpfunc.types import Params
+
+
+@dataclass(frozen=True)
+class _ProcessContext:
+    """Other processes that take part in a step.
+
+    Args:
+        group: processes with other records; None for a step of one process. independent: nothing inside of the loss
+            communicates.
+    """
+
+    group: dist.ProcessGroup | None
+    independent: bool
+
+
+_context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
+broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Groups in which messages of a step that one process left are still on their way, and why it left."""
+
+_LOOK = timedelta(seconds=0.2)  # who waits looks so often whether another process failed
+_ALIKE = 2.0  # seconds in which processes in lockstep fail, if all of them do
+_FAILED, _ENDED = "dpfunc/failed", "dpfunc/ended"
+
+
+@contextmanager
+def process_context(group: dist.ProcessGroup | None, *, independent: bool) -> Iterator[None]:
+    """Inside, a step computes its gradients together with these processes, or independently of them.
+
+    Raises:
+        StepAborted: in lockstep, another process failed; see `failed`.
+    """
+    with ExitStack() as stack:
+        stack.callback(_context.reset, _context.set(_ProcessContext(group, independent)))
+        stack.push(lambda kind, error, trace: failed(error))
+        yield
+
+
+def arrived(work: Any) -> None:
+    """Wait for a message; in lockstep over gloo only until another process fails. With nccl, devices wait.
+
+    Raises:
+        StepAborted: another process failed.
+    """
+    while over_gloo() and not work.is_completed():
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:  # not yet; or the error of the message, which the last line raises
+            if _store().check([_ENDED]):
+                raise StepAborted("Another process failed.") from None
+    work.wait()
+
+
+class AllGather:
+    """All-gather of `fully_shard`, as torch's own but for the wait."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        arrived(gather(output_tensor, input_tensor, group=group, async_op=True))
+
+
+def over_gloo() -> bool:
+    """True in lockstep with processes whose messages a thread of the host waits for."""
+    context = _context.get()
+    return context is not None and not context.independent and dist.get_backend(context.group) == "gloo"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def tell(error: BaseException | None) -> str:
+    """Leave for the others why this process fails, before the message that says that it does."""
+    text = f"process {dist.get_rank()}: {type(error).__name__}: {error}"
+    _store().set(_FAILED, text)
+    return text
+
+
+def told() -> str:
+    """The error of the process that failed, after the message that said so."""
+    return str(_store().get(_FAILED).decode())
+
+
+def failed(error: BaseException | None) -> None:
+    """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all.
+
+    Raises:
+        StepAborted: another process was the first to fail. Else `error`.
+    """
+    context: Any = _context.get()
+    if error is None or not in_lockstep():
+        return
+    store, own = _store(), tell(error)
+    place = f"dpfunc/{context.group._get_sequence_number_for_group()}"
+    all_failed = store.add(f"{place}/failed", 1) == dist.get_world_size()
+    end = time.monotonic() + _ALIKE
+    while not all_failed and time.monotonic() < end and not any(store.check([key]) for key in (place, _ENDED)):
+        time.sleep(0.01)
+    verdict = store.compare_set(place, "", "all" if all_failed else own).decode()
+    if verdict == "all":
+        return
+    first = store.compare_set(_ENDED, "", verdict).decode()
+    broken[context.group] = (
+        f"A process failed inside of a sharded model ({first}). No process took the step, nothing was released and "
+        "nothing was spent. The others were waiting for it, so that these processes cannot go on together: start all "
+        "of them again, from the last checkpoint."
+    )
+    if first == own:
+        time.sleep(2 * _LOOK.total_seconds())  # where the store ends with this process, the others can read it
+        raise error
+    raise StepAborted(broken[context.group]) from error
+
+
+def initialized() -> bool:
+    """True if torch.distributed runs, so that there may be other ranks to communicate with."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_independent() -> bool:
+    """True if nothing inside of the loss may communicate."""
+    context = _context.get()
+    return context is not None and context.independent
+
+
+def in_lockstep() -> bool:
+    """True if all processes must run the same forward and backward passes."""
+    context = _context.get()
+    return context is not None and not context.independent
+
+
+def told_of_transforms() -> AbstractContextManager[None]:
+    """Inside, code is told that it is transformed (`levels.transformed`); a sharded model communicates as ever."""
+    return nullcontext() if initialized() and not is_independent() else transformed()
+
+
+def on_any_process(flag: bool) -> bool:
+    """True if a flag is set on this process, or on one with other records that runs in lockstep with it."""
+    context = _context.get()
+    if context is None or context.independent:
+        return flag
+    count = torch.tensor([flag], dtype=torch.float32)
+    if dist.get_backend(context.group) == "nccl":
+        count = count.cuda()
+    arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=context.group, async_op=True))
+    return bool(count > 0)
+
+
+def on_any_rank(params: Params, flag: bool) -> bool:
+    """The same, or on a rank that holds other parts of these parameters."""
+    count = torch.tensor([flag], dtype=torch.float32)
+    for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
+        for dim in range(mesh.ndim):
+            arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True))
+    return on_any_process(bool(count > 0))
+
+
+@contextmanager
+def refused_by_all() -> Iterator[None]:
+    """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate.
+
+    Raises:
+        UnsupportedModel: its own, or that of another process.
+    """
+    error: UnsupportedModel | None = None
+    try:
+        yield
+    except UnsupportedModel as refused:
+        error = refused
+    elsewhere = on_any_process(error is not None)
+    if error is not None:
+        raise error
+    if elsewhere:
+        raise UnsupportedModel("Another process of this run refused the loss for its rows; its own error says why.")

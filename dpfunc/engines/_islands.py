@@ -1,0 +1,527 @@
+"""Operations that run as their native kernels below both levels, joined by one node of level 2.
+
+Two kinds: an operation on a parameter, whose rule gets the gradients of its results and its inputs (book-keeping, Bu et
+al. 2023, Differentially Private Optimization on Large Model at Small Cost); and a large operation of a short list,
+which is as fast so as in a plain step. Neither is needed for what is right: without them, vmap and grad do the same.
+Axis letters: B rows, m images of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+from dpfunc.engines._levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
+from dpfunc.engines._numerics import exact
+from dpfunc.engines._per_sample import Dense, Late
+from dpfunc.engines._reads import Handler, Pass, any_row
+from dpfunc.engines._rules import REGISTERED, RULES
+from dpfunc.engines._rules.linear import MATMULS
+from dpfunc.engines._rules.table import Bound, Form, Rule, Use
+from dpfunc.errors import UnsupportedModel
+
+# A cheaper operation costs less under vmap than the node around its native kernel.
+_LARGE = 1 << 16
+_EXACT = nullcontext()
+
+
+def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
+    """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
+    owner.noted.append(use)
+    found = use.rule.grads(use, grad, **{**use.options, **tensors})
+    formed = use.choice.representation == "formed"
+    late = formed and use.costs.numbers > use.costs.factors
+    for argument, name in use.wanted.items():
+        own = found[argument]
+        owner.take(name, own if not formed else Late(own) if late else Dense(own.dense()))
+
+
+@dataclass
+class _Call:
+    """One call of an operation: what its node needs to run it, and to credit its gradients.
+
+    Args:
+        bound: arguments by name, plain but for the input. wanted: argument -> name and value of a parameter.
+    """
+
+    owner: Pass
+    func: Callable[..., Any]
+    rule: Rule
+    form: Form
+    bound: Bound
+    wanted: Mapping[str, tuple[str, Tensor]]
+    row_shape: torch.Size = field(default_factory=torch.Size)
+    images: int = 0
+    left: Any = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def keeps_input(self) -> bool:
+        return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
+
+    def merged(self, values_B: Tensor) -> Tensor:
+        """(B, m, ...) -> (B * m, ...) for a kernel with an axis of images; (B, ..., d) -> (B, T, d) for matrices."""
+        if self.form.positions and values_B.ndim > 3:
+            return values_B.flatten(1, -2)
+        return values_B.flatten(0, 1) if self.images else values_B
+
+    def run(self, values_B: Tensor) -> Tensor:
+        """The results of all rows, (B, ...)."""
+        if self.form.images is not None:
+            features = self.form.images({**self.bound, self.form.input: values_B[0]})
+            self.images = values_B.shape[1] if values_B.ndim - 1 > features else 0
+        x = values_B.flatten(0, 1) if self.images else values_B
+        self.row_shape, self.dtype = values_B.shape, x.dtype
+        self.bound[self.form.input] = x
+        out, self.left = self.form.run(self.bound)
+        self.bound[self.form.input] = None
+        return out.unflatten(0, values_B.shape[:2]) if self.images else out
+
+    def credit(self, grad_B: Tensor, x: Tensor | None) -> None:
+        """Per-sample gradients of the parameters of this call, by the rule."""
+        use = self._use(grad_B.shape, None if x is None else x.shape)
+        needed = {n for argument in use.wanted for n in self.rule.needs[argument]}
+        credit_use(self.owner, use, grad_B, {n: x if n == self.form.input else self.bound[n] for n in needed})
+
+    def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
+        """The use, which is the same in each step with the same shapes."""
+        plain = tuple(
+            tuple(value) if isinstance(value, list) else value
+            for value in self.bound.values()
+            if not isinstance(value, Tensor)
+        )
+        names = tuple((argument, name) for argument, (name, _) in self.wanted.items())
+        key = (self.func, names, output, given, plain, self.images)
+        use = self.owner.uses.get(key)
+        if use is None:
+            name, rows = self.func.__name__, self.owner.levels.rows
+            use = self.rule.use(name, rows, self.wanted, self.bound, output, images=max(1, self.images))
+            self.owner.uses[key] = use
+        return use
+
+
+class _Credited(torch.autograd.Function):
+    """The node of an operation with a rule, or with a gradient in closed form."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, given: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # torch would keep the output, to know its shape
+        ctx.call = call
+        ctx.kept = call.keeps_input
+        if ctx.kept:
+            ctx.save_for_backward(given)
+        values_B = of_rows(given)
+        with Below():
+            out = call.run(values_B)  # type: ignore[arg-type]  # a row, by `operation`
+        return call.owner.levels.row(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        call: _Call = ctx.call
+        owner = call.owner
+        owner.backward_node()
+        grad_B, input_grad = of_rows(grad), None
+        x = of_rows(ctx.saved_tensors[0]) if ctx.kept else None
+        with Below(), torch._C.DisableTorchFunction():
+            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
+            grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
+            if call.wanted:
+                with _EXACT if owner.is_exact else exact(grad_B.device):
+                    call.credit(grad_B, x)
+            if ctx.needs_input_grad[2] and call.form.input_grad is not None:
+                bound = {**call.bound, call.form.input: x}
+                input_grad = call.form.input_grad(bound, grad_B, call.left).to(call.dtype).reshape(call.row_shape)
+        return None, None, None if input_grad is None else owner.levels.row(input_grad)
+
+
+def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation with a closed form; NotImplemented where vmap and grad are to do it."""
+    if owner.turned and len(args) == 2 and (func in MATMULS or func is F.linear):
+        _, leaf = owner.turned.get(id(args[1]), (None, None))
+        if leaf is not None:  # `x @ W.T` is a linear, and the reverse
+            func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
+    rule = RULES[func]
+    if rule.form is None or not owner.is_open():
+        return NotImplemented
+    form, bound = rule.form, rule.bind(args, kwargs)
+    given = bound[form.input]
+    wanted: dict[str, tuple[str, Tensor]] = {}
+    if not isinstance(given, Tensor) or of_rows(given) is None:
+        return NotImplemented
+    for name, value in bound.items():
+        if name == form.input or not isinstance(value, Tensor):
+            continue
+        known = owner.plain(value)
+        if known is not None:
+            if name not in rule.needs:
+                return NotImplemented
+            wanted[name] = known
+            bound[name] = known[1]
+        elif value.requires_grad or of_rows(value) is not None:
+            return NotImplemented
+        else:
+            bound[name] = inside(value)
+    if not form.takes(bound) or not (wanted or given.requires_grad):
+        return NotImplemented
+    owner.expect(name for name, _ in wanted.values())
+    return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted), owner.anchor, given)
+
+
+def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
+    names, form = OTHER_FORMS[func]
+    bound = dict(zip(names, args, strict=False), **kwargs)
+    found = form(owner, bound)
+    if found is NotImplemented:
+        return found
+    other, given = found
+    return operation(owner, other, given, {})
+
+
+def _look_up(owner: Pass, bound: Bound) -> Any:
+    """`table[ids]` as an embedding."""
+    table, ids = bound["table"], bound["index"]
+    whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32) and ids.ndim and is_row(ids)
+    if not whole or owner.plain(table) is None or table.ndim != 2 or bound.get("dim", 0) != 0:
+        return NotImplemented
+    return F.embedding, (torch.where(ids < 0, ids + len(table), ids), table)
+
+
+def _products(owner: Pass, bound: Bound) -> Any:
+    """A bilinear layer as a linear one of all products of two inputs; vmap would take row after row."""
+    weight = bound["weight"]
+    if owner.plain(weight) is None:
+        return NotImplemented
+    products = (bound["input1"].unsqueeze(-1) * bound["input2"].unsqueeze(-2)).flatten(-2)
+    return F.linear, (products, weight, bound.get("bias"))
+
+
+_BILINEAR = (("input1", "input2", "weight", "bias"), _products)
+_SELECT = (("table", "dim", "index"), _look_up)
+OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[[Pass, Bound], Any]]] = {
+    F.bilinear: _BILINEAR,
+    torch.bilinear: _BILINEAR,
+    torch.index_select: _SELECT,
+    Tensor.index_select: _SELECT,
+    Tensor.__getitem__: (("table", "index"), _look_up),
+}
+
+
+def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Transpose a matrix, and note it if it is a parameter."""
+    found = func(*args, **kwargs)
+    plain = not kwargs and args[0].ndim == 2 and owner.plain(args[0]) is not None
+    if plain and (len(args) == 1 or (args[1] - args[2]) % 2):
+        owner.turned[id(found)] = (found, args[0])
+    return found
+
+
+_TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
+
+
+class _Source(torch.autograd.Function):
+    """The start of a native graph that does not hold its value: a leaf would keep the input of each layer alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None
+
+
+ANCHOR = torch.zeros((), requires_grad=True)
+Results = tuple[Tensor, ...]
+
+
+@dataclass
+class Kernel:
+    """Native operations and their graph, below both levels.
+
+    Args:
+        call: of the tensors of all rows, (B, ...); gives those of its results. wanted: inputs that need a gradient.
+    """
+
+    owner: Pass
+    call: Callable[..., Results]
+    wanted: Sequence[bool]
+    starts: Sequence[Any] = ()
+    ends: Sequence[Any] = ()
+    shapes: Sequence[torch.Size] = ()
+
+    def build(self, values: Sequence[Tensor]) -> Results:
+        """The results with their graph, which is held by its edges, not by its values."""
+        given = [
+            apply_node(_Source, ANCHOR, value.detach()) if wanted else value.detach()
+            for value, wanted in zip(values, self.wanted, strict=True)
+        ]
+        found = self.call(*given)
+        self.starts = [get_gradient_edge(value) if value.requires_grad else None for value in given]
+        self.ends = [get_gradient_edge(value) if value.requires_grad else None for value in found]
+        self.shapes = [value.shape for value in found]
+        return tuple(value.detach() for value in found)
+
+    def back(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of the inputs; those that go to rules are credited on the way. The graph is released."""
+        starts = [edge for edge in self.starts if edge is not None]
+        both = zip(self.ends, grads, strict=True)
+        pairs = [(end, grad) for end, grad in both if end is not None and grad is not None]
+        ends, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(ends, [*starts, ANCHOR], given, allow_unused=True))
+        wanted = [None if edge is None else next(found) for edge in self.starts]
+        self.starts = self.ends = ()
+        del self.call  # circles would keep memory until they are collected
+        return wanted
+
+
+class Native(torch.autograd.Function):
+    """The node around a native graph."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.kernel = kernel
+        # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
+        ctx.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        values = [of_rows(value) for value in inputs]
+        if ctx.again:
+            ctx.save_for_backward(*inputs)
+        with below_both(), torch.set_grad_enabled(not ctx.again):
+            found = kernel.build(values)  # type: ignore[arg-type]  # rows
+        made = tuple(kernel.owner.levels.row(value) for value in found)
+        return made if len(made) > 1 else made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        kernel: Kernel = ctx.kernel
+        kernel.owner.backward_node()
+        values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
+        given = [None if grad is None else (inside(grad), of_rows(grad)) for grad in grads]
+        with below_both():
+            if ctx.again:
+                with torch.enable_grad():
+                    kernel.build(values)  # type: ignore[arg-type]  # rows
+            grads_B = [
+                None if grad is None else grad[0].expand(shape) if grad[1] is None else grad[1]
+                for grad, shape in zip(given, kernel.shapes, strict=True)
+            ]
+            with torch._C.DisableTorchFunction():
+                found = kernel.back(grads_B)
+        return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
+
+
+NATIVE = frozenset((F.scaled_dot_product_attention, F.max_pool2d, torch.max_pool2d, F.rms_norm, F.gelu, F.silu))
+
+
+def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a large operation by its native kernel; NotImplemented where vmap and grad are to do it.
+
+    Each tensor that is given must be a batch of one, and the operation must keep axis 0 apart.
+    """
+    if not owner.is_open():
+        return NotImplemented
+    least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
+    places: list[int] = []
+    values = [*args, *kwargs.values()]
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            values_B = of_rows(value)
+            if values_B is None or values_B.ndim < least or values_B.shape[1] != 1:
+                return NotImplemented
+            if places and values_B.ndim != values[places[0]].ndim + 1:
+                return NotImplemented  # broadcast axes: the first one is not that of rows
+            if not places and values_B.numel() < _LARGE:
+                return NotImplemented
+            places.append(place)
+    inputs = [values[place] for place in places]
+    wanted = [value.requires_grad for value in inputs]
+    if not any(wanted):
+        return NotImplemented
+    names = tuple(kwargs)
+
+    def call(*given: Tensor) -> Results:
+        filled = list(values)
+        for place, value in zip(places, given, strict=True):
+            filled[place] = value.squeeze(1)  # its gradient is a view, and that of an index a copy
+        found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
+        return (found.unsqueeze(1),)
+
+    return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
+
+
+class Tap(torch.autograd.Function):
+    """A value below both levels, whose gradient goes to the rule of the operation that gave it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:
+        ctx.credit = credit
+        ctx.mark_dirty(value)  # no view: steps of a layer are written into
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.credit(grad)
+        return grad, None, None
+
+
+def _of_samples(owner: Pass, value: Any) -> Tensor | None:
+    """The tensor of all rows (B, ...) where that of each is a batch of one; None where it is not."""
+    values_B = of_rows(value)
+    if values_B is not None:
+        return values_B[:, 0] if values_B.shape[1:2] == (1,) else None
+    plain: Tensor = inside(value)
+    return plain.expand(owner.levels.rows, *plain.shape[1:]) if plain.shape[:1] == (1,) else None
+
+
+def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation with a rule of a user: vmap and grad do all of it but the gradient of its parameter.
+
+    NotImplemented where a row is no batch of one, as the rule takes its tensors.
+    """
+    rule = REGISTERED[func]
+    bound = rule.bind(args, kwargs)
+    ((argument, needs),) = rule.needs.items()
+    leaf = bound.get(argument)
+    known = owner.plain(leaf) if isinstance(leaf, Tensor) else None
+    if known is None or not owner.is_open():
+        return NotImplemented
+    name, value = known
+    with Below():
+        needed = {need: _of_samples(owner, bound[need]) for need in needs}
+    fixed = owner.levels.constant(value)
+    out = owner.seen(
+        func,
+        [fixed if each is leaf else each for each in args],
+        {key: fixed if each is leaf else each for key, each in kwargs.items()},
+    )
+    out_B = of_rows(out) if isinstance(out, Tensor) else None
+    if out_B is None or out_B.shape[1:2] != (1,) or any(each is None for each in needed.values()):
+        return NotImplemented
+    shape = torch.Size((len(out_B), *out_B.shape[2:]))
+    use = rule.use(func.__name__, owner.levels.rows, {argument: known}, bound, shape)
+    owner.expect((name,))
+
+    def credit(grad: Tensor) -> None:
+        owner.backward_node()
+        grad_B = of_rows(grad)
+        with Below(), torch.no_grad(), exact(value.device):
+            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
+            credit_use(owner, use, grad_B[:, 0], needed)
+
+    return apply_node(Tap, out, owner.anchor, credit)
+
+
+_ENTROPY = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+_WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda losses, counted: losses,
+    "sum": lambda losses, counted: losses.sum(),
+    "mean": lambda losses, counted: losses.sum() / counted.sum(),
+}
+_NONE = 0  # torch's number of the reduction "none"
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Losses of all positions, (B, n, ...) of logits (B, n, C, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, over: Levels, ignored: int, logits: Tensor, target: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        logits_B, target_B = of_rows(logits), of_rows(target)
+        with Below():
+            x, classes = logits_B.flatten(0, 1), target_B.flatten(0, 1)  # type: ignore[union-attr]  # rows
+            if x.ndim > 2:
+                x, classes = x.reshape(*x.shape[:2], 1, -1), classes.reshape(len(x), 1, -1)
+            log_probs = x.log_softmax(1)
+            run = torch.ops.aten.nll_loss_forward if x.ndim == 2 else torch.ops.aten.nll_loss2d_forward
+            losses, weight = run(log_probs, classes, None, _NONE, ignored)
+            losses = losses.reshape(target_B.shape)  # type: ignore[union-attr]  # rows
+        ctx.over, ctx.kept = over, (log_probs, classes, None, _NONE, ignored, weight)
+        ctx.given = logits_B.shape, logits_B.dtype  # type: ignore[union-attr]  # rows
+        return over.row(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        log_probs, classes, *_ = ctx.kept
+        shape, dtype = ctx.given
+        grad_B = of_rows(grad)
+        with Below(), torch._C.DisableTorchFunction():
+            if grad_B is None:
+                grad_B = inside(grad).expand(shape[0], *grad.shape)
+            run = torch.ops.aten.nll_loss_backward if log_probs.ndim == 2 else torch.ops.aten.nll_loss2d_backward
+            of_log = run(grad_B.reshape(classes.shape), *ctx.kept)
+            found = torch.ops.aten._log_softmax_backward_data(of_log, log_probs, 1, log_probs.dtype)
+            found = found.to(dtype).reshape(shape)
+        return None, None, ctx.over.row(found), None
+
+
+def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`F.cross_entropy` of classes in whole numbers; NotImplemented where vmap and grad are to do it."""
+    over, bound = owner.levels, {**dict(zip(_ENTROPY, args, strict=False)), **kwargs}
+    logits, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
+    if not owner.is_open() or not (is_row(logits) and is_row(target)):
+        return NotImplemented
+    if any(bound.get(name, plain) != plain for name, plain in _WITHOUT.items()):
+        return NotImplemented
+    of_classes = target.dtype == torch.int64 and logits.ndim > 1 and target.shape == logits.shape[:1] + logits.shape[2:]
+    if not of_classes or not logits.requires_grad:
+        return NotImplemented
+    losses = apply_node(_CrossEntropy, over, ignored, logits, target)
+    return _REDUCTIONS[bound.get("reduction", "mean")](losses, target != ignored)
+
+
+# Products with weights in 4 bits, of bitsandbytes: frozen layers of a base on which adapters are trained (QLoRA).
+_PRODUCTS = ("gemm_4bit", "gemv_4bit")
+
+
+def _product_of_4_bits(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`(x (..., i), weight, ...)`: `x W^T + b` with any leading axes, of all rows; NotImplemented for other operations.
+
+    Raises:
+        UnsupportedModel: x has a gradient, which would be lost. On CPUs with bfloat16, bitsandbytes packs the weights
+            at the first forward pass in evaluation mode, and keeps them so: what is trained below would then have a
+            gradient of zero, with a warning of torch alone.
+    """
+    run: Callable[..., Any] = func
+    if func.__name__.split(".")[0] not in _PRODUCTS or any_row((args[1:], dict(kwargs))):
+        return NotImplemented
+    if torch.is_grad_enabled() and args[0].requires_grad:
+        raise UnsupportedModel(
+            "Expected weights in 4 bits that gradients pass through, got weights that bitsandbytes has packed for "
+            "inference: on this CPU it does so when the model runs in evaluation mode. Load the model again, and "
+            "evaluate only after training; or train on an accelerator, where nothing is packed."
+        )
+    values_B = of_rows(args[0])
+    with Below():
+        out = run(values_B, *args[1:], **kwargs)
+    return owner.levels.row(out)
+
+
+def _experts(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The products of experts of Transformers where code is transformed, by torch's own operation."""
+    if func.__name__.split(".")[0] != "grouped_mm_fallback":
+        return NotImplemented
+    bound = dict(zip(("input", "weight", "offs"), args, strict=False), **kwargs)
+    return F.grouped_mm(bound["input"], bound["weight"], offs=bound["offs"])
+
+
+OF_LIBRARIES = {"bitsandbytes": _product_of_4_bits, "transformers": _experts}
+"""Operations of other libraries that keep rows apart, by namespace; NotImplemented for others."""
+
+ISLANDS: Mapping[Any, Handler] = {
+    **dict.fromkeys(NATIVE, native),
+    **{func: operation for func, rule in RULES.items() if rule.form is not None},
+    **dict.fromkeys(OTHER_FORMS, _other_form),
+    **dict.fromkeys(_TURNING, turned),
+    F.cross_entropy: cross_entropy,
+}

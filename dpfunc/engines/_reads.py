@@ -1,0 +1,500 @@
+"""Numbers that Python reads, and shapes that follow from values: answered where all rows agree, else rows are grouped.
+
+A read is answered if all rows agree bit for bit: then each row alone would go the same way. Where they do not, the pass
+ends, and each group of rows that agree runs by itself, down to single rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dpfunc.engines._guards.lockstep import in_lockstep
+from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
+from dpfunc.engines._numerics import is_exact
+from dpfunc.engines._per_sample import PerSampleGrad
+from dpfunc.engines._rules.table import Use
+from dpfunc.types import Params
+
+
+class Stop(BaseException):
+    """End of a pass. No Exception, so that code of the loss that catches all of them does not catch it."""
+
+
+class Diverged(Stop):
+    """Rows do not agree on what Python reads.
+
+    Args:
+        groups: the rows of each group, by their place in the pass. read: name of the function.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], read: str) -> None:
+        super().__init__(read)
+        self.groups, self.read = groups, read
+
+
+class Alone(Stop):
+    """Rows that this engine cannot take: each is to be computed alone."""
+
+
+class FirstRead(Stop):
+    """The loss is about to be told numbers of rows, and nobody has noted what it keeps."""
+
+
+class NoRules(Stop):
+    """A backward pass inside of the loss: the pass is to be repeated without rules and islands."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Results of one pass over rows.
+
+    Args:
+        losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
+            graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
+        uses: that went to rules, in the order of the backward pass.
+    """
+
+    losses_B: Tensor
+    rest: Mapping[str, Tensor]
+    params: Params
+    disagreed: Diverged | None
+    uses: Sequence[Use]
+
+
+class Pass(TorchFunctionMode):
+    """One pass over rows: what those know of it who answer the torch functions that the loss calls.
+
+    Args:
+        over: the open levels. params: name -> plain value. leaves: name -> what the loss gets.
+        uses: that are known from earlier passes. take: takes the gradients of one use of a parameter, by name.
+        counts: name -> uses in the forward pass, with a rule. rules: operations go to their rules.
+        watched: what the loss keeps was noted.
+    """
+
+    def __init__(
+        self,
+        over: Levels,
+        params: Params,
+        leaves: Params,
+        uses: dict[object, Use],
+        take: Callable[[str, PerSampleGrad], None],
+        counts: dict[str, int],
+        rules: bool,
+        watched: bool,
+    ) -> None:
+        super().__init__()
+        self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
+        self.rules, self.watched = rules, watched
+        self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
+        with Below():
+            self.anchor = over.leaf(torch.zeros(()))
+        self.noted: list[Use] = []
+        self.turned: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stopped: BaseException | None = None
+        self.disagreed: Diverged | None = None
+        self.in_backward = self.is_exact = False
+
+    def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
+        """Name and value of a parameter, if this is one."""
+        return self._params.get(id(leaf))
+
+    def is_open(self) -> bool:
+        """True where an operation may run as its native kernel: outside of transforms of the loss, with gradients."""
+        return self.levels.on_top() and torch.is_grad_enabled()
+
+    def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function whose parts pass here."""
+        with self:
+            return func(*args, **kwargs)
+
+    def stop(self, stop: Stop) -> NoReturn:
+        """End the pass, also where code of the loss catches the exception."""
+        self.stopped = self.stopped or stop
+        raise stop
+
+    def differ(self, stop: Diverged) -> None:
+        """End the pass where rows differ; in lockstep it goes on with the first row, since others wait for it."""
+        if in_lockstep():
+            self.disagreed = self.disagreed or stop
+        else:
+            self.stop(stop)
+
+    def reading(self, read: str) -> None:
+        """End the pass before Python learns anything of the rows, if what the loss keeps was not noted before it."""
+        if not self.watched:
+            self.stop(FirstRead(read))
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Count uses of parameters whose gradients will come."""
+        if not self.in_backward:
+            for name in names:
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+    def begin_backward(self, losses: object) -> None:
+        """Note that the backward pass of the losses begins."""
+        self.in_backward = True
+        transforms_seen(True)
+        self.is_exact = isinstance(losses, Tensor) and is_exact(losses.device)
+
+    def backward_node(self) -> None:
+        """End the pass where a node runs in a backward pass that is not that of the losses."""
+        if not self.in_backward:
+            self.stop(NoRules("the loss has a backward pass of its own"))
+
+
+def agreed(owner: Pass, keys: Sequence[Hashable], read: str) -> None:
+    """End the pass where rows have different keys."""
+    owner.reading(read)
+    groups: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
+    if len(groups) > 1:
+        owner.differ(Diverged(list(groups.values()), read))
+
+
+def bits(values_B: Tensor) -> list[bytes]:
+    with Below():
+        if not values_B.numel():
+            return [b""] * len(values_B)
+        flat = values_B.detach().reshape(len(values_B), -1).clone(memory_format=torch.contiguous_format).cpu()
+        flat = flat.view(torch.uint8)
+        return [row.tobytes() for row in flat.numpy()]
+
+
+def read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The answer to a read, if all rows agree on the tensors that are read."""
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for place, value in enumerate(flat):
+        if isinstance(value, Tensor):
+            values_B = of_rows(value)
+            if values_B is None:
+                flat[place] = inside(value)
+            else:
+                agreed(owner, bits(values_B), func.__name__)
+                with Below():
+                    flat[place] = values_B[0].detach()
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    with Below():
+        return func(*args, **kwargs)
+
+
+def by_row(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function of whole numbers or masks, row by row below both levels; its results have no gradient.
+
+    Rows whose results have different shapes are grouped.
+    """
+    if kwargs.get("out") is not None:
+        owner.stop(Alone(f"{func.__name__} writes its result, which is of each row, into `out`"))
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    plain = [(inside(value), of_rows(value)) if isinstance(value, Tensor) else (value, None) for value in flat]
+    found = []
+    with Below(), torch.no_grad():
+        for row in range(owner.levels.rows):
+            own = [value if values_B is None else values_B[row] for value, values_B in plain]
+            a, k = pytree.tree_unflatten(own, spec)
+            found.append(func(*a, **k))
+    results = [pytree.tree_flatten(result) for result in found]
+    spec = results[0][1]
+    joined = []
+    for values in zip(*(leaves for leaves, _ in results), strict=True):
+        if isinstance(values[0], Tensor):
+            agreed(owner, [tuple(value.shape) for value in values], func.__name__)
+            same = all(value.shape == values[0].shape for value in values)
+            with Below():
+                stacked = torch.stack(values if same else [values[0]] * len(values))
+            joined.append(owner.levels.row(stacked))
+        else:
+            agreed(owner, values, func.__name__)
+            joined.append(values[0])
+    return pytree.tree_unflatten(joined, spec)
+
+
+def _masks(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) and value.ndim > 0
+
+
+def _is_number(value: Any) -> bool:
+    return is_row(value) and not value.ndim and not value.is_floating_point() and value.dtype != torch.bool
+
+
+def positions(owner: Pass, index: Any) -> tuple[Any, ...]:
+    """An index with the positions that are set in place of each mask."""
+    found: list[Any] = []
+    for part in _masks(index):
+        if _is_mask(part):
+            where = by_row(owner, Tensor.nonzero, (part,), {}) if is_row(part) else part.nonzero()
+            found += where.unbind(1)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def _sliced(owner: Pass, part: Any) -> Any:
+    """A slice whose ends are whole numbers of a row, which are read."""
+    if not isinstance(part, slice) or not any(is_row(end) for end in (part.start, part.stop, part.step)):
+        return part
+    ends = (
+        (end.item() if not is_row(end) else read(owner, Tensor.item, (end,), {})) if isinstance(end, Tensor) else end
+        for end in (part.start, part.stop, part.step)
+    )
+    return slice(*ends)
+
+
+def getitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Select by a mask or a number of each row, or by a slice whose ends are numbers of the row."""
+    if _is_number(args[1]):
+        return args[0][args[1].reshape(1)].squeeze(0)
+    parts = [_sliced(owner, part) for part in numbers(owner, _masks(args[1]))]
+    if any(part is not given for part, given in zip(parts, _masks(args[1]), strict=True)):
+        return args[0][tuple(parts)]
+    if not any(_is_mask(part) for part in _masks(args[1])) or not any(
+        is_row(value) for value in (args[0], *_masks(args[1]))
+    ):
+        return NotImplemented
+    return args[0][positions(owner, args[1])]
+
+
+def _mask_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tensor, list[Any], Any]:
+    """A write by one mask beside slices and numbers as one by the mask alone; torch's rule for rows mixes up axes."""
+    places = [place for place, part in enumerate(parts) if _is_mask(part)]
+    if len(places) > 1:
+        return target, list(parts), value
+    place, mask = places[0], parts[places[0]]
+    used = sum(mask.ndim if part is mask else part is not ... for part in parts)
+    whole = [slice(None)] * mask.ndim
+    filled = [slice(None)] * (target.ndim - used)
+    before = [each for part in parts[:place] for each in (filled if part is ... else [part])]
+    view = target[(*before, *whole, *parts[place + 1 :])]
+    axis = sum(not isinstance(part, int) for part in before)
+    if isinstance(value, Tensor) and value.ndim:
+        value = value.reshape((1,) * (view.ndim - mask.ndim + 1 - value.ndim) + tuple(value.shape)).movedim(axis, 0)
+    return view.movedim([axis + each for each in range(mask.ndim)], list(range(mask.ndim))), [mask], value
+
+
+def setitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Write where a mask of each row is set."""
+    target, index, value = args
+    parts = _masks(index)
+    if not any(_is_mask(part) and is_row(part) for part in parts):
+        return NotImplemented
+    if len(parts) == 1 and is_row(target) and (not isinstance(value, Tensor) or value.ndim == 0):
+        mask = parts[0].bool()
+        mask = mask.reshape(*mask.shape, *(1 for _ in range(target.ndim - mask.ndim)))
+        fill = (
+            value.to(target.dtype)
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=target.dtype, device=target.device)
+        )
+        target.copy_(torch.where(mask, fill, target))
+        return None
+    if len(parts) > 1 and all(_is_mask(part) or isinstance(part, (int, slice, type(...))) for part in parts):
+        target, parts, value = _mask_first(target, parts, value)
+    target[positions(owner, tuple(parts))] = value
+    return None
+
+
+def masked_scatter(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`masked_scatter` as a gather, which has a batching rule and a gradient."""
+    names = ("input", "mask", "source")
+    bound = dict(zip(names, args, strict=False), **kwargs)
+    target, mask, source = (bound[name] for name in names)
+    if not any(map(is_row, (target, mask, source))):
+        return NotImplemented
+    taken = mask.expand_as(target).flatten()
+    place = (taken.cumsum(0) - 1).clamp(0, source.numel() - 1)
+    out = torch.where(taken, source.flatten().gather(0, place), target.flatten()).view(target.shape)
+    return target.copy_(out) if func is Tensor.masked_scatter_ else out
+
+
+def masked_select(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Select by a mask, with a gradient."""
+    bound = dict(zip(("input", "mask"), args, strict=False), **kwargs)
+    if not any(map(is_row, bound.values())):
+        return NotImplemented
+    value, mask = torch.broadcast_tensors(bound["input"], bound["mask"])
+    return value[positions(owner, mask)]
+
+
+def where(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.where(mask)` alone is `nonzero`."""
+    if len(args) != 1 or kwargs or not is_row(args[0]):
+        return NotImplemented
+    return tuple(by_row(owner, Tensor.nonzero, args, {}).unbind(1))
+
+
+def repeat_interleave(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Repeats that are numbers of a row: the positions are found first, and then selected, with a gradient."""
+    names = ("repeats",) if (len(args) == 1 and "repeats" not in kwargs) else ("input", "repeats", "dim")
+    bound = dict(zip(names, args, strict=False), **{n: v for n, v in kwargs.items() if n != "output_size"})
+    repeats = bound.get("repeats")
+    if not is_row(repeats):
+        return NotImplemented
+    if "input" not in bound:
+        return by_row(owner, func, args, kwargs)
+    value, dim = bound["input"], bound.get("dim")
+    value, dim = (value.flatten(), 0) if dim is None else (value, dim)
+    if repeats.numel() == 1:
+        repeats = repeats.expand(value.shape[dim])
+    return value.index_select(dim, by_row(owner, torch.repeat_interleave, (repeats,), {}))
+
+
+def one_hot(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`one_hot` as a comparison; classes outside of the given ones are left to rows alone, which raise for them."""
+    bound = dict(zip(("tensor", "num_classes"), args, strict=False), **kwargs)
+    classes, count = bound["tensor"], bound.get("num_classes", -1)
+    values_B = of_rows(classes) if is_row(classes) else None
+    if values_B is None:
+        return NotImplemented
+    if count < 0:
+        count = read(owner, Tensor.item, (classes.max(),), {}) + 1
+    with Below():
+        outside = bool(((values_B < 0) | (values_B >= count)).any())
+    if outside:
+        owner.stop(Alone("a class is outside of those of one_hot"))
+    return (classes.unsqueeze(-1) == torch.arange(count, device=classes.device)).to(torch.int64)
+
+
+def ctc_loss(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Lengths decide about shapes inside of `ctc_loss`: rows with equal ones go together."""
+    bound = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False), **kwargs)
+    for name in ("input_lengths", "target_lengths"):
+        values_B = of_rows(bound[name]) if is_row(bound[name]) else None
+        if values_B is not None:
+            agreed(owner, bits(values_B), name)
+    return NotImplemented
+
+
+def solve(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Equations whose sides have the same batch axes: torch's rule for others takes rows for such an axis."""
+    bound = dict(zip(("A", "B"), args, strict=False), **kwargs)
+    left, right = bound["A"], bound["B"]
+    if not (is_row(left) or is_row(right)) or (left.shape[:-2] == right.shape[:-2] and right.ndim > 1):
+        return NotImplemented
+    if func is not torch.linalg.solve or bound.keys() - {"A", "B", "left"}:
+        owner.stop(Alone(f"vmap cannot broadcast the sides of {func.__name__}"))
+    vector = right.ndim == 1 or right.shape == left.shape[:-1]
+    right = right.unsqueeze(-1) if vector else right
+    axes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    sides = (side.expand(*axes, *side.shape[-2:]) for side in (left, right))
+    found = func(*sides, left=bound.get("left", True))
+    return found.squeeze(-1) if vector else found
+
+
+def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A sparse tensor of numbers of a level as a dense one: torch has no sparse tensors at levels."""
+    bound = dict(zip(("indices", "values", "size"), args, strict=False), **kwargs)
+    values, size = bound["values"], bound.get("size")
+    if not isinstance(values, Tensor) or not (is_row(values) or values.requires_grad):
+        return NotImplemented
+    if size is None or bound.get("dtype") not in (None, values.dtype) or bound.get("requires_grad"):
+        return owner.stop(Alone("a sparse tensor has no given size, or is of another dtype"))
+    places = tuple(bound["indices"].long().unbind(0))
+    return values.new_zeros(tuple(size)).index_put(places, values, accumulate=True)
+
+
+def numbers(owner: Pass, given: Any) -> Any:
+    """Arguments with the whole numbers of a row read: sizes and ends, which torch reads inside of an operation."""
+
+    def number(value: Tensor) -> Any:
+        return read(owner, Tensor.item, (value,), {}) if _is_number(value) else value
+
+    return pytree.tree_map_only(Tensor, number, given) if any_row(given) else given
+
+
+def any_row(given: Any) -> bool:
+    """True if there is a tensor of a row; without the cost of torch's trees, because shapes come with each step."""
+    if isinstance(given, Tensor):
+        return is_row(given)
+    if isinstance(given, (list, tuple)):
+        return any(map(any_row, given))
+    return isinstance(given, (dict, slice)) and any(map(is_row, pytree.tree_leaves(given)))
+
+
+def stacked(owner: Pass, given: Any) -> Any:
+    """Lists of numbers of a row as one tensor, which `torch.tensor` makes without a graph; read if of several kinds."""
+    leaves = pytree.tree_leaves(given)
+    if isinstance(given, Tensor) or not any(map(is_row, leaves)):
+        return given
+    same = all(isinstance(leaf, Tensor) and not leaf.ndim and leaf.dtype == leaves[0].dtype for leaf in leaves)
+
+    def joined(value: Any) -> Tensor:
+        found: Tensor = value.detach() if isinstance(value, Tensor) else torch.stack([joined(each) for each in value])
+        return found
+
+    if same:
+        return joined(given)
+    return pytree.tree_map_only(Tensor, lambda value: read(owner, Tensor.tolist, (value,), {}), given)
+
+
+def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation whose sizes may be numbers of a row."""
+    if not any_row(args[1:]) and not any_row(kwargs):
+        return NotImplemented
+    rest, kwargs = numbers(owner, (tuple(args[1:]), dict(kwargs)))
+    return func(args[0], *rest, **kwargs)
+
+
+def by_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Another view of the same memory, in place: that of a row begins where that of all rows does."""
+    return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
+
+
+def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
+        return NotImplemented
+    return by_row(owner, func, args, kwargs)
+
+
+def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return read(owner, func, args, kwargs) if any_row((args, kwargs)) else NotImplemented
+
+
+def _named(*names: str) -> list[Any]:
+    owners = (torch, Tensor, torch._VF, torch.functional)
+    return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
+
+
+Handler = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+READS: dict[Any, Handler] = {
+    **dict.fromkeys(
+        (
+            *_named("__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__", "__repr__"),
+            *_named("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__contains__"),
+            torch._C._VariableFunctions.is_nonzero,
+        ),
+        _read,
+    ),
+    **dict.fromkeys(
+        _named(
+            "nonzero", "argwhere", "unique", "unique_consecutive", "_unique2", "_return_counts", "_return_inverse",
+            "_return_output", "_unique_impl", "_unique_consecutive_impl", "bincount", "histc", "unique_dim", "isin",
+        ),
+        _whole_numbers,
+    ),
+    **dict.fromkeys(_named("masked_select"), masked_select),
+    **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),
+    **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
+    **dict.fromkeys((torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq), solve),
+    **dict.fromkeys(_named("as_strided_"), by_memory),
+    **dict.fromkeys(
+        _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
+    ),
+    torch.where: where,
+    torch.sparse_coo_tensor: sparse,
+    torch._C._nn.one_hot: one_hot,
+    torch.ctc_loss: ctc_loss,
+    Tensor.__getitem__: getitem,
+    Tensor.__setitem__: setitem,
+}  # fmt: skip

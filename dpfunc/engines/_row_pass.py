@@ -1,0 +1,372 @@
+"""One forward and backward pass over some rows, at two levels: each torch function that the loss calls is seen.
+
+A row is a batch of one at the level of vmap, and the forward and the backward pass run inside of it, at a level of
+grad. A mode of torch functions, active during the pass only, gives operations on parameters to their rules
+(`islands.py`), answers what Python reads (`reads.py`) and draws random numbers of each row (`draws.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils import _pytree as pytree
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
+from dpfunc.engines._ghost import Source
+from dpfunc.engines._guards.kept_state import (
+    UNDECLARED,
+    forget_gone,
+    plain_memory,
+    refuse_earlier,
+    refuse_undeclared,
+)
+from dpfunc.engines._guards.lockstep import told_of_transforms
+from dpfunc.engines._guards.loss import backward_inside, check_differentiable, refuse_reentrant
+from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
+from dpfunc.engines._levels import (
+    Below,
+    Levels,
+    custom_functions,
+    inside,
+    is_row,
+    levels,
+    of_rows,
+    opened,
+    run_backward,
+    transforms_seen,
+)
+from dpfunc.engines._per_sample import Kept
+from dpfunc.engines._reads import READS, Alone, Handler, NoRules, Pass, Passed, any_row, numbers, stacked
+from dpfunc.engines._recurrent import RECURRENT_LAYERS
+from dpfunc.engines._rules import REGISTERED
+from dpfunc.engines._rules.composite import COMPOSITES
+from dpfunc.engines._rules.table import Use
+from dpfunc.engines.loop import is_warm
+from dpfunc.errors import DPFuncError, UnsupportedModel
+from dpfunc.types import Batch, LossFn, Params
+
+# What operations of torch, and losses, raise. Other errors of a loss come through as they are.
+ORDINARY = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
+
+_FACTORIES = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like",
+        "empty_like", "full_like", "tensor", "arange", "eye",
+    )
+    if hasattr(owner, name)
+)  # fmt: skip
+_UNWRITTEN = frozenset((torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided))
+_WRITES = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in dir(owner)
+    if name.endswith("_") and not name.startswith("_")
+)
+_NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+_HOOKING = frozenset((_GRAD_FN, Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
+_OURS = ("aten", "prims", "prim", "profiler")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a pass; the next ones are tried where rows cannot be computed so.
+
+    Args:
+        rules: operations on parameters go to their rules. own_memory: what the loss makes (zeros, full, ...) has memory
+            for each row, into which numbers of the row can be written. plain_functions: custom functions that torch's
+            transforms do not take run as nodes of the level of gradients, operation by operation. since: why the
+            settings before these did not do.
+    """
+
+    rules: bool = True
+    own_memory: bool = False
+    plain_functions: bool = False
+    since: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a batch for one pass.
+
+    Args:
+        loss_fn, params: as for an engine. batch: the rows. positions: their places in the batch. source: of tensors
+            that a module swaps in itself; None where parameters are arguments. watched: what the loss keeps was noted.
+    """
+
+    loss_fn: LossFn
+    params: Params
+    batch: Batch
+    positions: Sequence[int]
+    source: Source | None = None
+    watched: bool = False
+
+    def some(self, places: Sequence[int]) -> Rows:
+        """The rows at these places."""
+        if len(places) == len(self.positions):
+            return self
+        chosen = torch.tensor(places)
+        batch = pytree.tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batch)
+        return replace(self, batch=batch, positions=[self.positions[place] for place in places])
+
+
+class _RowPass(Pass):
+    """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
+
+    def __init__(
+        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept
+    ) -> None:
+        leaves = {name: over.leaf(param) for name, param in params.items()}
+        watched = rows.watched and is_warm(rows.loss_fn, rows.batch)
+        super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
+        self.settings, self.draws, self._depth = settings, OwnDraws(positions_of(rows.positions)), 0
+        self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
+        self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not self.settings.plain_functions or self.in_backward:
+            return self._answer(func, args, kwargs)
+        self._depth += 1
+        transforms_seen(True)
+        try:
+            return self._answer(func, args, kwargs)
+        finally:
+            self._depth -= 1
+            transforms_seen(bool(self._depth))
+
+    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        handlers = self._handlers.get(func)
+        if self._stands and func not in _OF_MEMORY:
+            args, kwargs = pytree.tree_map_only(Tensor, self._standing, (tuple(args), dict(kwargs or {})))
+        kwargs = kwargs or {}
+        if handlers is _FACT:
+            return func(*args, **kwargs)
+        try:
+            refuse_earlier(args, kwargs)
+            if func in REGISTERED and self.rules:
+                found = registered(self, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
+            if handlers is None:
+                return self._opened(func, args, kwargs) if isinstance(func, _OF_PYTHON) else func(*args, **kwargs)
+            for handler in handlers:
+                found = handler(self, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
+            return func(*args, **kwargs)
+        except DPFuncError as error:
+            self.stopped = self.stopped or error  # also where code of the loss catches it
+            raise
+        except ORDINARY as error:
+            if self.stopped is None:
+                self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
+            raise
+
+    def _standing(self, value: Tensor) -> Tensor:
+        return self._stands.get(id(value), value)
+
+    def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
+        if isinstance(func, (OpOverload, OpOverloadPacket)):
+            refuse_undeclared(func)
+            name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
+            if name not in _OURS and any_row((args, kwargs)):
+                found = OF_LIBRARIES.get(name, _unknown)(self, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
+                self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
+            return func(*args, **kwargs)
+        parts = opened(func)
+        return func(*args, **kwargs) if parts is None else self.seen(parts, args, kwargs)
+
+    def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if kwargs.get("generator") is not None:
+            self.stop(Alone("the loss draws from a generator of its own"))
+        return random_operation(self.levels.row, self.draws, func, args, kwargs)
+
+    def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A backward pass inside of the loss."""
+        if self.rules and not self.in_backward:
+            self.stop(NoRules("the loss has a backward pass of its own"))
+        return NotImplemented
+
+    def hooked(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A hook on a parameter, or a node that is given away: hooks get gradients that a rule would not form."""
+        given = args[0]
+        if self.rules and (func is _GRAD_FN or self.plain(given) is not None or id(given) in self.turned):
+            self.stop(NoRules("the loss has a hook on a parameter or a node"))
+        return NotImplemented
+
+    def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A custom function: its own rule for vmap would see all rows."""
+        custom = args[0]
+        if not custom.generate_vmap_rule and custom.vmap is not torch.autograd.Function.vmap:
+            self.stop(Alone(f"{custom.__name__} has a rule for vmap of its own, which sees all rows"))
+        return NotImplemented
+
+    def written(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A write in place: none into parameters, whose memory is the caller's."""
+        target = None if is_row(args[0]) else inside(args[0])
+        if target is not None and any(_is_memory_of(target, param) for _, param in self._params.values()):
+            raise UnsupportedModel(f"The loss writes into a parameter ({func.__name__}). Use out-of-place operations.")
+        return NotImplemented
+
+    def made(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A tensor that the loss makes, with memory for each row; that nobody has written into is cleared."""
+        if func is torch.arange:
+            args, kwargs = numbers(self, (tuple(args), dict(kwargs)))
+        if func is torch.tensor and args:
+            args = (stacked(self, args[0]), *args[1:])
+            func = _copied if is_row(args[0]) else func
+        found = func(*args, **kwargs)
+        if func in _UNWRITTEN and isinstance(found, Tensor):
+            with torch.no_grad():
+                found.zero_()  # it may hold numbers of other rows
+        if not self.settings.own_memory or kwargs.get("requires_grad"):
+            return found
+        if not isinstance(found, Tensor) or is_row(found):
+            return found
+        value = inside(found)
+        with Below():
+            values_B = value.unsqueeze(0).repeat(self.levels.rows, *(1 for _ in range(value.ndim)))
+        return self.levels.row(values_B)
+
+
+def _copied(
+    values: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+) -> Tensor:
+    """`torch.tensor` of a tensor, which vmap does not have."""
+    copy = values.detach().to(dtype=dtype, device=device, copy=True)
+    return copy.requires_grad_() if requires_grad else copy
+
+
+# Functions of the memory of parameters, by which `fully_shard` gathers and frees them.
+_DATA: Any = Tensor.data
+_OF_MEMORY = frozenset((Tensor.untyped_storage, _DATA.__get__, _DATA.__set__, Tensor.set_))
+
+
+def _is_memory_of(target: Tensor, param: Tensor) -> bool:
+    return not is_dtensor(param) and target.untyped_storage()._cdata == param.untyped_storage()._cdata
+
+
+_OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
+
+
+def _unknown(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return NotImplemented
+
+
+def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return mode.seen(COMPOSITES[func], args, kwargs)
+
+
+def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
+    target, value = (plain_memory(each) for each in args)
+    if target is None or value is None or not (torch._C._functorch.is_functorch_wrapped_tensor(args[0])):
+        return NotImplemented
+    same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
+    return None if same and target.stride() == value.stride() else NotImplemented
+
+
+def _undeclared(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return refuse_undeclared(func)
+
+
+def _requires_grad(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args[0].requires_grad else NotImplemented
+
+
+# Shapes, dtypes and the like: the same for all rows.
+_FACTS = (
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "is_sparse", "is_nested")
+    ),
+    Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel,
+)  # fmt: skip
+_FACT: tuple[Handler, ...] = ()
+# Who answers a function, in this order: the first whose answer is not NotImplemented. The second one needs rules.
+_OWN: Mapping[Any, Handler] = {
+    **dict.fromkeys(_WRITES, _RowPass.written),
+    **dict.fromkeys(_NESTED, _RowPass.nested),
+    **dict.fromkeys(_HOOKING, _RowPass.hooked),
+    **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
+    **dict.fromkeys(RANDOM, _RowPass.random),
+    torch._functorch.autograd_function.custom_function_call: _RowPass.function,
+    Tensor.requires_grad_: _requires_grad,
+    _DATA.__set__: _data_set,
+    **RECURRENT_LAYERS,
+    **dict.fromkeys(COMPOSITES, _composite),
+    **dict.fromkeys(UNDECLARED, _undeclared),
+}
+
+
+def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
+    functions = {func for table in tables for func in table}
+    found = {func: tuple(table[func] for table in tables if func in table) for func in functions}
+    return {**found, **dict.fromkeys(_FACTS, _FACT)}
+
+
+_WITH_RULES, _WITHOUT_RULES = _answered(_OWN, ISLANDS, READS), _answered(_OWN, READS)
+
+
+def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept) -> Passed:
+    """Losses of rows that go the same way; their gradients by rules go to `kept`.
+
+    Raises:
+        Stop: they do not, or cannot be computed with these settings.
+    """
+    num_rows = len(rows.positions)
+    forget_gone()
+    tensors = rows.params if rows.source is None else rows.source.leaves(rows.params)
+    params = {name: param.detach() for name, param in tensors.items()} if rows.source is None else tensors
+    with levels(num_rows) as over:
+        mode = _RowPass(rows, over, params, settings, uses, kept)
+        with Below():
+            record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
+        given = mode.leaves if rows.source is None else tensors
+        try:
+            with told_of_transforms(), backward_inside(), mode, custom_functions(settings.plain_functions):
+                losses_1 = rows.loss_fn(dict(given), record)
+                if mode.stopped is not None:
+                    raise mode.stopped
+                mode.begin_backward(losses_1)
+                with torch._C.DisableTorchFunction():
+                    check_differentiable(losses_1, 1)
+                    if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
+                        refuse_reentrant((), losses_1)
+                    loss = losses_1.sum()
+                found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
+        except ORDINARY as error:
+            refuse_out_of_memory(error)
+            if mode.stopped is not None:
+                raise mode.stopped from error
+            raise
+        if mode.stopped is not None:
+            raise mode.stopped
+        rest = {name: _all_rows(grad, num_rows) for name, grad in zip(params, found, strict=True) if grad is not None}
+        with Below():
+            losses_B = _all_rows(losses_1, num_rows)[:, 0].detach()
+    return Passed(losses_B, rest, params, mode.disagreed, mode.noted)
+
+
+def _all_rows(value: Tensor, num_rows: int) -> Tensor:
+    values_B = of_rows(value)
+    if values_B is None:
+        plain = inside(value)
+        with Below():
+            same: Tensor = plain.expand(num_rows, *plain.shape)
+            return same
+    return values_B

@@ -1,0 +1,14 @@
+"""Rules: one family of operations a file. A new family is a file, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dpfunc.engines._rules import convolution, linear, norms, recurrent
+from dpfunc.engines._rules.table import Rule
+
+FAMILIES = (linear, recurrent, convolution, norms)
+RULES: dict[Callable[..., Any], Rule] = {op: rule for family in FAMILIES for rule in family.RULES for op in rule.ops}
+REGISTERED: dict[Callable[..., Any], Rule] = {}
+"""Rules of users; see `dpfunc.engines.register_rule`."""

@@ -1,0 +1,78 @@
+"""Operations that are made of others: they are decomposed, so that the rules of their parts apply.
+
+Axis letters: N bags, L ids of the longest bag, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpfunc.engines._levels import without_dispatch
+from dpfunc.engines._rules.recurrent import CELLS
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Compute embedding_bag from operations that have rules; the gradient is dense, also with `sparse`."""
+    ids_NL, real_NL, weights_NL = input, torch.ones_like(input, dtype=torch.bool), per_sample_weights
+    if offsets is not None:
+        positions_NL, real_NL = _positions(len(input), offsets, include_last_offset)
+        ids_NL = _at(input, positions_NL)
+        weights_NL = None if per_sample_weights is None else _at(per_sample_weights, positions_NL)
+    if padding_idx is not None:
+        real_NL = real_NL & (ids_NL != padding_idx % len(weight))
+    rows_NLd = F.embedding(ids_NL, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    real_NL1 = real_NL[:, :, None]
+    if mode == "max":
+        return _largest(rows_NLd, real_NL1)
+    rows_NLd = torch.where(real_NL1, rows_NLd, 0.0)
+    if weights_NL is not None:
+        rows_NLd = rows_NLd * weights_NL[:, :, None].to(rows_NLd.dtype)
+    sums_Nd = rows_NLd.sum(1)
+    return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
+
+
+def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
+    """The positions of each bag's ids among all, as many as the longest has; and the mask of those that are its own."""
+    starts_N = offsets[:-1] if include_last_offset else offsets
+    ends_N = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), count)])
+    longest = int((ends_N - starts_N).max()) if len(starts_N) else 0
+    positions_NL = starts_N[:, None] + torch.arange(longest, device=offsets.device)
+    return positions_NL.clamp(max=max(0, count - 1)), positions_NL < ends_N[:, None]
+
+
+def _at(values: Tensor, positions_NL: Tensor) -> Tensor:
+    if not positions_NL.numel():
+        return values.new_zeros(positions_NL.shape)
+    return torch.unflatten(torch.index_select(values, 0, positions_NL.flatten()), 0, positions_NL.shape)
+
+
+def _largest(rows_NLd: Tensor, real_NL1: Tensor) -> Tensor:
+    """The maximum of each feature; 0 for an empty bag."""
+    if not rows_NLd.shape[1]:
+        return rows_NLd.sum(1)
+    largest_Nd = rows_NLd.masked_fill(~real_NL1, float("-inf")).max(1).values
+    return torch.where(real_NL1.any(1), largest_Nd, 0.0)
+
+
+COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.multi_head_attention_forward: without_dispatch(F.multi_head_attention_forward),
+    F.embedding_bag: _embedding_bag,
+    **CELLS,
+}

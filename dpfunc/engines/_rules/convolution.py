@@ -1,0 +1,356 @@
+"""Convolutions of 1, 2 and 3 axes, grouped, dilated, transposed. `grad_i` is torch's own weight gradient of sample i.
+
+Gradients of many samples are formed by one convolution whose groups are the samples. The norm is measured on them, or
+it is the ghost norm, whichever takes fewer operations; the weighted sum is one weight gradient of the whole batch, with
+the rows of g scaled.
+Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions, S cells of the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpfunc.engines._cost import Costs, Kernel, matrix, summed
+from dpfunc.engines._numerics import (
+    SCRATCH,
+    cancelling_samples,
+    in_pieces,
+    lengths,
+    mended_pairs,
+    of_pairs,
+    safe_sq_norms,
+    sq_sum,
+    to_accumulation_dtype,
+    without_dropped,
+)
+from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
+from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
+
+# Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
+# in the caches of a processor.
+_PIECE = SCRATCH // 16
+
+_Sizes = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class ConvolutionArgs:
+    """Arguments of a convolution beside its tensors, and the shape of its weight."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+    def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
+        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis.
+
+        Args:
+            memory: as many numbers as the gradient has, in place of the weight, of which torch reads the shape only.
+        """
+        shape = (copies * self.shape[0], *self.shape[1:])
+        weight = x_NC.new_empty(shape) if memory is None else memory.view(shape)
+        output_padding = self.output_padding or (0,) * len(self.stride)
+        options = (self.stride, self.padding, self.dilation, self.transposed, output_padding, copies * self.groups)
+        wanted = [False, True, False]
+        grad: Tensor = torch.ops.aten.convolution_backward(g_NP, x_NC, weight, None, *options, wanted)[1]
+        return grad
+
+    def unfolded(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Windows (n, c * taps, m * T) of values (n, c, m, *cells), copied."""
+        axes = len(sizes)
+        reach = [
+            (size - 1) * step + (taps - 1) * dilation + 1
+            for size, step, taps, dilation in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
+        ]
+        ends = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
+        sides = [(pad, length - pad - cells) for length, pad, cells in ends]
+        padded = F.pad(values, [side for pair in reversed(sides) for side in pair]).contiguous()
+        strides = padded.stride()
+        steps = [stride * step for stride, step in zip(strides[3:], self.stride, strict=True)]
+        gaps = [stride * dilation for stride, dilation in zip(strides[3:], self.dilation, strict=True)]
+        n, c, m = values.shape[:3]
+        windows = padded.as_strided(
+            (n, c, *self.shape[2:], m, *sizes), (strides[0], strides[1], *gaps, strides[2], *steps)
+        )
+        return windows.flatten(2 + axes).flatten(1, 1 + axes)
+
+    def taps_by_residue(self, axis: int) -> dict[int, list[int]]:
+        """The taps of one axis by the cells that they read, `t s + k` with `k = r + s o`: r -> each o."""
+        offsets: dict[int, list[int]] = {}
+        for tap in range(self.shape[2 + axis]):
+            offset, residue = divmod(tap * self.dilation[axis] - self.padding[axis], self.stride[axis])
+            offsets.setdefault(residue, []).append(offset)
+        return offsets
+
+    def over_taps(self, values: Tensor, axis: int, size: int, offsets: Sequence[int]) -> Tensor:
+        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u.
+
+        Args:
+            values: (n, m, *cells, m, *cells). axis: of the cells. size: positions on it.
+        """
+        first, second = 2 + axis, 3 + len(self.stride) + axis
+        shape = list(values.shape)
+        shape[first] = shape[second] = size
+        sums = values.new_zeros(shape)
+        for offset in offsets:
+            start, length = max(0, -offset), min(size, values.shape[first] - offset) - max(0, -offset)
+            if length > 0:  # elsewhere the tap meets nothing but padding
+                written, read = sums, values
+                for both in (first, second):
+                    written, read = written.narrow(both, start, length), read.narrow(both, start + offset, length)
+                written.add_(read)
+        return sums
+
+
+@dataclass(frozen=True)
+class Convolved:
+    """B gradients of one kernel: from g (B, m, P, ...) and x (B, m, C, ...)."""
+
+    g_BmP: Tensor
+    x_BmC: Tensor
+    args: ConvolutionArgs
+    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+
+    def dense(self) -> Tensor:
+        """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
+        g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
+        size = self._piece()
+        if size >= len(g_BmP):
+            return self._formed(g_BmP, x_BmC)
+        grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
+        for rows, g, x in zip(*(torch.split(each, size) for each in (grads_B, g_BmP, x_BmC)), strict=True):
+            rows.copy_(self._formed(g, x, rows))
+        return grads_B
+
+    def _piece(self) -> int:
+        """Samples whose gradients have no more than _PIECE numbers; one at least."""
+        return max(1, _PIECE // max(1, math.prod(self.args.shape)))
+
+    def _formed(self, g_BmP: Tensor, x_BmC: Tensor, memory: Tensor | None = None) -> Tensor:
+        if not len(g_BmP):
+            return g_BmP.new_zeros(0, *self.args.shape)
+        g_mBP, x_mBC = g_BmP.transpose(0, 1).flatten(1, 2), x_BmC.transpose(0, 1).flatten(1, 2)
+        return torch.unflatten(self.args.weight_grad(g_mBP, x_mBC, len(g_BmP), memory), 0, (len(g_BmP), -1))
+
+    def sq_norms(self) -> Tensor:
+        """Squared norms, in pieces that bound the memory."""
+        if not len(self.g_BmP):
+            nothing = to_accumulation_dtype(self.g_BmP.new_zeros(0))
+            return safe_sq_norms(nothing, nothing, self.cancels)
+        kernel, costs = self.kernel(), self.kernel().costs()
+        ghost = costs.ghost_pays
+        numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
+
+        def measure(g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, ...]:
+            sides = to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC)
+            return self._ghost(*sides) if ghost else self._measured(*sides)
+
+        sq_norms_B, reach_B, lost_B = in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
+        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
+
+    def kernel(self) -> Kernel:
+        moved, still = self._sides(self.g_BmP, self.x_BmC)
+        images = moved.shape[1]
+        positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
+        return Kernel(positions, cells, self.args.shape, self.args.stride, self.args.groups)
+
+    def _sides(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
+        """The side that the kernel moves over, and the one with a value for each of its positions."""
+        return (g_BmP, x_BmC) if self.args.transposed else (x_BmC, g_BmP)
+
+    def _measured(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        reach_B = self._reach(g_BmP, x_BmC)
+        return sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), reach_B, torch.zeros_like(reach_B)
+
+    def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
+        """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
+        args, axes = self.args, len(self.args.stride)
+        moved, still = (
+            torch.unflatten(side.flatten(0, 1), 1, (args.groups, -1)).square().sum(2)
+            for side in self._sides(g_BmP, x_BmC)
+        )
+        ones = moved.new_ones(args.groups, 1, *args.shape[2:])
+        windows = _CONVOLUTIONS[axes - 1](moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
+        for axis, size in enumerate(still.shape[2:], 2):
+            windows = windows.narrow(axis, 0, size)  # output_padding may reach further
+        reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
+        return lengths(reach_BG, 1)
+
+    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
+
+        Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
+        Privacy, section 3. Where the products cancel, it loses its digits: then the gradients are formed.
+        """
+        moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
+        channels, per_group = still.shape[1], (len(g_BmP), self.args.groups)
+        numbers = math.prod(self.args.shape) // self.args.groups // channels
+        of_windows_nTT = self._of_windows(moved, still.shape[3:])
+        found = of_pairs(of_windows_nTT, numbers, _products(still), channels)
+        sq_norms_BG, reach_BG, lost_BG = (torch.unflatten(each_n, 0, per_group) for each_n in found)
+
+        def measure(doubtful_B: Tensor) -> tuple[Tensor, ...]:
+            doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
+            return in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
+
+        return mended_pairs((sq_norms_BG.sum(1), lengths(reach_BG, 1), lengths(lost_BG, 1)), measure)
+
+    def _by_group(self, side: Tensor) -> Tensor:
+        """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
+        return torch.unflatten(side, 2, (self.args.groups, -1)).transpose(1, 2).transpose(2, 3).flatten(0, 1)
+
+    def _of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Products of all windows of a sample with each other, (n, m * T, m * T)."""
+        kernel = self.kernel()
+        if kernel.unfolded() <= kernel.by_cells():
+            windows = self.args.unfolded(moved, sizes)
+            return windows.transpose(1, 2) @ windows
+        by_axis = [self.args.taps_by_residue(axis) for axis in range(len(sizes))]
+        parts = [self._over_taps(moved, sizes, by_axis, residues) for residues in product(*by_axis)]
+        return reduce(Tensor.add_, parts)
+
+    def _over_taps(
+        self,
+        moved: Tensor,
+        sizes: Sequence[int],
+        by_axis: Sequence[Mapping[int, Sequence[int]]],
+        residues: Sequence[int],
+    ) -> Tensor:
+        """Products of windows, over the taps that read the cells of these residues."""
+        picked = tuple(slice(residue, None, step) for residue, step in zip(residues, self.args.stride, strict=True))
+        cells = moved[(slice(None),) * 3 + picked]
+        products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
+        for axis, (size, residue, offsets) in enumerate(zip(sizes, residues, by_axis, strict=True)):
+            products = self.args.over_taps(products, axis, size, offsets[residue])
+        positions = moved.shape[2] * math.prod(sizes)
+        return products.reshape(len(cells), positions, positions)
+
+    def weighted_sum(self, factors_B: Tensor) -> Tensor:
+        """One weight gradient of all samples; those in which positions cancel are formed first."""
+        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        if cancels_B is None:
+            return self._sum(factors_B)
+        hard_B = cancels_B & (factors_B != 0)
+        total = self._sum(torch.where(cancels_B, 0, factors_B))
+        size = self._piece()
+        sides = (torch.split(to_accumulation_dtype(side[hard_B]), size) for side in (self.g_BmP, self.x_BmC))
+        for factors, g, x in zip(torch.split(factors_B[hard_B], size), *sides, strict=True):
+            total = total + Dense(self._formed(g, x)).weighted_sum(factors)
+        return total
+
+    def _sum(self, factors_B: Tensor) -> Tensor:
+        factors_B, g_BmP, x_BmC = without_dropped(
+            factors_B, to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
+        )
+        if not len(g_BmP):
+            return g_BmP.new_zeros(self.args.shape)
+        scale_B = factors_B.to(g_BmP.dtype).reshape(-1, *(1,) * (g_BmP.ndim - 1))
+        g_BmP, x_BmC = (g_BmP * scale_B, x_BmC) if g_BmP.numel() <= x_BmC.numel() else (g_BmP, x_BmC * scale_B)
+        return self.args.weight_grad(g_BmP.flatten(0, 1), x_BmC.flatten(0, 1))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.args.shape
+
+
+def _products(side: Tensor) -> Tensor:
+    """Products of all positions of a sample with each other, (n, m * T, m * T), from (n, c, m, ...)."""
+    flat_ncT = side.flatten(2)
+    return flat_ncT.transpose(1, 2) @ flat_ncT
+
+
+def _costs(use: Use) -> Costs:
+    if "weight" not in use.shapes:
+        return summed(sum(math.prod(shape) for shape in use.shapes.values()))
+    shape, options, transposed = use.shapes["weight"], use.options, "output_padding" in use.options
+    size = use.output.numel() // max(1, use.num_samples * use.output[1])
+    stride = _per_axis(options["stride"], len(shape) - 2)
+    if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
+        return matrix(size, shape[0], shape[1])
+    positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
+    return Kernel(positions, cells, shape, stride, options["groups"]).costs()
+
+
+def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:
+    """One number for each axis."""
+    return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
+
+
+def _convolution(
+    use: Use, grad: Tensor, input: Tensor, stride: _Sizes, padding: _Sizes, dilation: _Sizes, groups: int,
+    output_padding: _Sizes | None = None, **_: Any,
+) -> Grads:  # fmt: skip
+    """Gradients of weight and bias; a transposed convolution has an output_padding."""
+    grads: dict[str, PerSampleGrad] = {}
+    g_BmP, axes = use.split(grad), grad.ndim - 2
+    if "weight" in use.wanted:
+        step, pad, gap = (_per_axis(value, axes) for value in (stride, padding, dilation))
+        further = () if output_padding is None else _per_axis(output_padding, axes)
+        args = ConvolutionArgs(tuple(use.shapes["weight"]), step, pad, gap, groups, output_padding is not None, further)
+        x_BmC = use.split(input)
+        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(pad):
+            # 1 x 1: a matrix at each position
+            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, each) for each in step)]
+            g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
+            grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
+        else:
+            grads["weight"] = Convolved(g_BmP, x_BmC, args)
+    if "bias" in use.wanted:
+        grads["bias"] = Dense(to_accumulation_dtype(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
+    return grads
+
+
+def _run(run: Callable[..., Tensor], bound: Bound) -> tuple[Tensor, Any]:
+    return run(**bound), bound["input"].shape
+
+
+def _input_grad(bound: Bound, grad: Tensor, shape: torch.Size) -> Tensor:
+    weight, further = bound["weight"].to(grad.dtype), bound.get("output_padding")
+    stride, padding, dilation, beyond = (
+        _per_axis(value, weight.ndim - 2)
+        for value in (bound["stride"], bound["padding"], bound["dilation"], further or 0)
+    )
+    given = bound["input"]  # only its shape counts: no copy where there is none
+    like = grad.new_empty(1).expand(shape) if given is None else given
+    options = (stride, padding, dilation, further is not None, beyond, bound["groups"], [True, False, False])
+    found: Tensor = torch.ops.aten.convolution_backward(grad, like, weight, None, *options)[0]
+    return found
+
+
+def _padding_in_numbers(bound: Bound) -> bool:
+    """True for a padding in numbers; those of "same" are found where it is symmetric."""
+    padding, weight = bound["padding"], bound["weight"]
+    if not isinstance(padding, str):
+        return True
+    dilation = _per_axis(bound["dilation"], weight.ndim - 2)
+    totals = [step * (taps - 1) for step, taps in zip(dilation, weight.shape[2:], strict=True)]
+    bound["padding"] = [0] * len(totals) if padding == "valid" else [total // 2 for total in totals]
+    return padding == "valid" or not any(total % 2 for total in totals)
+
+
+def _rule(op: Callable[..., Tensor], axes: int, options: Mapping[str, Any]) -> Rule:
+    arguments = {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, **options}
+    needs: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
+    form = Form("input", partial(_run, op), _input_grad, _padding_in_numbers, lambda bound: axes + 1)
+    return Rule((op,), arguments, _convolution, needs, _costs, form)
+
+
+_CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
+_TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+RULES = (
+    *(_rule(op, axes, {"dilation": 1, "groups": 1}) for axes, op in enumerate(_CONVOLUTIONS, 1)),
+    *(_rule(op, axes, {"output_padding": 0, "groups": 1, "dilation": 1}) for axes, op in enumerate(_TRANSPOSED, 1)),
+)

@@ -1,0 +1,109 @@
+"""Normalisations: `y = w * norm(x) + b`. The weight gets `sum_t g_t * norm(x)_t`, the bias `sum_t g_t`.
+
+norm(x) is computed again from x, which autograd keeps anyway: less memory than a second activation. A group norm needs
+mean and standard deviation only: torch's own gradients of weight and bias, with the channels of all samples as
+channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpfunc.engines._numerics import to_accumulation_dtype
+from dpfunc.engines._per_sample import Dense
+from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
+
+
+def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
+    """Gradients of weight and bias of a norm over the last axes."""
+    values = {"bias": to_accumulation_dtype(grad)}
+    if "weight" in use.wanted:
+        normed = F.layer_norm(to_accumulation_dtype(input), list(normalized_shape), None, None, eps)
+        values["weight"] = values["bias"] * normed
+    return {name: Dense(use.positions(values[name], len(normalized_shape)).sum(1)) for name in use.wanted}
+
+
+def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: float, **_: Any) -> Grads:
+    """Gradients of weight and bias of a norm over groups of channels."""
+    rows, channels, positions = *grad.shape[:2], math.prod(grad.shape[2:])
+    g_NCT = to_accumulation_dtype(grad).reshape(rows, channels, positions).contiguous()
+    if "weight" not in use.wanted or not grad.numel():
+        return {name: Dense(use.split(g_NCT.sum(2)).sum(1)) for name in use.wanted}
+    x_NCT = to_accumulation_dtype(input).reshape(g_NCT.shape).contiguous()
+    _out, mean, rstd = torch.ops.aten.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)
+    sizes = (1, rows * channels, positions, rows * num_groups)
+    _input, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
+        *(g_NCT.reshape(sizes[:3]), x_NCT.reshape(sizes[:3]), mean.reshape(1, -1), rstd.reshape(1, -1)),
+        *(x_NCT.new_ones(sizes[1]), *sizes, [False, True, True]),
+    )
+    summed = {"weight": of_weight, "bias": of_bias}
+    return {name: Dense(use.split(summed[name].reshape(rows, channels)).sum(1)) for name in use.wanted}
+
+
+def _run_layer_norm(bound: Bound) -> tuple[Tensor, Any]:
+    shape = list(bound["normalized_shape"])
+    out, *statistics = torch.native_layer_norm(bound["input"], shape, bound["weight"], bound["bias"], bound["eps"])
+    return out, statistics
+
+
+def _layer_norm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
+    shape, arguments = list(bound["normalized_shape"]), (bound["weight"], bound["bias"], [True, False, False])
+    found: Tensor = torch.ops.aten.native_layer_norm_backward(grad, bound["input"], shape, *left, *arguments)[0]
+    return found
+
+
+def _sizes(bound: Bound) -> tuple[int, int, int, int]:
+    x = bound["input"]
+    return len(x), x.shape[1], x[0, 0].numel(), bound["num_groups"]
+
+
+def _run_group_norm(bound: Bound) -> tuple[Tensor, Any]:
+    bound["input"] = bound["input"].contiguous()
+    out, *statistics = torch.native_group_norm(
+        bound["input"], bound["weight"], bound["bias"], *_sizes(bound), bound["eps"]
+    )
+    return out, statistics
+
+
+def _group_norm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
+    found: Tensor = torch.ops.aten.native_group_norm_backward(
+        grad.contiguous(), bound["input"].contiguous(), *left, bound["weight"], *_sizes(bound), [True, False, False]
+    )[0]
+    return found
+
+
+def _same_dtype(bound: Bound) -> bool:
+    return bound["weight"] is None or bound["weight"].dtype == bound["input"].dtype
+
+
+_NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
+_OPTIONS = {"weight": None, "bias": None, "eps": 1e-5}
+RULES = (
+    Rule(
+        (F.layer_norm,),
+        {"input": REQUIRED, "normalized_shape": REQUIRED, **_OPTIONS},
+        _layer_norm,
+        _NEEDS,
+        form=Form("input", _run_layer_norm, _layer_norm_input, _same_dtype, reads_input=True),
+    ),
+    Rule(
+        (F.group_norm,),
+        {"input": REQUIRED, "num_groups": REQUIRED, **_OPTIONS},
+        _group_norm,
+        _NEEDS,
+        form=Form(
+            "input",
+            _run_group_norm,
+            _group_norm_input,
+            _same_dtype,
+            lambda bound: bound["input"].ndim - 1,
+            reads_input=True,
+        ),
+    ),
+)

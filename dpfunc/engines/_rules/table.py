@@ -1,0 +1,136 @@
+"""Rules: one entry for each operation that takes a parameter: per-sample gradients, kernel, gradient of its input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc.engines._cost import BUDGET, Choice, Costs, summed
+from dpfunc.engines._per_sample import PerSampleGrad
+
+Bound = dict[str, Any]
+"""Arguments of an operation by name."""
+
+Grads = Mapping[str, PerSampleGrad]
+
+REQUIRED = object()
+"""Default of an argument that has none."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of parameters by one operation: all facts but the tensors, the same in each step with the same shapes.
+
+    Args:
+        rule: what applies. name: of the operation. num_samples: B.
+        wanted: argument of the operation -> name of the parameter. shapes: -> shape of the parameter there.
+        options: the operation's other arguments, None for tensors.
+        output: shape of the result. axis: of the samples, in the result and in the inputs.
+        images: positions of each sample on axis 0, of operations that have an axis of images.
+    """
+
+    rule: Rule
+    name: str
+    num_samples: int
+    wanted: Mapping[str, str]
+    shapes: Mapping[str, torch.Size]
+    options: Mapping[str, Any]
+    output: torch.Size
+    axis: int = 0
+    images: int = 1
+
+    @cached_property
+    def costs(self) -> Costs:
+        numbers = sum(math.prod(shape) for shape in self.shapes.values())
+        return summed(numbers) if self.rule.costs is None else self.rule.costs(self)
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The representation of its gradients by the cost model; see `Costs.choose`."""
+        return self.costs.choose(self.num_samples, BUDGET)
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """(B * m, ...) -> (B, m, ...), m images of each sample."""
+        return torch.unflatten(tensor, 0, (self.num_samples, self.images))
+
+    def positions(self, tensor: Tensor, features: int = 1) -> Tensor:
+        """-> (B, T, *features): all axes but the last `features` become positions of one sample."""
+        if self.axis:
+            tensor = tensor.movedim(self.axis, 0)
+        between = tensor.ndim - features - 1
+        return tensor.flatten(1, between) if between > 1 else tensor if between else tensor.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Form:
+    """An operation as a function of one input, with the gradient of that input in closed form.
+
+    Args:
+        input: name of the argument that differs from row to row. run: of the arguments, with the input of all rows; the
+            result, and what `input_grad` gets of it. input_grad: `(arguments, gradient, what run left)` -> gradient;
+            None for inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input
+            without that of images, where the kernel has one; None where it takes any axes before its own.
+        reads_input: `input_grad` needs the input itself.
+        positions: every axis between that of rows and the last one is one of positions.
+    """
+
+    input: str
+    run: Callable[[Bound], tuple[Tensor, Any]]
+    input_grad: Callable[[Bound, Tensor, Any], Tensor] | None
+    takes: Callable[[Bound], bool] = lambda bound: True
+    images: Callable[[Bound], int] | None = None
+    reads_input: bool = False
+    positions: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """All that is known of an operation that takes a parameter.
+
+    Args:
+        ops: the functions it is for, as torch calls them. arguments: in their order: name -> default, or REQUIRED.
+        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`: per-sample gradients from the gradient of the
+            result. Tensors that `needs` does not name are None there.
+        needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
+        costs: of a use, by its shapes: they decide whether gradients are formed or kept as factors. None where the
+            gradients of the rule are formed already.
+        form: how the operation runs; None where its caller runs it.
+    """
+
+    ops: tuple[Callable[..., Any], ...]
+    arguments: Mapping[str, Any]
+    grads: Callable[..., Grads]
+    needs: Mapping[str, tuple[str, ...]]
+    costs: Callable[[Use], Costs] | None = None
+    form: Form | None = None
+
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {name: default for name, default in self.arguments.items() if default is not REQUIRED}
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
+        """The operation's arguments by name, defaults included."""
+        return {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def use(
+        self,
+        name: str,
+        num_samples: int,
+        wanted: Mapping[str, tuple[str, Tensor]],
+        bound: Bound,
+        output: torch.Size,
+        *,
+        axis: int = 0,
+        images: int = 1,
+    ) -> Use:
+        """One use, from its arguments; `wanted`: argument -> name and value of the parameter."""
+        names = {argument: parameter for argument, (parameter, _) in wanted.items()}
+        shapes = {argument: value.shape for argument, (_, value) in wanted.items()}
+        options = {argument: None if isinstance(value, Tensor) else value for argument, value in bound.items()}
+        return Use(self, name, num_samples, names, shapes, options, output, axis, images)

@@ -1,0 +1,221 @@
+"""Modules whose parameters are gathered for each forward pass: FSDP2 and similar wrappers.
+
+`fully_shard` swaps parameters in before a layer runs and out after it. Whatever else was put there is overwritten, so a
+parameter that it manages cannot be an argument of a function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import shorten
+from dpfunc.engines._guards.lockstep import AllGather, over_gloo
+from dpfunc.errors import UnsupportedModel
+
+_WAY_OUT = (
+    "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
+    "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then divides them, their "
+    "gradients and the optimizer's state over the processes. Call functionalize after fully_shard. To train what it "
+    "manages: dpfunc.distributed.functionalize_managed(module, ranks)."
+)
+STATE = ("_is_root", "_fsdp_param_groups", "_fsdp_param_group")
+
+
+def _fsdp(name: str) -> type | None:
+    """Class of torch.distributed.fsdp, if that was imported."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+
+
+def fsdp_parts(module: nn.Module) -> dict[str, Any]:
+    """The parts of a module that `fully_shard` was called on, by name.
+
+    >>> fsdp_parts(nn.Linear(1, 1))
+    {}
+    """
+    kind = _fsdp("FSDPModule")
+    return {} if kind is None else {name: part for name, part in module.named_modules() if isinstance(part, kind)}
+
+
+def managed(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that `fully_shard` swaps, by name; sharded or whole, whatever is there now.
+
+    Where this version of torch does not say which they are: every DTensor below a part that was sharded.
+    """
+    parts = fsdp_parts(module)
+    if not parts:
+        return {}
+    known: set[int] = set()
+    for part in parts.values():
+        groups = _groups(part)
+        if groups is None:
+            return _split_below(module, tuple(parts))
+        for held in (held for group in groups for held in group.fsdp_params):
+            known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
+    return {name: param for name, param in module.named_parameters() if id(param) in known}
+
+
+def _split_below(module: nn.Module, parts: Sequence[str]) -> dict[str, Tensor]:
+    """The DTensors of the modules of these names."""
+    below = tuple(f"{name}." if name else "" for name in parts)
+    return {name: p for name, p in module.named_parameters() if is_dtensor(p) and name.startswith(below)}
+
+
+def _groups(part: Any) -> list[Any] | None:
+    state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+    several, one = (getattr(state, name, None) for name in STATE[1:])
+    if several is None and not hasattr(state, STATE[2]):
+        return None
+    found = [group for group in (several if several is not None else [one]) if group is not None]
+    return found if all(hasattr(group, "fsdp_params") for group in found) else None
+
+
+def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
+    """Refuse trained parameters that FSDP or DeepSpeed manage.
+
+    Raises:
+        UnsupportedModel: naming those that FSDP or DeepSpeed manage, and what to do.
+    """
+    for name, part in module.named_modules():
+        _refuse_wrapper(name or "The module", part)
+    refuse_swapped(module, trained)
+    partitioned = [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]
+    if partitioned:
+        raise UnsupportedModel(
+            f"The parameters {shorten(partitioned)} are partitioned by DeepSpeed ZeRO-3, which does not take others in "
+            "their place. Add what is trained after deepspeed.initialize, e.g. get_peft_model(engine.module, config), "
+            "or use ZeRO-1 or 2."
+        )
+
+
+def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
+    """Refuse parameters that `fully_shard` would overwrite after a function has replaced them.
+
+    Raises:
+        UnsupportedModel: `fully_shard` manages some of these parameters.
+    """
+    swapped = managed(module)
+    own = [name for name in names if name in swapped]
+    if own:
+        raise UnsupportedModel(
+            f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
+            f"given as an argument. {_WAY_OUT}"
+        )
+
+
+def _refuse_wrapper(name: str, part: nn.Module) -> None:
+    kind = type(part)
+    old = _fsdp("FullyShardedDataParallel")
+    if old is not None and isinstance(part, old):
+        raise UnsupportedModel(
+            f"{name} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use "
+            "torch.distributed.fsdp.fully_shard (FSDP2): dpfunc.distributed.shard_frozen(module, mesh, trainable=...)."
+        )
+    if kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"):
+        raise UnsupportedModel(
+            f"{name} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
+            "engine.module, and update parameters with an optimizer of torch."
+        )
+
+
+def _of_zero(param: Tensor) -> bool:
+    return hasattr(param, "ds_id") and hasattr(param, "ds_shape")
+
+
+def constant(module: nn.Module) -> set[str]:
+    """Names of parameters that a wrapper gathers for each forward pass: they stay in the module."""
+    return {*managed(module), *(name for name, param in module.named_parameters() if _of_zero(param))}
+
+
+def communicates(module: nn.Module) -> str | None:
+    """Describe the parts of a module that exchange parameters or activations with other processes, or None.
+
+    >>> communicates(nn.Linear(1, 1))
+    """
+    parts = fsdp_parts(module)
+    if parts:
+        return f"parts that fully_shard was called on ({shorten([name or 'the module' for name in parts])})"
+    split = [name for name, param in module.named_parameters() if is_dtensor(param)]
+    if split:
+        return f"DTensors ({shorten(split)})"
+    zero = [name for name, param in module.named_parameters() if _of_zero(param)]
+    return f"parameters that DeepSpeed ZeRO-3 partitions ({shorten(zero)})" if zero else None
+
+
+def refuse_communication(module: nn.Module) -> None:
+    """Refuse a module that communicates in a step whose processes do not run in lockstep: it could hang.
+
+    Raises:
+        UnsupportedModel: it does.
+    """
+    what = communicates(module)
+    if what is not None:
+        raise UnsupportedModel(
+            f"The model communicates inside of the loss: it has {what}. All processes must take one step in lockstep, "
+            "which no ranks, or those of data_parallel(), do not promise. Use ranks=dpfunc.distributed.sharded(mesh)."
+        )
+
+
+def refuse_old_vmap(module: nn.Module) -> None:
+    """Refuse FSDP2 under torch.func in versions of torch whose hooks torch.func does not know.
+
+    Raises:
+        UnsupportedModel: this version of torch has others.
+    """
+    if not torch._C._functorch.maybe_current_level() or not fsdp_parts(module):
+        return
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction as Hook
+    except ImportError:
+        return  # a version of torch with other internals: it raises its own errors
+    if "setup_context" not in vars(Hook):
+        raise UnsupportedModel(
+            "This version of torch cannot run models of fully_shard under torch.func (vmap): 2.13 can. Use "
+            'engine="loop".'
+        )
+
+
+@contextmanager
+def recovered(module: nn.Module) -> Iterator[None]:
+    """Inside, an error in a forward or backward pass resets sharded parts, so that the next pass can begin.
+
+    Who waits for the parameters of another process learns that it failed (`lockstep.arrived`).
+    """
+    done = False
+    for part in fsdp_parts(module).values() if over_gloo() else ():
+        with suppress(AttributeError, ValueError):  # an older torch, or several meshes: a timeout ends the wait
+            part.set_custom_all_gather(AllGather())
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            parts = fsdp_parts(module)
+            for name in outermost(parts):
+                _reset(parts[name])
+
+
+def _reset(root: Any) -> None:
+    reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+    begun = hasattr(root, "_get_fsdp_state") and getattr(root._get_fsdp_state(), "_is_root", None)
+    if reset is not None and begun:
+        reset()
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """Names of modules that are in none of the others; parents come before their children.
+
+    >>> outermost(["a", "a.b", "ab"]), outermost(["", "a"])
+    (['a', 'ab'], [''])
+    """
+    kept: list[str] = []
+    for name in names:
+        if not any(not other or name.startswith(f"{other}.") for other in kept):
+            kept.append(name)
+    return kept

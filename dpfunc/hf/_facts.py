@@ -1,0 +1,259 @@
+"""Facts about a model of Transformers on which its loss depends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf._padding import positions_of_tokens
+from dpfunc.hf.losses import IGNORED
+from dpfunc.types import Params
+
+AnyForward = Callable[..., Any]
+"""`forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`."""
+
+_COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
+"""Decoders with a table of positions that is looked up from the start of the row, padding or not."""
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions")
+"""Names of layers that look positions up in a table."""
+_NESTED = ("idefics", "smolvlm", "mllama")
+"""Vision-language models that take images with an axis for the samples and one for the images of a sample."""
+
+
+class Speech(NamedTuple):
+    """Facts about a model with a CTC loss."""
+
+    blank: int
+    by_length: bool
+    """The loss is divided by the number of labels."""
+    zero_infinity: bool
+    """The loss is 0 for labels that are longer than the frames."""
+    frames: Callable[[Tensor], Tensor] | None
+    """Lengths of inputs (B,) -> numbers of frames (B,); None if not known."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Sizes of the tables of a language model; None where it has none, or where its configuration does not say.
+
+    Args:
+        tokens: token ids. positions: tokens of a row.
+    """
+
+    tokens: int | None = None
+    positions: int | None = None
+
+    def explain(self, error: Exception, ids: object) -> InvalidArgument | None:
+        """The error for token ids that are not in these tables, or rows too long, if that is what torch reports.
+
+        On a CPU: accelerators find a wrong index later, with an error of their own. It tells by the message of torch
+        and by shapes, since engines compute rows under `vmap`, where no number can be read.
+        """
+        if not isinstance(ids, Tensor) or self.tokens is None:
+            return None
+        long = self.positions is not None and ids.dim() > 1 and ids.shape[-1] > self.positions
+        if not (long and "size" in str(error)) and "index out of range" not in str(error):
+            return None
+        most = cut = ""
+        if self.positions is not None:
+            most = f" and rows of at most {self.positions} tokens"
+            cut = f", and truncate: tokenizer(..., truncation=True, max_length={self.positions})"
+        return InvalidArgument(
+            f"Expected token ids 0 <= id < {self.tokens}{most}, as the tables of this model have them; got others in "
+            "at least one record, which is private and not shown. Use the tokenizer that belongs to the model, or call "
+            f"model.resize_token_embeddings(len(tokenizer)) before its parameters are taken{cut}. Nothing was spent by "
+            "this step."
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a model on which its loss depends.
+
+    Args:
+        options: arguments that every call gets, e.g. no cache. soft_prompt: positions that PEFT's prompt tuning puts
+            before the tokens. counts_padding: True if the model numbers positions from the start of the padding.
+        problem: "regression", "single_label_classification", "multi_label_classification", or None for what the labels
+            say. decoder_inputs: labels (B, T) -> inputs of the decoder, None if not known. speech: of a CTC loss.
+        augmented: a model that masks its inputs at random when it is in training mode. blocks: True if which tokens
+            see later ones is in "token_type_ids". nested_images: the model takes images as (B, I, ...). tables: of
+            tokens and positions.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    soft_prompt: int = 0
+    counts_padding: bool = False
+    problem: str | None = None
+    decoder_inputs: Callable[[Tensor], Tensor] | None = None
+    speech: Speech | None = None
+    augmented: nn.Module | None = field(default=None, repr=False)
+    blocks: bool = False
+    nested_images: bool = False
+    tables: Tables = field(default=Tables(), repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """Forward function with the facts about its model."""
+
+    forward: AnyForward
+    facts: Facts
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, the same for a sample whatever padding the batch has on its left."""
+        self._refuse_inputs(kwargs)
+        mask_BT = kwargs.get("attention_mask")
+        if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
+            kwargs["position_ids"] = positions_of_tokens(mask_BT)
+        try:
+            return self.forward(params, *args, **{**self.facts.options, **kwargs})
+        except (IndexError, RuntimeError) as error:
+            explained = self.facts.tables.explain(error, kwargs.get("input_ids"))
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _refuse_inputs(self, inputs: Mapping[str, Any]) -> None:
+        if self.facts.augmented is not None and self.facts.augmented.training:
+            raise UnsupportedModel(
+                f"{type(self.facts.augmented).__name__} masks its inputs at random in training mode (SpecAugment), by "
+                "numpy's generator, which the key of the run does not drive: no step could be repeated, and no row "
+                "compared. Set model.config.apply_spec_augment = False, or mask in the collator with torch."
+            )
+        if self.facts.blocks and "token_type_ids" not in inputs:
+            raise InvalidArgument(
+                "Expected 'token_type_ids' in the batch: which tokens of this model (PaliGemma) see later ones depends "
+                "on them, and without them on whether any record of the batch is padded. Its processor makes them: "
+                "processor(..., suffix=answers)."
+            )
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model of Transformers inside of a PEFT model; any other model as it is.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> base_model(layer) is layer
+    True
+    """
+    inside = getattr(model, "get_base_model", None)
+    found = inside() if callable(inside) and hasattr(model, "peft_config") else model
+    return found if isinstance(found, nn.Module) else model
+
+
+def quantised_layers(model: nn.Module) -> tuple[str, ...]:
+    """The names of the linear layers whose weight is not an ordinary tensor of floats.
+
+    >>> quantised_layers(nn.Sequential(nn.Linear(2, 2)))
+    ()
+    """
+    kinds = (Tensor, nn.Parameter)  # packed formats are subclasses of tensor, or hold bytes
+
+    def is_plain(weight: Tensor) -> bool:
+        return weight.is_floating_point() and type(weight) in kinds and type(weight.data) in kinds
+
+    linear = [(name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return tuple(name for name, weight in linear if isinstance(weight, Tensor) and not is_plain(weight))
+
+
+def facts_of(forward: AnyForward) -> Facts:
+    """Facts about the model behind a forward function; the defaults for an ordinary function.
+
+    >>> facts_of(lambda params, x: x)  # doctest: +NORMALIZE_WHITESPACE
+    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, problem=None, decoder_inputs=None,
+          speech=None, blocks=False, nested_images=False)
+    """
+    if isinstance(forward, Caller):
+        return forward.facts
+    module = getattr(forward, "module", getattr(getattr(forward, "__self__", None), "module", None))
+    if not isinstance(module, nn.Module):  # an adapter of `dpfunc.lora.attach` has it beside its method
+        return Facts()
+    base = base_model(module)
+    config = getattr(base, "config", None)
+    caches = "use_cache" in inspect.signature(base.forward).parameters
+    soft_prompt = _soft_prompt(module)
+    return Facts(
+        options=MappingProxyType({"use_cache": False} if caches else {}),
+        soft_prompt=soft_prompt,
+        counts_padding=getattr(config, "model_type", "") in _COUNT_PADDING and not soft_prompt,
+        problem=getattr(config, "problem_type", None),
+        decoder_inputs=_decoder_inputs(base),
+        speech=_speech(base),
+        augmented=base if augments(config) else None,
+        blocks=_has_blocks(config),
+        nested_images=str(getattr(config, "model_type", "")).startswith(_NESTED),
+        tables=_tables(base),
+    )
+
+
+def _soft_prompt(module: nn.Module) -> int:
+    """The positions that prompt tuning adds; prefix tuning goes through the cache and adds none."""
+    config = getattr(module, "active_peft_config", None) if hasattr(module, "peft_config") else None
+    if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
+        return 0
+    return int(config.num_virtual_tokens)
+
+
+def _tables(base: nn.Module) -> Tables:
+    if "input_ids" not in inspect.signature(base.forward).parameters:
+        return Tables()
+    inputs: Any = getattr(base, "get_input_embeddings", lambda: None)()
+    positions = None
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            # RoBERTa and its like number positions from behind the padding's, OPT and BART from 2
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            positions = module.num_embeddings - max(unused, int(getattr(module, "offset", 0)))
+    return Tables(getattr(inputs, "num_embeddings", None), positions)
+
+
+def augments(config: object) -> bool:
+    """True if a configuration asks for SpecAugment, whose default in speech models is on.
+
+    >>> augments(object())
+    False
+    """
+    names = ("mask_time_prob", "mask_feature_prob")
+    return bool(getattr(config, "apply_spec_augment", False)) and any(getattr(config, name, 0) for name in names)
+
+
+def _has_blocks(config: object) -> bool:
+    """True if a language model without a causal flag is given causal masks by the vision-language model around it.
+
+    Transformers leaves a mask out where a batch has no padding, and relies on the flag: all tokens then see all others.
+    """
+    inner = getattr(config, "text_config", None)
+    reads_images = getattr(config, "vision_config", None) is not None
+    return reads_images and getattr(inner, "use_bidirectional_attention", None) is True
+
+
+def _speech(base: nn.Module) -> Speech | None:
+    config = getattr(base, "config", None)
+    reduction, blank = getattr(config, "ctc_loss_reduction", None), getattr(config, "pad_token_id", None)
+    if reduction is None or blank is None:
+        return None
+    frames: Any = getattr(base, "_get_feat_extract_output_lengths", None)
+    return Speech(int(blank), reduction == "mean", bool(getattr(config, "ctc_zero_infinity", False)), frames)
+
+
+def _decoder_inputs(base: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The labels shifted to the right; by the model itself where it does more than that (mBART: the language first)."""
+    config = getattr(base, "config", None)
+    start, pad = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    own: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    if start is None or pad is None:
+        return own  # type: ignore[no-any-return]  # of the model
+
+    def shifted(labels_BT: Tensor) -> Tensor:
+        start_B1 = torch.full_like(labels_BT[:, :1], start)
+        shifted_BT = torch.cat((start_B1, labels_BT[:, :-1]), dim=1)
+        return torch.where(shifted_BT == IGNORED, pad, shifted_BT)
+
+    example = torch.tensor([[3, 4, IGNORED]])
+    return shifted if own is None or torch.equal(shifted(example), own(example)) else own

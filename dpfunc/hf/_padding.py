@@ -1,0 +1,144 @@
+"""Padding of short rows: how long the longest row of a batch is must not matter to the others.
+
+Axis letters: B samples, T positions, D features. A mask (B, T) is 1 at tokens and 0 at padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpfunc.batches import rows
+from dpfunc.engines.loop import loop
+from dpfunc.errors import UnsupportedModel
+from dpfunc.hf.losses import IGNORED
+from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key
+from dpfunc.sampling._own_rows import collated
+from dpfunc.sampling._records import read, spread
+from dpfunc.types import Batch, LossFn, Params
+
+_READ = 64  # records whose lengths are compared
+_ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
+
+
+def positions_of_tokens(mask_BT: Tensor) -> Tensor:
+    """Positions (B, T) that count tokens only, from 0.
+
+    >>> positions_of_tokens(torch.tensor([[0, 1, 1]]))
+    tensor([[0, 0, 1]])
+    """
+    return (mask_BT.long().cumsum(1) - 1).clamp(min=0)
+
+
+def without_labels_after_padding(labels_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Labels of the tokens that follow a token: what comes after padding would be predicted from it.
+
+    >>> without_labels_after_padding(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]]))
+    tensor([[   5, -100,    7]])
+    """
+    before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
+    return torch.where(before_BT == 0, IGNORED, labels_BT)
+
+
+def scores_of_tokens(scores_BT: Tensor, position_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of tokens to choose from, those of padding being -inf, and a chosen position, ignored if it is padding."""
+    padding_BT = mask_BT == 0
+    at_B = position_B.clamp(0, mask_BT.shape[1] - 1)
+    is_padding_B = padding_BT.gather(1, at_B[:, None])[:, 0]
+    return scores_BT.masked_fill(padding_BT, -torch.inf), torch.where(is_padding_B, IGNORED, position_B)
+
+
+def mean_of_tokens(values_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """Mean (B, D) over the tokens of each row; None: over all positions."""
+    mask_BT1 = torch.ones_like(values_BTD[..., :1]) if mask_BT is None else mask_BT[..., None].to(values_BTD)
+    return (values_BTD * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
+
+
+def refuse_padding(
+    loss_fn: LossFn,
+    params: Params,
+    model: nn.Module,
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    prepare: Callable[[Any], Mapping[str, Any]],
+) -> None:
+    """Refuse a model whose gradient of a short row changes when the row is padded to a longer one.
+
+    Of 64 records that are spread over the data set the shortest that has a gradient is computed alone, and in a batch
+    with the longest. Where all have one length or cannot be copied, or the collator draws random numbers, nothing is
+    compared. No number is in the message.
+
+    Args:
+        loss_fn: one loss a sample. params: of `model`, which is in evaluation mode meanwhile: no dropout.
+        dataset: of the private records. collate: list of records -> batch. prepare: moves a batch to the model.
+
+    Guarantees:
+        tests/hf/test_padding.py: FNet is refused, and models with a mask are not (test_models).
+    """
+    with cpu_seeds(insecure_key(0)):
+        records = read(dataset, spread(len(dataset), _READ))
+    alone = [batch for record in records if (batch := _without_draws(collate, [record])) is not None]
+    if len(alone) < len(records):
+        return
+
+    def gradient(batch: Batch) -> Params:
+        return _gradient(loss_fn, params, dict(prepare(batch)))
+
+    training = model.training
+    model.train(False)
+    try:
+        compared = _two_gradients(gradient, collate, records, alone)
+    finally:
+        model.train(training)
+    if compared is None:
+        return
+    one, other = compared
+    narrow = any(value.is_floating_point() and value.element_size() < 4 for value in model.parameters())
+    limit = _ROUNDING_16_BITS if narrow else _ROUNDING
+    if _norm({name: one[name] - other[name] for name in one}) > limit * max(_norm(one), _norm(other)):
+        raise UnsupportedModel(
+            "Expected the gradient of a short row to stay when the row is padded to a longer one, got another one "
+            f"of {type(model).__name__}. The longest record of a batch would change the gradients of all others, and "
+            "epsilon would not hold. Pad all rows to one length, in the data set or the collator "
+            '(padding="max_length"); or pad on the other side, or with a mask. See docs/padding.md. Nothing was spent.'
+        )
+
+
+def _two_gradients(
+    gradient: Callable[[Batch], Params], collate: Callable[[list[Any]], Any], records: list[Any], alone: list[Batch]
+) -> tuple[Params, Params] | None:
+    """The gradient of the shortest row that has one: alone, and beside the longest; None where that cannot be."""
+    sizes = [sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)) for batch in alone]
+    longest = sizes.index(max(sizes))
+    for index in sorted(range(len(records)), key=sizes.__getitem__):
+        if sizes[index] == sizes[longest]:
+            return None
+        one = gradient(alone[index])
+        if _norm(one) > 0:
+            both = _without_draws(collate, [records[index], records[longest]])
+            return None if both is None else (one, gradient(rows(both, 0, 1)))
+    return None
+
+
+def _without_draws(collate: Callable[[list[Any]], Any], records: list[Any]) -> Batch | None:
+    """A batch of copies; None if there are none, or the collator drew random numbers, which are those of its seed."""
+    with cpu_seeds(insecure_key(0)):
+        before = cpu_generators()
+        batch = collated(collate, records)
+        return batch if before == cpu_generators() else None
+
+
+def _gradient(loss_fn: LossFn, params: Params, batch: Batch) -> Params:
+    """The gradient of a batch of one row, whose random numbers are the same each time."""
+    with cpu_seeds(insecure_key(0)):
+        per_sample = loop()(loss_fn, params, batch)
+    return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
+
+
+def _norm(gradient: Params) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in gradient.values()))

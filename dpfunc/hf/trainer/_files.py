@@ -1,0 +1,267 @@
+"""Files of a private Trainer run besides the Trainer's own: its state, and its accounting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import Record
+from dpfunc.checkpoint._chain import RESTORE, replace_file
+from dpfunc.checkpoint._folder import (
+    complete_checkpoints,
+    read_json,
+    remove,
+    saved_key,
+    sha256,
+    sweep,
+    verify,
+    write_json,
+)
+from dpfunc.checkpoint._format import Checkpoint
+from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
+from dpfunc.checkpoint.loading import load
+from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fingerprint
+from dpfunc.state import StepState
+from dpfunc.types import Params
+
+_logger = logging.getLogger(__name__)
+
+JOURNAL = "privacy_journal.jsonl"
+FOLDER = "dpfunc"
+START = "checkpoint-0"  # before the first step; it stays until there is a later one
+_TRAINER_STATE = "trainer_state.json"
+FILES = "trainer_files.json"
+"""A digest of every file that the Trainer has written into a checkpoint."""
+
+
+def finish(checkpoint: Path, args: Any, state: Any) -> None:
+    """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
+    if (checkpoint / FOLDER).exists():
+        own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        names = [path.relative_to(checkpoint) for path in own]
+        write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
+    if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
+        return
+    best = state.best_model_checkpoint
+    for path in (checkpoint.with_name(START), *outdated(checkpoint.parent, args.save_total_limit, best)):
+        remove(path)
+
+
+def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
+    """Checkpoints that the Trainer would remove, file by file in any order, so that a kill could leave some of them.
+
+    What a kill left half-written goes first, whatever its number.
+    """
+    from transformers.trainer_utils import sort_checkpoints
+
+    found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_complete)
+    if not limit or limit < 0 or len(found) <= limit:
+        return []
+    stay = {found[-1], *([Path(best)] if best is not None else [])}
+    return [path for path in found if path not in stay][: len(found) - max(limit, len(stay))]
+
+
+def clean(output_dir: Path) -> None:
+    """Remove what killed processes left unfinished in the folder of a run; some of it holds the key."""
+    sweep(output_dir)
+    for path in output_dir.glob("checkpoint-*"):
+        sweep(path)
+        sweep(path / FOLDER)
+
+
+def load_run(
+    checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
+) -> Checkpoint:
+    """Read the part of a checkpoint that is not the Trainer's; its ledger also counts later steps in the journal.
+
+    All processes call it.
+
+    Raises:
+        CheckpointError: not complete, of another run, or a file of the Trainer (optimizer, scheduler, its state) is
+            missing or was changed, without which it would start anew.
+    """
+
+    def check() -> None:
+        if not is_complete(checkpoint):
+            raise CheckpointError(
+                f"Expected a complete checkpoint of a private run, got {checkpoint}. It needs {_TRAINER_STATE} and "
+                f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
+            )
+        verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
+
+    all_or_none(check, ranks, "Nothing was resumed")
+    return load(
+        checkpoint / FOLDER, plan=plan, params=params, data=data, ranks=ranks, journal=journal,
+        later_runs="ignore",  # `begin_accounting` warns of them
+    )  # fmt: skip
+
+
+def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None) -> None:
+    """Check what the user says about the start of a run that is resumed."""
+    if key is not None and key != saved.state.key:
+        raise CheckpointError(
+            f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
+            f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
+        )
+    own = plan.ledger(saved.state.charged)
+    if earlier is not None and earlier.compose(own) != saved.state.ledger:
+        raise CheckpointError(
+            f"Expected the ledger that the run was started with, got {earlier} beside the {own.num_steps} steps of "
+            f"this run; the checkpoint {saved.path} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
+            "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
+        )
+
+
+def check_goes_on(before: StepState, saved: Checkpoint) -> None:
+    """A trainer that was interrupted goes on with its own run, and with all that it has spent."""
+    if saved.state.key != before.key:
+        raise CheckpointError(
+            f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new DPTrainer."
+        )
+    if saved.state.charged < before.charged:
+        raise CheckpointError(
+            f"Expected the journal to have all {before.charged} steps that this trainer took, got "
+            f"{saved.state.charged}. It is incomplete: restore it."
+        )
+
+
+def newest(output_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
+
+    Raises:
+        CheckpointError: there is none after a release, or it is not clear of which run.
+
+    Guarantees:
+        tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
+        ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
+    """
+    complete: list[Path] = []
+    for path in sorted(_numbered(output_dir), key=_number, reverse=True):
+        if is_complete(path):
+            complete.append(path)
+        else:
+            _logger.warning("The checkpoint %s is not complete and is passed over.", path)
+    if complete:
+        _check_one_run(complete, output_dir / JOURNAL)
+        return complete[0]
+    if not released(output_dir):
+        return None
+    steps = count_steps(output_dir / JOURNAL)
+    more = (
+        f"The journal counts {steps} steps. If anything of them was kept or seen, the new run counts them: "
+        f"DPTrainer(..., ledger=journal_ledger(path)), or dpfunc train with --spent {output_dir / JOURNAL} and another "
+        "--output_dir."
+        if steps else f"Other files there are of steps that its journal lacks. {RESTORE}"
+    )  # fmt: skip
+    raise CheckpointError(f"Expected a checkpoint in {output_dir}, found none. Start a new run. {more}")
+
+
+def released(output_dir: Path) -> bool:
+    """True if the folder of a run says that a step was released there, or lacks the journal that would say so."""
+    journal, start = output_dir / JOURNAL, output_dir / START
+    later = [path for path in _numbered(output_dir) if path != start]
+    lost = is_complete(start) and not journal.exists()
+    return bool(count_steps(journal) or later or (output_dir / ACCOUNTING).exists() or lost)
+
+
+def _numbered(output_dir: Path) -> list[Path]:
+    return [path for path in output_dir.glob("checkpoint-*") if _number(path) >= 0]
+
+
+def _number(path: Path) -> int:
+    """Step of a checkpoint by its name; -1 for other names."""
+    number = path.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
+    """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
+    keys = ((path, saved_key(complete_checkpoints(path / FOLDER)[-1])) for path in reversed(checkpoints))
+    runs = {fingerprint(key): path for path, key in keys}
+    which = (
+        "Name the one to go on with: resume_from_checkpoint=PATH. A run of its own belongs into a folder of its own."
+    )
+    if len(runs) > 1:
+        raise CheckpointError(
+            "Expected checkpoints of one run, got several: "
+            f"{', '.join(f'{path.name} of run {run}' for run, path in runs.items())}. {which}"
+        )
+    began = list(read_steps(journal))
+    if began and began[-1] not in runs:
+        raise CheckpointError(
+            f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
+            f"another run, {next(iter(runs))}. {which}"
+        )
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
+    try:
+        read_json(checkpoint / _TRAINER_STATE)
+        names = read_json(checkpoint / FOLDER / FILES)
+        return bool(complete_checkpoints(checkpoint / FOLDER)) and isinstance(names, dict)
+    except CheckpointError:
+        return False
+
+
+def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) -> None:
+    """Compare the journal with what a run counts, and remove the accounting of an earlier end, which may be too small.
+
+    Raises:
+        LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
+    """
+    runs = read_steps(journal, missing="empty")
+    if not resumed:
+        check_counted(journal, runs, ledger)
+    (journal.parent / ACCOUNTING).unlink(missing_ok=True)
+    steps = ledger.lacks(whole_ledger(runs.values())) if runs else 0
+    if steps:
+        _logger.warning(
+            "The journal %s has %d steps of other runs. If they saw the same records and anything of them was kept, "
+            "they count too: DPTrainer(..., ledger=journal_ledger(path)), with journal_ledger from dpfunc.checkpoint.",
+            journal,
+            steps,
+        )
+
+
+def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
+    """A state that is charged for every step of its run in the journal, and stands after the last of them.
+
+    Guarantees:
+        tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted.
+    """
+    later = max(_taken(journal, state), default=-1) + 1
+    if later > state.charged:
+        cost = Ledger(plan.events(state.charged, later), plan.adjacency)
+        state = state._replace(charged=later, ledger=state.ledger.compose(cost))
+    return state._replace(step=max(state.step, state.charged))
+
+
+def _taken(journal: Path, state: StepState) -> Collection[int]:
+    """The steps of this run in its journal."""
+    return read_steps(journal, missing="empty").get(fingerprint(state.key), {})
+
+
+def check_journal(journal: Path, state: StepState) -> None:
+    """Check that the journal of a finished run has its steps, and no others of the same key."""
+    taken = _taken(journal, state)
+    if len(taken) != state.charged:
+        raise CheckpointError(
+            f"Expected the {state.charged} steps of this run in the journal {journal}, got {len(taken)}. Lines were "
+            "lost, or another process has taken steps with the same key. Count the larger number, and publish nothing "
+            "that is accounted for with the smaller."
+        )
+
+
+def write_accounting(folder: Path, record: Record) -> None:
+    """Write what was spent as `privacy_accounting.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / ACCOUNTING, record.to_json() + "\n")

@@ -1,0 +1,342 @@
+"""FSDP of the Trainer: its settings, each followed, named as useless or refused; and a model in parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfunc import distributed
+from dpfunc._utils.digests import checksum, in_hex
+from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.validation import fail, shorten, suggestion
+from dpfunc._utils.versions import check_sharding
+from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
+from dpfunc.functional._fsdp import fsdp_parts
+from dpfunc.hf.trainer._run import ranks_of
+from dpfunc.hf.trainer._settings import (
+    FSDP,
+    OFF,
+    ON,
+    SETTINGS,
+    SHARDED,
+    SWITCH,
+    attributes,
+    changed,
+    recomputed,
+    refuse,
+    without_effect,
+    word,
+)
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+
+_logger = logging.getLogger(__name__)
+
+_PREFIX = "FSDP_"
+_RENAMED = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap", "offload_params": "cpu_offload"}
+_AXIS = "dp"
+_NOT_SHARDED = "The model was not sharded"
+_FROZEN = "frozen parameters"
+_BY_LAYER, _BY_SIZE, _WHOLE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
+# What is not said: in Transformers, and in `accelerate launch`.
+_DEFAULTS = {"version": 2, "auto_wrap_policy": _BY_LAYER, "reshard_after_forward": True}
+_LAUNCHED = {"version": 1, "auto_wrap_policy": _WHOLE, "reshard_after_forward": True}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Division of a model over the processes, and the parts that are put together at a time."""
+
+    policy: str
+    """Layers by their class, every module of some size, or the model as a whole."""
+    layers: tuple[str, ...] = ()
+    """Names of classes; none takes the model's own `_no_split_modules`."""
+    min_num_params: int = 0
+    reshard: bool = True
+    """Layers are divided again after their forward pass; False keeps them until the backward pass."""
+    checkpointing: bool = False
+    without_effect: tuple[str, ...] = ()
+
+
+def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
+    """The sharding that `TrainingArguments(fsdp=...)` or `accelerate launch --use_fsdp` asks for; None without.
+
+    Guarantees:
+        tests/hf/trainer/test_fsdp.py: each setting is followed, named or refused
+        (test_no_setting_is_ignored_in_silence).
+
+    >>> from types import SimpleNamespace
+    >>> sharding_of(SimpleNamespace(fsdp=True, fsdp_config={"version": 2}), {}).policy
+    'TRANSFORMER_BASED_WRAP'
+    >>> sharding_of(SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": True}), {})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a setting of FSDP that a private run follows, got cpu_offload=True. ...
+    """
+    config = getattr(args, "fsdp_config", None) or {}
+    if not args.fsdp and config:
+        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
+    switch = environment.get(SWITCH, "")
+    if word(switch) not in (*OFF, *ON):
+        raise fail(f"{SWITCH} to be true or false", SWITCH, switch)
+    if not args.fsdp and word(switch) in OFF:
+        return None
+    asked = _from_environment(environment) | config
+    if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
+        del asked["min_num_params"]
+    settings: dict[str, Any] = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
+    for name, value in settings.items():
+        if name not in SETTINGS[FSDP]:
+            hint = f"Leave it out. {suggestion(name, SETTINGS[FSDP])}"
+            raise fail("a setting of FSDP that is known", name, value, hint)
+    refuse(FSDP, settings.get)
+    policy = str(settings["auto_wrap_policy"]).upper()
+    layers, size = settings.get("transformer_layer_cls_to_wrap"), settings.get("min_num_params", 0)
+    if layers and policy != _BY_LAYER:
+        raise InvalidArgument(
+            f"Expected transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only, got {layers!r} and "
+            f"{policy!r}. Leave one of them out."
+        )
+    if (policy == _BY_SIZE) != bool(size) or not str(size).isdecimal():
+        raise InvalidArgument(
+            f"Expected a whole number min_num_params >= 1 with auto_wrap_policy={_BY_SIZE!r}, and none without, "
+            f"got min_num_params={size!r} and {policy!r}. Set both, or name the layers: transformer_layer_cls_to_wrap."
+        )
+    return Sharding(
+        policy=policy,
+        layers=tuple(name.strip() for name in (layers.split(",") if isinstance(layers, str) else layers or ())),
+        min_num_params=int(size),
+        reshard=word(settings["reshard_after_forward"]) in ON,
+        checkpointing=word(settings.get("activation_checkpointing")) in ON,
+        without_effect=tuple(without_effect(FSDP, settings.get)),
+    )
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {name.removeprefix(_PREFIX).lower(): v for name, v in environment.items() if name.startswith(_PREFIX)}
+    settings = {_RENAMED.get(name, name): value for name, value in found.items()}
+    if str(settings.get("auto_wrap_policy", "")).upper() != _BY_SIZE:
+        settings.pop("min_num_params", None)  # accelerate sets it always
+    return settings
+
+
+@contextmanager
+def without_fsdp() -> Iterator[None]:
+    """Inside, Accelerate does not see that FSDP was asked for: it would wrap the model, or shard it once more."""
+    value = os.environ.pop(SWITCH, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[SWITCH] = value
+
+
+@dataclass(frozen=True)
+class Division:
+    """A model that is divided: the processes that hold its parts, and a digest of what is not trained."""
+
+    ranks: Ranks
+    frozen: str
+
+
+def shard(
+    model: nn.Module, args: Any, privacy: PrivacyArguments, optimizers: tuple[Any, Any]
+) -> tuple[Division | None, Any]:
+    """Shard the model in place, if the script asks for it; and the arguments with which nobody does so once more.
+
+    All processes get the values of the first one.
+
+    Raises:
+        InvalidArgument: a setting that is not followed; layers that the model has not. UnsupportedModel: quantised
+            parameters, or parameters without values; one tensor in several parts; an older torch. RankMismatch:
+            processes were told otherwise.
+
+    Guarantees:
+        tests/hf/trainer/test_fsdp.py: what is released is what one process releases
+        (test_a_sharded_trainer_gives_what_one_process_gives).
+    """
+    sharding = sharding_of(args, os.environ)
+    if sharding is None:
+        return None, args
+    given, beside = attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
+    refuse(SHARDED, lambda name: beside[name] if name in beside else given(name))
+    ranks = ranks_of(args)
+    if distributed.is_writer(ranks) and sharding.without_effect:
+        told = list(sharding.without_effect)
+        _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
+    values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
+    if sharding.checkpointing:
+        values |= recomputed(args)
+    return _sharded(model, sharding, ranks, args.device), changed(args, values)
+
+
+def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
+    check_sharding()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if ranks is None:
+        raise InvalidArgument("Expected several processes to hold the parts of a model, got one.")
+    all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
+    names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
+    distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
+    mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(_AXIS,))
+    distributed.replicate((*model.parameters(), *model.buffers()), ranks)
+    frozen = checksum((name, param) for name, param in model.named_parameters() if not param.requires_grad)
+    for name in names:
+        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=sharding.reshard)
+    fully_shard(model, mesh=mesh)
+    return Division(distributed.sharded(mesh, data=(_AXIS,)), in_hex(frozen))
+
+
+def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
+    """The names of the modules that are put together at a time, inner ones first; the rest goes with the model.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(3, 3)))
+    >>> part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=7))
+    ['2.0', '2']
+    >>> part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=("Linear",)))
+    ['2.0', '0']
+    """
+    inner = [*model.named_modules()][:0:-1]  # without the model itself, which comes first
+    tied = _tied(model)
+    if sharding.policy == _WHOLE:
+        return []
+    if sharding.policy == _BY_SIZE:
+        large = [name for name, module in inner if _is_large(module, sharding.min_num_params)]
+        return [name for name in large if not _split(tied, name)]
+    classes = _layer_classes(model, sharding.layers)
+    layers = [name for name, module in inner if type(module).__name__ in classes]
+    for layer in layers:
+        if names := _split(tied, layer):
+            raise UnsupportedModel(
+                f"The parameters {shorten(names)} are one tensor, of which one name is in {layer} and another is not: "
+                "each part would train its own. Name other layers in transformer_layer_cls_to_wrap."
+            )
+    return layers
+
+
+def _is_large(module: nn.Module, min_num_params: int) -> bool:
+    """True for a module that is called as a whole, with more parameters."""
+    called = type(module).forward is not nn.Module.forward
+    return called and sum(param.numel() for param in module.parameters()) > min_num_params
+
+
+def _layer_classes(model: nn.Module, named: Sequence[str]) -> Sequence[str]:
+    there = {type(module).__name__ for module in model.modules()}
+    asked = named or sorted(there & set(getattr(model, "_no_split_modules", None) or ()))
+    missing = [name for name in asked if name not in there]
+    if missing or not asked:
+        raise InvalidArgument(
+            f"Expected {'transformer_layer_cls_to_wrap' if named else '_no_split_modules'} to name classes of layers "
+            f"of {type(model).__name__}, got {missing or 'none that it has'}. Name them: "
+            "fsdp_config={'transformer_layer_cls_to_wrap': [...]}; or put it together as a whole: "
+            "{'auto_wrap_policy': 'NO_WRAP'}."
+        )
+    return asked
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _split(tied: list[list[str]], part: str) -> list[str]:
+    """The names of a tensor of which one is inside of a part and another outside."""
+    return next((names for names in tied if len({name.startswith(f"{part}.") for name in names}) > 1), [])
+
+
+def _refuse_parameters(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for why, found in {
+        "without values, on the meta device": [name for name, tensor in named if tensor.is_meta],
+        "quantised": [name for name, param in model.named_parameters() if not param.is_floating_point()],
+    }.items():
+        if found:
+            raise UnsupportedModel(
+                f"Expected floating-point parameters with values on each process, got {shorten(found)} {why}. Load the "
+                "model in float32 or bfloat16, on all processes."
+            )
+
+
+@contextmanager
+def settled(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs. Before and after, `model.parameters()` are parts, with what the optimizer has written."""
+    settle(model)
+    try:
+        yield
+    finally:
+        settle(model)
+
+
+def settle(model: nn.Module) -> None:
+    """Release what is still put together.
+
+    >>> settle(nn.Linear(1, 1))
+    """
+    for part in fsdp_parts(model).values():
+        part.reshard()
+
+
+def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
+    """The state dict of a sharded model with whole tensors on the CPU, one put together at a time. All must call it.
+
+    Args:
+        model: sharded. keep: False on the processes that write nothing, which get None.
+    """
+    settle(model)
+    found: dict[int, Tensor] = {}
+    result: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if is_dtensor(value) and id(value) not in found:
+            part: Any = value.detach()
+            whole: Tensor = part.full_tensor()
+            found[id(value)] = whole.cpu() if keep else whole.new_empty(0)
+        result[name] = found[id(value)] if is_dtensor(value) else value.detach().cpu()
+    return result if keep else None
+
+
+def parts_of_run(division: Division, optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Further parts of a checkpoint of a sharded run: the state of the optimizer, and a digest of what is frozen.
+
+    The optimizer numbers its parameters; a file of parts needs their names.
+    """
+    names = {id(param): name for name, param in params.items()}
+    state: dict[str, Any] = optimizer.state_dict()
+    groups = [
+        {**group, "param_names": [names[id(param)] for param in own["params"]]}
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {"optimizer_state": {**state, "param_groups": groups}, "extra": {_FROZEN: division.frozen}}
+
+
+def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer the state that `parts_of_run` has described."""
+    known = [name for group in optimizer.state_dict()["param_groups"] for name in group]
+    groups = [{n: v for n, v in group.items() if n != "param_names" or n in known} for group in saved["param_groups"]]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+
+
+def check_frozen(division: Division, saved: object) -> None:
+    """Check that a run that is resumed has the frozen parameters with which it was saved."""
+    if not isinstance(saved, Mapping) or _FROZEN not in saved:
+        raise CheckpointError(
+            "Expected a checkpoint of a run with fsdp, got one of a run without: its optimizer is not in parts. Go on "
+            "without fsdp."
+        )
+    if saved[_FROZEN] != division.frozen:
+        raise CheckpointError(
+            f"Expected the frozen parameters with which this run was saved ({saved[_FROZEN]}), got others "
+            f"({division.frozen}). Load the same pretrained model."
+        )

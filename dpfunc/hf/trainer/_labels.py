@@ -1,0 +1,139 @@
+"""Labels of a data set, compared with what the model can learn before anything is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf._facts import base_model
+from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.tasks import CLASSES, problem_of
+from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.sampling._records import read, spread
+
+_COLUMNS = ("labels", "label", "label_ids")  # collators of Transformers take each of them for the labels
+_TASKS = ("sequence_classification", "image_classification", "token_classification")
+# Their outputs are choices, or two sentences: `num_labels` says nothing about them.
+_OTHER_OUTPUTS = ("ForMultipleChoice", "ForNextSentencePrediction")
+_PROBED = 16
+_READ = 1024  # records of a data set that may read, tokenize or decode each; read at once of any
+
+
+def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> None:
+    """Refuse labels outside of the classes of the model, and numbers to predict that are not finite.
+
+    A class that does not exist ends a step in an error of torch or of the GPU. A number that is not finite has no
+    gradient: its record would count as zero, and nobody would see it. Labels are read from all records of a list, a
+    tuple or a data set of Hugging Face, and from 1024 records that are spread over any other; where the collator makes
+    them of something else, from 16. No label is in the message.
+
+    Args:
+        dataset: of the private records. collate: list of records -> batch.
+        model: of Transformers, or a PEFT model around one.
+        task: its name. A function may read labels in another way, so then nothing is checked.
+    """
+    base = base_model(model)
+    classes = _num_classes(base)
+    if task not in _TASKS or classes is None:
+        return
+    with torch_seed(insecure_key(0), accelerators=False):
+        sample = read(dataset, spread(len(dataset), _PROBED))
+        batch = _collated(sample, collate)
+        seen = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(seen, Tensor):
+            return  # the loss says what it misses
+        given = getattr(base.config, "problem_type", None)
+        problem = CLASSES if task == "token_classification" else problem_of(given, classes, seen)
+        column = _column_of(sample, seen)
+        for labels in [seen] if column is None else _labels(dataset, column):
+            _check(_flat(labels), column or "labels", problem, classes)
+
+
+def _num_classes(base: nn.Module) -> int | None:
+    """Number of outputs of the model, if its configuration says it and a layer has as many."""
+    if type(base).__name__.endswith(_OTHER_OUTPUTS):
+        return None
+    count = getattr(getattr(base, "config", None), "num_labels", None)
+    widths = {getattr(module, name, None) for module in base.modules() for name in ("out_features", "out_channels")}
+    return count if isinstance(count, int) and count in widths else None
+
+
+def _collated(sample: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    try:
+        return collate(sample)
+    except ValueError as error:
+        texts = [name for name in _COLUMNS for record in sample[:1] if name in record and isinstance(record[name], str)]
+        if not texts:
+            raise
+        raise InvalidArgument(
+            f"Expected numbers in {texts[0]!r} of each record of train_dataset, got a text, which the collator cannot "
+            "make a tensor of. Number the classes from 0, and keep their names in model.config.id2label."
+        ) from error
+
+
+def _column_of(sample: list[Any], seen: Tensor) -> str | None:
+    """The column that the collator takes for the labels, as far as a few records show; it may pad them."""
+    for name in _COLUMNS:
+        if all(isinstance(record, Mapping) and name in record for record in sample):
+            try:
+                found, expected = _flat([record[name] for record in sample]), _flat(seen)
+            except (TypeError, ValueError):  # texts, of which the collator makes numbers
+                continue
+            if np.array_equal(found[found != IGNORED], expected[expected != IGNORED], equal_nan=True):
+                return name
+    return None
+
+
+def _labels(dataset: Any, column: str) -> Iterator[list[Any]]:
+    """The labels of many records at a time."""
+    form = getattr(dataset, "format", None)
+    narrow = hasattr(dataset, "select_columns") and isinstance(form, Mapping) and form.get("type") != "custom"
+    source = dataset.select_columns([column]) if narrow else dataset
+    whole = narrow or isinstance(dataset, (list, tuple))
+    indices = range(len(dataset)) if whole else spread(len(dataset), _READ)
+    for start in range(0, len(indices), _READ):
+        yield [record[column] for record in read(source, indices[start : start + _READ])]
+
+
+def _flat(labels: Any) -> npt.NDArray[np.float64]:
+    """Numbers in nested lists, arrays and tensors, in their order.
+
+    >>> _flat([[0, 1], [2]])
+    array([0., 1., 2.])
+    """
+    if hasattr(labels, "tolist"):
+        labels = labels.tolist()
+    nested = isinstance(labels, (list, tuple)) and any(
+        isinstance(each, (list, tuple)) or hasattr(each, "tolist") for each in labels
+    )
+    if nested:
+        return np.concatenate([_flat(each) for each in labels])
+    return np.atleast_1d(np.asarray(labels, dtype=np.float64))
+
+
+def _check(labels: npt.NDArray[np.float64], column: str, problem: str, classes: int) -> None:
+    if problem == "regression":
+        with np.errstate(over="ignore"):  # the loss has float32
+            fits = np.isfinite(labels.astype(np.float32))
+        domain, hint = "finite numbers", "Leave out the records that have none."
+    elif problem == "multi_label_classification":
+        fits = (labels >= 0) & (labels <= 1)
+        domain = f"{classes} numbers from 0 to 1"
+        hint = "One class a record is a whole number; to predict numbers, set model.config.problem_type = 'regression'."
+    else:
+        fits = (labels >= 0) & (labels < classes) | (labels == IGNORED)
+        domain = f"classes 0 <= label < {classes}, or {IGNORED} for none,"
+        hint = (
+            f"The model has {classes} classes: number them from 0, or load it with num_labels=... Leave out records "
+            "without a class, which some data sets mark with -1."
+        )
+    if not fits.all():
+        raise InvalidArgument(
+            f"Expected {domain} in {column!r} of each record of train_dataset, got something else in at least one, "
+            f"which is private and not shown. {hint} Nothing was spent."
+        )

@@ -1,0 +1,190 @@
+"""The recipe of a model: which trained parameters are a new head, how long its inputs are, what a rate can reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from dpfunc._utils.validation import fail
+from dpfunc.errors import InvalidArgument, NoiseWarning
+from dpfunc.hf.trainer._run import trainable
+from dpfunc.hf.trainer._settings import word
+from dpfunc.recipes import Recipe, Strategy, recipe
+
+_ADAPTER = "lora_"  # in the names of parameters, by PEFT
+PHYSICAL = 64  # records differentiated at once where nobody says how many
+_PROBES = (8, 32)  # made-up texts and their tokens
+# What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.
+_DECIDED = (
+    "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "optim", "weight_decay", "lr_scheduler_type", "warmup_steps",
+)  # fmt: skip
+_SHORT = 0.2  # of the sum of a recipe's rates, below which a run of Adam hardly leaves its start
+
+
+def model_recipe(
+    strategy: Strategy, model: nn.Module, *, dataset_size: int, epsilon: float, delta: float, measure: bool = True
+) -> Recipe:
+    """The recipe for the parameters of a model that require gradients.
+
+    Args:
+        strategy: see `dpfunc.recipes.recipe`. model: of Transformers or PEFT.
+        dataset_size: public number of records. epsilon, delta: the budget.
+        measure: find the norm of a head's inputs on made-up tokens; without, it is that behind a layer norm.
+
+    Guarantees:
+        tests/hf/trainer/test_recipes.py: the length of a head's inputs is measured on made-up tokens
+        (test_the_length_of_features_is_measured_without_data).
+    """
+    head = new_head(strategy, model)
+    weight = _weight_of_linear([*head.values()])
+    if strategy == "head" and weight is None:
+        raise InvalidArgument(
+            f"Expected one linear layer to be trained with the recipe 'head', got {sorted(head)}. Freeze the others "
+            "(requires_grad_(False)); or give batch size, steps and rate yourself."
+        )
+    classes = getattr(getattr(model, "config", None), "num_labels", None)
+    facts: dict[str, Any] = {}
+    if weight is not None and (strategy == "head" or len(weight) == classes):  # not the words of a language model
+        facts = {
+            "num_classes": len(weight),
+            "num_head_parameters": sum(p.numel() for p in head.values()),
+            "feature_norm": _feature_norm(model, list(head.values())) if measure else None,
+        }
+    size = sum(p.numel() for p in trainable(model).values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
+        return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
+
+
+def _weight_of_linear(params: list[Tensor]) -> Tensor | None:
+    """The weight, where parameters are those of one linear layer."""
+    weights = [p for p in params if p.dim() == 2]
+    one = len(weights) == 1 and all(p.shape in (weights[0].shape, weights[0].shape[:1]) for p in params)
+    return weights[0] if one else None
+
+
+def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters of a new head: all with `head`, those that are no adapters with `lora`, else none."""
+    params = trainable(model)
+    if strategy == "lora":
+        return {name: p for name, p in params.items() if _ADAPTER not in name}
+    return params if strategy == "head" else {}
+
+
+def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
+    """Norm of the inputs of a linear head, on made-up tokens; None for models that cannot take these.
+
+    The gradient of one logit for the head is its input, and 1 for the bias. No record is read.
+    """
+    config: Any = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
+    longest = int(getattr(config, "max_position_embeddings", None) or 512) - 2  # some models begin at position 2
+    shape = (_PROBES[0], min(_PROBES[1], max(1, longest)))
+    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0))
+    was_training = model.training
+    model.train(False)
+    norms = []
+    try:
+        for row_T in ids.to(head[0].device):
+            logits = model(input_ids=row_T[None], attention_mask=torch.ones_like(row_T[None])).logits
+            grads = torch.autograd.grad(logits[0, 0], head, allow_unused=True)
+            norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads if grad is not None)))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than tokens
+        return None
+    finally:
+        model.train(was_training)
+    return sum(norms) / len(norms) or None
+
+
+def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:
+    """Values of `TrainingArguments` that a recipe decides.
+
+    A value that is not the default of Transformers was given, and is not replaced in silence. One that equals the
+    default cannot be told from one that was not given, and is replaced.
+
+    Args:
+        physical: records differentiated at once. private: False for the twin, which accumulates a batch.
+    """
+    values = found.training_arguments()
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    for name in _DECIDED:
+        given, default = (getattr(value, "value", value) for value in (getattr(args, name), defaults[name]))
+        if given not in (default, values.get(name, default)):
+            raise fail(
+                f"{name} to be left out with dp_recipe", name, given,
+                f"The recipe {found.strategy!r} takes {values.get(name, 'max_steps')}. Leave it out, or leave "
+                "dp_recipe out and give all values yourself. Memory is decided by dp_physical_batch_size.",
+            )  # fmt: skip
+    if not private:
+        at_once = min(physical, found.expected_batch_size)
+        values["per_device_train_batch_size"] = at_once
+        values["gradient_accumulation_steps"] = -(-found.expected_batch_size // at_once)
+    return values
+
+
+def short_way(
+    model: nn.Module,
+    args: Any,
+    *,
+    dataset_size: int,
+    num_steps: int,
+    epsilon: float,
+    delta: float,
+) -> str | None:
+    """Advice, with a rate that would help, for a run of Adam whose rate is too small to learn; else None.
+
+    In a step, Adam moves a parameter by at most about its rate. So the sum of the rates bounds how far a run can go; it
+    is compared with that of the recipe for the model: of adapters, or of a linear head.
+    """
+    strategy = _guessed(model)
+    if strategy is None or "adam" not in word(args.optim):
+        return None
+    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=False)
+    way, wanted = args.learning_rate * num_steps, found.learning_rate * found.num_steps
+    if way >= _SHORT * wanted:
+        return None
+    steps = max(num_steps, found.num_steps // 4)
+    return (
+        f"learning_rate={args.learning_rate:g} over {num_steps} steps moves a parameter by at most about {way:.2g}; "
+        f"private training of this model needs about {wanted:.2g}, so it will hardly leave its start. Set "
+        f"learning_rate={wanted / steps:.2g} and max_steps={steps}, or PrivacyArguments(dp_recipe={strategy!r}), which "
+        f"sets batch size, steps and rate ({found.expected_batch_size}, {found.num_steps}, {found.learning_rate:.2g})."
+    )
+
+
+def _guessed(model: nn.Module) -> Strategy | None:
+    """The strategy of a model, where its trained parameters tell: adapters, or one linear layer."""
+    params = trainable(model)
+    if any(_ADAPTER in name for name in params):
+        return "lora"
+    return None if _weight_of_linear([*params.values()]) is None else "head"
+
+
+def one_class(predictions: object, labels: object) -> str | None:
+    """A sentence if all predictions (n, classes) are one class while the labels (n,) are several; else None.
+
+    >>> one_class(np.array([[0.0, 1.0], [0.2, 0.3]]), np.array([0, 1]))
+    'All 2 predictions are class 1, which 1 of the records have: the model learnt no more than that.'
+    >>> one_class(np.array([[0.0, 1.0], [0.4, 0.3]]), np.array([0, 1]))
+    """
+    if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray):
+        return None
+    if predictions.ndim != 2 or predictions.shape[1] < 2 or labels.shape != predictions.shape[:1]:
+        return None
+    chosen = np.unique(predictions.argmax(1))
+    if len(chosen) > 1 or len(np.unique(labels)) < 2:
+        return None
+    return (
+        f"All {len(labels)} predictions are class {chosen[0]}, which {int((labels == chosen[0]).sum())} of the records "
+        "have: the model learnt no more than that."
+    )

@@ -1,0 +1,219 @@
+"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and its messages."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpfunc import distributed
+from dpfunc._utils.validation import shorten
+from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.accounting.record import Record
+from dpfunc.checkpoint._format import Checkpoint
+from dpfunc.distributed.fsdp import functionalize_managed
+from dpfunc.distributed.launch import check_launch
+from dpfunc.distributed.ranks import Ranks
+from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize
+from dpfunc.functional._fsdp import fsdp_parts
+from dpfunc.functional._names import select
+from dpfunc.hf import peft
+from dpfunc.hf._facts import AnyForward
+from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.plan import Plan
+from dpfunc.rng import Key
+from dpfunc.state import StepState
+from dpfunc.step import DPStep
+from dpfunc.types import Engine, Params, schedule_at
+
+Loss = str | Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Decisions made before the Trainer begins: a new run, or a resumed one, and the step at which it ends."""
+
+    key: Key = field(repr=False)
+    limit: int
+    data: str
+    ledger: Ledger | None = None
+    """What earlier phases have cost."""
+    resumed: Checkpoint | None = None
+    skipping: bool = False
+    """The Trainer skips the batches of a resumed epoch that were already used."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run under way. `params` are the model's own parameters, which the optimizer changes in place.
+
+    A checkpoint between a private step and the optimizer's is one of the state before both.
+    """
+
+    dp_step: DPStep
+    params: dict[str, Tensor]
+    state: StepState
+    previous: StepState
+    start: Start
+
+    def at(self, step: int) -> StepState:
+        """The state before this step: the present one, or the one before where the optimizer has not stepped yet."""
+        for state in (self.state, self.previous):
+            if state.step == step:
+                return state
+        raise CheckpointError(
+            f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing was "
+            "spent."
+        )
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """An Accelerator that leaves models as they are, except for their place and their autocast.
+
+    DistributedDataParallel would average gradients that are not clipped yet. All else is the Accelerator's own.
+    """
+
+    accelerator: Any = field(repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare objects as the `Accelerator` does; models are not wrapped."""
+        ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
+    ) -> nn.Module:
+        """Prepare a model as the `Accelerator` does for evaluation, without wrapping it; parts stay in place."""
+        place = False if fsdp_parts(model) else device_placement
+        placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
+        return placed
+
+
+def ranks_of(args: Any) -> Ranks | None:
+    """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
+    world = int(args.world_size)
+    try:
+        check_launch(os.environ, world)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
+            "only."
+        ) from error
+    return distributed.data_parallel() if world > 1 else None
+
+
+def place(ranks: Ranks | None) -> tuple[int, int]:
+    """Rank of this process in the data group, and the size of that group."""
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
+    """The mean loss of the records of all processes; 0 where there are none. UNRELEASED."""
+    total = torch.stack([losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B))).double()])
+    if ranks is not None:
+        total = total.to(ranks.device)
+        dist.all_reduce(total, group=ranks.group)
+    return (total[0] / total[1].clamp(min=1)).float()
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters that are trained: which require gradients; in PEFT of the active adapter."""
+    adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return select(model, peft.trainable(model) if adapters else None)
+
+
+def as_function(
+    model: nn.Module, params: Params, engine: str, ranks: Ranks | None
+) -> tuple[AnyForward, str | Engine, Ranks | None]:
+    """The model as a function, with the engine and the ranks that its steps need."""
+    if ranks is None or not fsdp_parts(model):
+        model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
+        forward, _ = functionalize(model, list(params))
+        model.train()
+        return forward, engine, ranks
+    managed = functionalize_managed(model, ranks)
+    others = sorted(managed.params.keys() ^ params.keys())
+    if others:
+        raise UnsupportedModel(
+            f"The parameters {shorten(others)} require gradients but belong to no active adapter. Freeze them: "
+            "requires_grad_(False)."
+        )
+    return managed.forward, managed.engine, managed.ranks
+
+
+@dataclass(frozen=True)
+class _Native:
+    """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
+
+    module: nn.Module = field(repr=False)
+    wrapped: nn.Module = field(repr=False)
+
+    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped model with its own parameters; `params` is not used."""
+        return self.wrapped(*args, **kwargs)
+
+
+def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
+    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
+    loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
+    return lambda batch: loss_fn({}, dict(batch)).mean()
+
+
+def warning_step(plan: Plan, start: Start, share: float) -> float:
+    """The first step after which this share of the budget is spent; infinity without a budget."""
+    if plan.epsilon is None:
+        return math.inf
+    before = Ledger(adjacency=plan.adjacency) if start.ledger is None else start.ledger
+    within = affordable_steps(
+        lambda steps: before.compose(plan.ledger(steps)),
+        epsilon=share * plan.epsilon,
+        delta=plan.delta,
+        limit=start.limit,
+        method=plan.accountant,
+    )
+    return 1 + within
+
+
+def warning_text(plan: Plan, state: StepState) -> str:
+    """Warning that most of the budget is spent, with the number of steps left."""
+    spent = state.ledger.epsilon(plan.delta, plan.accountant).epsilon
+    return (
+        f"Privacy budget: epsilon={spent:.4g} of {plan.epsilon:g} at delta={plan.delta:g} is spent after step "
+        f"{state.step}. {state.limit - state.step} steps are left, and they stay within the budget."
+    )
+
+
+def plan_text(plan: Plan, microbatch: int) -> str:
+    """Text that describes a plan and its guarantee, for a dry run."""
+    n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(0)
+    return (
+        f"Plan: {plan.num_steps} steps, expected batch {size:g} of {n} records ({type(plan.sampler).__name__}, "
+        f"sampling probability {size / n:.4g}), {microbatch} at once, noise multiplier "
+        f"{schedule_at(plan.noise_multiplier, 0):.4g}.\n{plan.guarantee()}\nNothing was trained and nothing was spent."
+    )
+
+
+def metrics(record: Record) -> dict[str, float]:
+    """Privacy metrics for loggers, from the accounting of a state."""
+    values = {
+        "privacy/epsilon": record.epsilon,
+        "privacy/epsilon_rdp": record.epsilon_rdp,
+        "privacy/delta": record.delta,
+        "privacy/max_grad_norm": record.max_grad_norm,
+        "privacy/noise_multiplier": record.noise_multiplier,
+        "privacy/steps_left": record.num_steps - record.global_step,
+    }
+    if record.target_epsilon is not None:
+        values["privacy/remaining_epsilon"] = max(0.0, record.target_epsilon - record.epsilon)
+    return values

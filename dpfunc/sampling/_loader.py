@@ -1,0 +1,254 @@
+"""The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from dpfunc._utils.validation import fail
+from dpfunc.batches import batch_size, rows, take, tree_map
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, fold_in, torch_seed
+from dpfunc.sampling._own_rows import check_reading, check_rows
+from dpfunc.sampling._records import read
+from dpfunc.sampling.base import Sampler, deal, own_records
+from dpfunc.types import Batch
+
+CHECKED_IN = 100
+"""Of so many steps the batch of one is checked, the first included: see `own_rows`. What a collate function always does
+shows in the first; more checks would take more than a fifth of the time of small batches."""
+
+
+class Drawn(NamedTuple):
+    """A record that was drawn for one step.
+
+    Args:
+        key: of this step and this process, for random augmentation. It is derived from the key of the run, which is
+            not sent to the worker processes of a loader.
+        record: its index. real: False for the record that is read in place of those of an empty draw.
+        checked: at this step, whether rows are made of their own records alone (`own_rows`).
+    """
+
+    key: Key
+    record: int
+    real: bool = True
+    checked: bool = False
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader.
+
+    An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
+
+    Args:
+        sampler, key: of the run.
+        steps: returns the steps of an iteration; called when it begins.
+        length: number of steps of an iteration, as far as is known before.
+        rank, size: of this process among several; each draw is dealt out in turn.
+        num_records: number of records that are there, where the sampler's is a bound on it.
+    """
+
+    sampler: Sampler
+    key: Key = field(repr=False)
+    steps: Callable[[], range] = field(repr=False)
+    length: int
+    rank: int = 0
+    size: int = 1
+    num_records: int | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[list[Drawn]]:
+        for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
+            yield self._drawn(step)
+
+    def _drawn(self, step: int) -> list[Drawn]:
+        # Processes with other records draw other randomness.
+        key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
+        own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
+        checked = len(own) > 1 and step % CHECKED_IN == 0
+        return [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
+
+
+@dataclass
+class Once:
+    """The steps start..stop-1, for one iteration, which it remembers.
+
+    A second one would begin with the batch of the first step again, while the run is at a later step. The sizes of
+    batches are all that a step can compare, and those of shuffled epochs are equal.
+    """
+
+    start: int
+    stop: int
+    _began: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __call__(self) -> range:
+        if self._began:
+            raise InvalidArgument(
+                f"Expected one iteration over a loader, got a second one: it would begin again with the batch of step "
+                f"{self.start}. Make a loader from the present state: plan.loader(dataset, state). One loader has the "
+                "batches of all steps that are left; there are no epochs to repeat."
+            )
+        self._began = True
+        return range(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Records(Dataset[Any]):
+    """A data set whose records are read with torch's randomness fixed by the step: a repeated step reads the same."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, drawn: Drawn) -> tuple[Drawn, Any]:
+        return self.__getitems__([drawn])[0]
+
+    def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[Drawn, Any]]:
+        """Read the records of one step, with torch's CPU generator seeded by the step."""
+        with torch_seed(drawn[0].key, accelerators=False):
+            records = read(self.dataset, [each.record for each in drawn])
+        if drawn[0].checked and hasattr(self.dataset, "__getitems__"):
+            row = _checked_row(drawn[0].key, len(records))
+            check_reading(self.dataset, drawn[row].record, records[row], drawn[0].key)
+        return list(zip(drawn, records, strict=True))
+
+
+@dataclass(frozen=True)
+class Collate:
+    """A collate function of records as `Records` gives them.
+
+    Args:
+        collate: list of records -> batch.
+        allow_empty: an empty draw becomes a batch with no rows; otherwise one row, of a record that is not real.
+        rank, size: of several processes that each collate the whole draw, and so pad it to one length: this one gets
+            every size-th row, or some row where that is none.
+    """
+
+    collate: Callable[[list[Any]], Batch]
+    allow_empty: bool = True
+    rank: int = 0
+    size: int = 1
+
+    def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
+        """Collate the records of one step, with torch's CPU generator seeded by the step."""
+        first = records[0][0]
+        key, own = fold_in(first.key, "collate"), [record for _, record in records]
+        if first.checked:
+            check_rows(self.collate, own, key, _checked_row(first.key, len(own)))
+        with torch_seed(key, accelerators=False):
+            batch = self.collate(own)
+        if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
+            batch = dict(batch)
+        if self.size > 1:
+            own_rows = deal(torch.arange(batch_size(batch)), self.rank, self.size)
+            return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64))
+        return without_rows(batch) if self.allow_empty and not first.real else batch
+
+
+def _checked_row(key: Key, count: int) -> int:
+    return int.from_bytes(fold_in(key, "checked").secret[:8], "little") % count
+
+
+def without_rows(batch: Batch) -> Batch:
+    """A batch of the same structure, dtypes and trailing shapes, with no rows; nothing of the batch is kept.
+
+    >>> without_rows({"x": torch.ones(1, 3), "y": torch.ones(1, dtype=torch.int64)})
+    {'x': tensor([], size=(0, 3)), 'y': tensor([], dtype=torch.int64)}
+    """
+    if batch_size(batch) != 1:
+        raise InvalidArgument(
+            f"Expected collate_fn to make a batch of one row from one record, got {batch_size(batch)} rows. Axis 0 of "
+            "each tensor is the records: one row, one record."
+        )
+    return tree_map(torch.clone, rows(batch, 0, 0))  # a copy: a view would keep the record in memory
+
+
+def data_loader(
+    dataset: Any,
+    draws: Draws,
+    collate: Collate,
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    persistent_workers: bool = False,
+    prefetch_factor: int | None = None,
+    multiprocessing_context: Any = None,
+) -> DataLoader[Any]:
+    """The draws as batches; workers change neither their order nor their random numbers.
+
+    Args:
+        dataset: with a length and an index. draws: of the run. collate: of records.
+        num_workers, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context: as in torch.
+    """
+    # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
+    seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
+    return DataLoader(
+        Records(dataset),
+        batch_sampler=draws,
+        collate_fn=collate,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=persistent_workers,
+        prefetch_factor=prefetch_factor,
+        multiprocessing_context=multiprocessing_context,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def check_readable(dataset: Any, name: str = "dataset") -> int:
+    """Check that records of a data set can be read by index: no loader, stream or dictionary. Their number."""
+    kind = type(dataset).__name__
+    if dataset is None:
+        raise InvalidArgument(f"Expected {name} to be given, got {name}=None.")
+    if isinstance(dataset, DataLoader):
+        raise InvalidArgument(
+            f"Expected {name} to be a data set, got a DataLoader, which draws batches of its own. Pass what it was "
+            "made of (loader.dataset), and its collate_fn."
+        )
+    if isinstance(dataset, Mapping):
+        raise InvalidArgument(
+            f"Expected a data set that {name}[i] gives record i of, got {name} of type {kind} with the names "
+            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets. Of a dictionary of columns "
+            "make a list of records; or, in your own loop, take rows: dpfunc.take(data, indices) for indices in "
+            "plan.batches(state)."
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise InvalidArgument(
+            f"Expected a data set with a length and an index, got {name} of type {kind}, a stream: a plan draws the "
+            "records of a batch by their index, from all of them. Load it without streaming, or read it into a list; "
+            "or, in your own loop, read it in its order, which has another cost: sampling.InOrder, see "
+            "docs/guides/loop.md."
+        )
+    return len(dataset)
+
+
+def check_dataset(dataset: object, dataset_size: int, num_records: int | None = None) -> None:
+    """Check that a data set can be read by index, and has as many records as the plan, or as the run said."""
+    length = check_readable(dataset)
+    if num_records is not None and length != num_records:
+        raise InvalidArgument(
+            f"Expected len(dataset) to be num_records={num_records}, with which the run began, got len(dataset)="
+            f"{length}. Load the data set of the run. Nothing was spent."
+        )
+    if num_records is None and length != dataset_size:
+        raise InvalidArgument(
+            f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
+            f"{length}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
+            "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
+            "public bound on their number, say so when the run begins: "
+            "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."
+        )
+
+
+def check_collate(collate: object) -> None:
+    """Check that a collate function can be called."""
+    if not callable(collate):
+        raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")

@@ -1,0 +1,86 @@
+"""Outputs of frozen layers for each record, computed once before training instead of in every step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+from dpfunc.hf.pooled import MeanPooledClassifier
+from dpfunc.train._dataset import Records
+from dpfunc.train.config import Job
+
+_MIB = 2**20
+_BYTES = {"features": 4, "hidden": 2}  # of a number
+
+
+def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, str | None]:
+    """Records with the outputs of the frozen part in the place of their tokens, where that part is known.
+
+    Each record is computed alone and without dropout: what is kept is a function of this record, and costs no privacy.
+    A head is trained on features; adapters in the highest layers on the hidden states below them.
+
+    Args:
+        job: strategy and `training.cache_mib`. model: with what is trained requiring gradients.
+        records: as they were read. shows: draw a progress bar on stderr.
+
+    Guarantees:
+        tests/train/test_frozen.py: the model gives the same logits (test_logits_are_those_of_the_whole_model), also
+        for a record among others (test_a_record_is_computed_alone), within the memory (test_the_limit).
+    """
+    peft: Any = model
+    base = peft.get_base_model() if hasattr(peft, "get_base_model") else model
+    kind = "features" if job.strategy == "head" else "hidden"
+    if not isinstance(base, MeanPooledClassifier) or not job.training.cache_mib:
+        return records, None
+    if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
+        return records, None
+    # not what the texts need: one longer text would decide how the hidden states of all others are rounded
+    everything = [*records.train, *records.evaluation]
+    vectors = len(everything) * (1 if kind == "features" else job.data.max_length)
+    needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
+    if needed > job.training.cache_mib:
+        return records, (
+            f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
+            f"training.cache_mib={job.training.cache_mib}."
+        )
+    computed = _computed(base, kind, everything, shows)
+    split = len(records.train)
+    kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
+    return kept, f"Frozen layers were computed once for each record and take at most {needed} MiB."
+
+
+def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
+    """True if the layers below the adapters could be divided from the rest, and nothing in them is trained."""
+    if top_layers is None or not base.split_at(base.config.num_hidden_layers - top_layers):
+        return False
+    upper = [*base.backbone.encoder.layer[base.first_layer :], base.classifier]
+    known = {id(p) for module in upper for p in module.parameters()}
+    return all(id(p) in known for p in model.parameters() if p.requires_grad)
+
+
+def _computed(
+    base: MeanPooledClassifier, kind: str, records: Sequence[Mapping[str, Any]], shows: bool
+) -> list[Mapping[str, Any]]:
+    """The records as the frozen part gives them, on the device that there is; the mode of the model stays."""
+    if torch.accelerator.is_available():
+        base.to(torch.accelerator.current_accelerator())
+    was_training = base.training
+    base.train(False)
+    rows = track(records, "frozen layers", console=Console(stderr=True), disable=not shows)
+    computed = [_computed_record(base, kind, record) for record in rows]
+    base.train(was_training)
+    return computed
+
+
+def _computed_record(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    ids = torch.tensor([record["input_ids"]], device=base.device)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
+    return {kind: found.cpu(), "labels": record["labels"]}

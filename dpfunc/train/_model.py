@@ -1,0 +1,250 @@
+"""The model of a job, with exactly those parameters requiring gradients that its strategy trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpfunc._utils.validation import shorten
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf._facts import quantised_layers
+from dpfunc.hf.models import four_bit
+from dpfunc.rng import fold_in, insecure_key, torch_seed
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, NEW_HEAD, Job, LoraSection
+
+# Task -> the class of Transformers that loads its model, and the name of the task in PEFT, which adapts no images.
+_KINDS = {
+    "text_classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "text_regression": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
+    "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "vqa": ("AutoModelForImageTextToText", None),
+}
+
+
+@contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Turn errors of other libraries inside the block into one line that names what was expected.
+
+    >>> with one_line("a number"):
+    ...     int("x")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a number: invalid literal for int() with base 10: 'x'.
+    """
+    try:
+        yield
+    except (InvalidArgument, UnsupportedModel):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise InvalidArgument(f"Expected {what}: {' '.join(str(error).split()).rstrip('.')}.") from error
+
+
+@contextmanager
+def _loading(what: str, job: Job, path: str) -> Iterator[None]:
+    """As `one_line`; a folder that is missing is reported as missing where downloads are not allowed.
+
+    Transformers takes a path that is no folder for a name on the hub, and its error is about the internet connection.
+    """
+    offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
+    try:
+        with one_line(f"{what} in {path!r}{offline}"):
+            yield
+    except InvalidArgument as error:
+        if not job.model.local_files_only or Path(path).exists() or not isinstance(error.__cause__, OSError):
+            raise
+        key = "path" if path == job.model.path else "tokenizer"
+        raise InvalidArgument(
+            f"Expected the folder of a model, got model.{key}={path!r}: there is no such folder here, and no model of "
+            "that name that was downloaded before. Give the path of a folder, or set local_files_only: false to "
+            "download it from the hub."
+        ) from error
+
+
+def load_processing(job: Job) -> Any:
+    """The tokenizer, or for VQA the processor, with a padding token."""
+    with one_line('transformers, from pip install "dpfunc[hf]"'):
+        from transformers import AutoProcessor, AutoTokenizer
+
+    path = job.model.tokenizer or job.model.path
+    options = _options(job) if job.model.tokenizer is None else {"local_files_only": job.model.local_files_only}
+    if job.task == "token_classification":  # tokenizers of GPT-2's kind take lists of words with this only
+        options["add_prefix_space"] = True
+    with _loading("a tokenizer", job, path):
+        processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
+    tokenizer = getattr(processing, "tokenizer", processing)
+    _check_tokenizer(tokenizer, job, path)
+    if tokenizer.pad_token is None:
+        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
+    return processing
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Options of `from_pretrained` that the job decides: no download, and a file of GGUF weights."""
+    gguf = {} if job.model.gguf_file is None else {"gguf_file": job.model.gguf_file}
+    return {"local_files_only": job.model.local_files_only, **gguf}
+
+
+def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
+    if tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None):
+        raise InvalidArgument(
+            f"Expected an end-of-text token in the tokenizer of {path!r}, which has none. Name one of its tokens, by "
+            "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."
+        )
+    if job.task == "token_classification" and not tokenizer.is_fast:
+        raise InvalidArgument(
+            f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
+            "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."
+        )
+
+
+def load_base(job: Job, processing: Any) -> nn.Module:
+    """The model before training, in float32, or with the strategy `qlora` in 4 bits.
+
+    New parameters are drawn from the job's seed, which is public.
+
+    Guarantees:
+        tests/train/test_qlora.py::test_without_bitsandbytes_nothing_is_done.
+    """
+    import transformers
+
+    options, path, packed = _options(job), job.model.path, {}
+    if job.strategy == "qlora":  # refused first: without bitsandbytes no weights are read
+        packed["quantization_config"] = four_bit(torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
+    with _loading(f"a model for {job.task}", job, path), torch_seed(key_of(job, "model")):
+        config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
+        _check_length(job, config, processing)
+        if getattr(config, "quantization_config", None) is not None:
+            packed = {}  # the weights in the folder are packed already
+        model = _read(job, config, {**options, **packed})
+    quantised = quantised_layers(model)
+    if bool(quantised) != (job.strategy == "qlora"):
+        raise UnsupportedModel(
+            f"Expected weights in 4 bits with strategy='qlora', and only with it, got strategy={job.strategy!r} and "
+            f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
+        )
+    return model if quantised else model.float()
+
+
+def _check_length(job: Job, config: Any, processing: Any) -> None:
+    """Check that the model has a position for each token: a long record would end the run in the midst of it."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if job.task == "vqa" or not isinstance(positions, int) or positions < 1:
+        return
+    most = min(positions, getattr(processing, "model_max_length", positions))
+    if job.data.max_length > most:
+        raise InvalidArgument(
+            f"Expected data.max_length <= {most}, the tokens that the model in {job.model.path!r} takes, got "
+            f"{job.data.max_length}. Longer texts are cut."
+        )
+
+
+def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
+    """The model of a configuration: with the weights in the folder, or with new ones."""
+    random, path = job.model.init == "random", job.model.path
+    if job.model.pooling == "mean":
+        from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
+
+        return MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
+    import transformers
+
+    kind: Any = getattr(transformers, _KINDS[job.task][0])
+    given: dict[str, Any] = {"config": config, "dtype": torch.float32, **options}
+    model: nn.Module = kind.from_config(config) if random else kind.from_pretrained(path, **given)
+    return model
+
+
+def _changes(job: Job, processing: Any) -> dict[str, Any]:
+    """Changes that the job makes to the configuration of the model."""
+    changes: dict[str, Any] = {}
+    if job.task in CLASSIFIES:
+        names = dict(enumerate(job.data.labels or ()))
+        ids = {label: number for number, label in names.items()}
+        changes = {"num_labels": len(names), "id2label": names, "label2id": ids}
+    if job.task == "text_classification":
+        changes["problem_type"] = "single_label_classification"
+    if job.task == "text_regression":
+        changes = {"num_labels": 1, "problem_type": "regression"}
+    if job.task in NEW_HEAD:
+        changes["pad_token_id"] = processing.pad_token_id
+    if job.model.pooling == "mean":  # noise is regularisation enough, and what is frozen is computed without dropout
+        changes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return changes
+
+
+def key_of(job: Job, purpose: str) -> Any:
+    """A public key for what is drawn and is not noise."""
+    return fold_in(insecure_key(job.training.seed), purpose)
+
+
+def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
+    """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
+
+    Guarantees:
+        tests/train/test_model.py::test_strategies_train_what_they_say.
+    """
+    if job.task == "vqa":
+        return _with_strategy(model, job)
+    if job.strategy in ADAPTERS:
+        return _with_lora(model, job)
+    names, base = [name for name, _ in model.named_parameters()], f"{getattr(model, 'base_model_prefix', '')}."
+    head = [name for name in names if not name.startswith(base)] if job.task in NEW_HEAD else []
+    biases = [name for name in names if name.endswith("bias")]
+    chosen = {"full": names, "head": head, "bitfit": [*biases, *head] if biases else []}[job.strategy]
+    if not chosen:
+        raise InvalidArgument(f"Expected parameters for strategy={job.strategy!r}, {type(model).__name__} has none.")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in set(chosen))
+    return model
+
+
+def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
+    """A vision-language model with one of its own strategies."""
+    from dpfunc.hf.vision_language.strategies import prepare
+
+    lora = job.lora
+    if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
+        raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
+    if job.strategy not in ADAPTERS:
+        return prepare(model, job.strategy)
+    with torch_seed(key_of(job, "adapters")):
+        return prepare(model, job.strategy, rank=lora.rank, alpha=lora.alpha, targets=_targets(lora))
+
+
+def _targets(lora: LoraSection) -> str | list[str] | None:
+    if lora.targets == ("all-linear",):
+        return "all-linear"
+    return None if lora.targets is None else list(lora.targets)
+
+
+def _highest(model: nn.Module, count: int) -> list[int]:
+    """Numbers of the highest layers."""
+    total = int(getattr(model.config, "num_hidden_layers", 0))
+    if count > total:
+        raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {count}.")
+    return list(range(total - count, total))
+
+
+def _with_lora(model: nn.Module, job: Job) -> nn.Module:
+    with one_line('peft, from pip install "dpfunc[hf]"'):
+        from peft import LoraConfig, get_peft_model
+    lora = job.lora
+    with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
+        config = LoraConfig(
+            task_type=_KINDS[job.task][1],
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            target_modules=_targets(lora),
+            lora_dropout=lora.dropout,
+            use_rslora=lora.rslora,
+            layers_to_transform=None if lora.top_layers is None else _highest(model, lora.top_layers),
+            modules_to_save=None if lora.modules_to_save is None else list(lora.modules_to_save),
+            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        )
+        adapted: nn.Module = get_peft_model(model, config)
+    return adapted

@@ -1,0 +1,103 @@
+"""Values that a job leaves out: rate, batch size and steps from the recipe of its strategy; how texts are pooled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import nn
+
+from dpfunc.accounting import Ledger, epsilon_left
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.pooled import wants_mean
+from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe
+from dpfunc.recipes import Recipe, Strategy
+from dpfunc.train.config import PAIRS, Job
+
+_RECIPES: dict[str, Strategy] = {
+    "head": "head", "lora": "lora", "qlora": "lora", "projector": "projector", "full": "pretrained",
+}  # fmt: skip
+
+
+def with_shape(job: Job) -> Job:
+    """The job with what decides the shape of its model: how tokens are pooled, and which layers get adapters."""
+    pooling, lora = _pooling(job), job.lora
+    by_recipe = job.training.learning_rate is None and lora.targets is None and lora.top_layers is None
+    if job.strategy == "lora" and pooling == "mean" and by_recipe:
+        lora = dataclasses.replace(lora, top_layers=1)
+    return dataclasses.replace(job, model=dataclasses.replace(job.model, pooling=pooling), lora=lora)
+
+
+def _pooling(job: Job) -> Literal["model", "mean"]:
+    """Input of a head made from tokens: as the job says; `auto` takes the mean where the model was made so."""
+    pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
+    if job.model.pooling == "auto":
+        mean = pools and job.model.init == "pretrained" and wants_mean(job.model.path)
+        return "mean" if mean else "model"
+    if job.model.pooling == "mean" and not pools:
+        raise InvalidArgument(
+            "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
+            f"task={job.task!r}, strategy={job.strategy!r}, data.text_pair_column={job.data.text_pair_column!r}."
+        )
+    return job.model.pooling
+
+
+def with_recipe(
+    job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None = None
+) -> tuple[Job, Recipe | None]:
+    """The job with the values that it leaves out, and the recipe they come from; None if it leaves out nothing.
+
+    Args:
+        job: what is given stays. model: with what is trained requiring gradients. dataset_size: public number.
+        spent: by earlier runs; the recipe is for what is left of the budget.
+
+    Guarantees:
+        tests/train/test_recipe.py::test_what_is_given_stays.
+    """
+    training, missing = job.training, job.training.missing
+    if not missing:
+        return job, None
+    found = _found(job, model, dataset_size, spent)
+    by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
+    batch = training.batch_size or found.expected_batch_size
+    at_once = max(1, PHYSICAL // (job.data.max_records_per_unit or 1))  # units that have the usual number of records
+    asked = training.physical_batch_size or job.privacy.dp_physical_batch_size
+    filled = dataclasses.replace(
+        training,
+        learning_rate=training.learning_rate or found.learning_rate,
+        head_rate=found.head_rate if by_recipe else training.head_rate,
+        batch_size=batch,
+        steps=found.num_steps if "steps" in missing else training.steps,
+        physical_batch_size=asked or min(at_once, batch),
+    )
+    return dataclasses.replace(job, training=filled), found
+
+
+def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:
+    strategy, epsilon, delta = _RECIPES.get(job.strategy), job.privacy.dp_epsilon, job.privacy.dp_delta
+    named = " and ".join(f"training.{name}" for name in job.training.missing)
+    if strategy is None:
+        raise InvalidArgument(f"Expected {named} in the job: there is no recipe for strategy={job.strategy!r}.")
+    if epsilon is None or delta is None:
+        raise InvalidArgument(
+            f"Expected {named} in the job: the recipe needs privacy.dp_epsilon and privacy.dp_delta, which have no "
+            "default."
+        )
+    epsilon = epsilon_left(epsilon=epsilon, delta=delta, spent=spent)
+    # A model in 4 bits is not run in evaluation mode before it is trained: bitsandbytes would pack it for inference.
+    measure = job.strategy != "qlora"
+    return model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=measure)
+
+
+def recipe_lines(found: Recipe | None, missing: Sequence[str]) -> list[str]:
+    """Lines that say which values come from the recipe, and why; and a warning if the noise hides everything."""
+    if found is None:
+        return []
+    reasons = found.reasons()
+    names = [*missing, *(["head_rate"] if "learning_rate" in missing and "head_rate" in reasons else [])]
+    lines = [f"recipe {found.strategy}, from {found.dataset_size} records, {found.num_parameters:,} trained "
+             f"parameters, epsilon={found.epsilon:g} and delta={found.delta:g}, which are public:"]  # fmt: skip
+    lines += [f"  {name} = {reasons[name]}" for name in names]
+    advice = found.advice()
+    return lines if advice is None else [*lines, f"WARNING: this will hardly learn. {advice}"]

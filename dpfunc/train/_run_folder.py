@@ -1,0 +1,242 @@
+"""The folder of a run: the job that is kept in it, checks before it is used, its cost, and what it protected."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpfunc._utils.locks import LOCK_FILE
+from dpfunc._utils.validation import shorten, unique_json
+from dpfunc.accounting.record import ONE_RECORD, Record
+from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.checkpoint._chain import replace_file
+from dpfunc.checkpoint._folder import remove
+from dpfunc.checkpoint.journal import count_steps, journal_ledger
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf.trainer._files import JOURNAL, START, is_complete, newest, released
+from dpfunc.train.config import Job, job_from_dict, job_to_dict
+from dpfunc.train.tables import json_values
+
+MODEL = "model"
+_JOB_FILE = "job.json"
+# A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
+_FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
+_PERSON = "one person: all records with the same value of the unit column"
+
+
+def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
+    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove(folder / START)  # of a run that was killed here before its first step
+    content = {
+        "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
+        "trained_on": str(Path(job.data.train).absolute()),
+    }  # fmt: skip
+    replace_file(folder / _JOB_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    """The job of a folder as JSON values, the same with the values of its recipe, and its insecure seed."""
+    path = folder / _JOB_FILE
+    try:
+        match unique_json(path.read_bytes()):
+            case {"job": dict() as job, "filled": dict() as filled, "insecure_seed": (int() | None) as seed}:
+                return job, filled, seed
+        problem = "it does not hold a job"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise CheckpointError(
+        f"The file {path} cannot be read: {problem}. Restore it; or begin a new run in another --output_dir, which "
+        f"counts this one: --spent {folder / JOURNAL}."
+    )
+
+
+def saved_job(folder: Path) -> tuple[Job, int | None]:
+    """The job of a run folder, and its insecure seed."""
+    path = folder / _JOB_FILE
+    if not path.is_file():
+        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
+    _, filled, seed = _read_job_file(folder)
+    return job_from_dict(filled), seed
+
+
+def trained_on(folder: Path) -> Path:
+    """The table that the run of a folder was trained on, wherever this process is."""
+    values = unique_json((folder / _JOB_FILE).read_bytes())
+    return Path(values.get("trained_on", values["job"]["data"]["train"]))
+
+
+def recorded_job(job: Job) -> Job:
+    """The job of a run that is resumed, with the values that its recipe gave when it began.
+
+    A later version of the recipe does not change a run under way. What changes nothing that is trained is as in `job`.
+
+    Guarantees:
+        tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values.
+    """
+    given = job_to_dict(job)
+    _, filled, _ = _read_job_file(Path(job.output_dir))
+    for section, values in given.items():
+        if isinstance(values, dict):
+            filled[section] = {**filled[section], **{key: value for key, value in values.items() if key in _FREE}}
+        elif section in _FREE:
+            filled[section] = values
+    return job_from_dict(filled)
+
+
+def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
+    """Check that a run can begin in the output folder, or that it holds the run to resume.
+
+    A run that was killed before its first step begins again, with --resume or without.
+
+    Guarantees:
+        tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again.
+    """
+    folder = Path(job.output_dir)
+    _check_writable(folder)
+    if resume:
+        _check_same_job(job, folder, insecure_seed)
+    elif folder.exists() and not _unused(folder):
+        journal = folder / JOURNAL
+        goes_on = "Go on with the run there: --resume; or name" if has_checkpoint(job) else "Name"
+        spent = f", and count what was spent here: --spent {journal}" if count_steps(journal) else ""
+        raise InvalidArgument(
+            f"Expected an empty output_dir, got {str(folder)!r}, which is not. {goes_on} another folder, "
+            f"--output_dir{spent}."
+        )
+
+
+def _unused(folder: Path) -> bool:
+    """True if a folder is empty, or dpfunc train was killed in it before its first step."""
+    names = {path.name for path in folder.iterdir()} - {LOCK_FILE, f"{_JOB_FILE}.new"}
+    return not names or (_JOB_FILE in names and MODEL not in names and not released(folder))
+
+
+def _check_writable(folder: Path) -> None:
+    """Check that files can be made in a folder, or in the nearest one above it that exists."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidArgument(
+            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
+            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
+        )
+
+
+def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
+    """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
+    if not (folder / _JOB_FILE).is_file():
+        raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
+    saved, _, seed = _read_job_file(folder)
+    changed = _differences(saved, job_to_dict(job))
+    if seed != insecure_seed:
+        changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
+    if changed:
+        raise CheckpointError(
+            f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
+            "repeats steps with the same noise, so nothing else may change."
+        )
+    if not has_checkpoint(job):
+        newest(folder)  # raises, and says how the steps of the journal are counted
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training.
+
+    >>> _differences({"task": "vqa", "training": {"steps": 1}}, {"task": "vqa", "training": {"steps": 2, "seed": 0}})
+    ['training.seed was None, now 0', 'training.steps was 1, now 2']
+    """
+    before, after = (
+        {
+            (f"{section}.{key}" if key else section): value
+            for section, values in job.items()
+            for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+        }
+        for job in (saved, now)
+    )
+    return [
+        f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
+        for name in sorted({*before, *after})
+        if name.rpartition(".")[2] not in _FREE and before.get(name) != after.get(name)
+    ]
+
+
+def has_checkpoint(job: Job) -> bool:
+    """True if the folder has a checkpoint that `--resume` can continue from."""
+    found = list(Path(job.output_dir).glob("checkpoint-*"))
+    return any(is_complete(path) for path in found) if job.privacy.dp_enabled else bool(found)
+
+
+def interrupted(job: Job, how: str = "Interrupted") -> str:
+    """Message after the user or the system ends a run: its privacy cost, and how to resume or count it."""
+    journal = Path(job.output_dir) / JOURNAL
+    steps, delta = count_steps(journal), job.privacy.dp_delta
+    if delta is None or not job.privacy.dp_enabled:
+        cost = f"{how}. The twin without privacy spends nothing."
+    elif not steps:
+        cost = f"{how} before the first step was released: nothing was spent."
+    else:
+        epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
+        earlier = ", earlier runs included" if job.data.spent else ""
+        cost = (
+            f"{how}. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
+            f"{earlier}. A new run on these records counts them: --spent {journal}."
+        )
+    if has_checkpoint(job):
+        return f"{cost} --resume goes on with this run."
+    return f"{cost} {'There is no checkpoint to resume.' if steps else 'The same command starts it again.'}"
+
+
+def check_accounting(folder: Path) -> None:
+    """Check, before a model is saved, that its accounting has every step in the journal of the folder.
+
+    Guarantees:
+        tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
+    """
+    journal, path = folder / JOURNAL, folder / ACCOUNTING
+    taken = journal_ledger(journal)
+    counted = Record.from_json(path.read_bytes()).ledger
+    if counted != taken:
+        raise CheckpointError(
+            f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
+            f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
+        )
+
+
+def unit_of(job: Job) -> str:
+    """The unit that the job protects, in the words of its accounting."""
+    return ONE_RECORD if job.data.unit_column is None else _PERSON
+
+
+def check_spent_units(job: Job) -> None:
+    """Check that the earlier runs that the job counts protected what it protects: costs of others do not add up.
+
+    Under noise for people, a record may move a step by more than it may under noise for records, and the reverse.
+
+    Guarantees:
+        tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up.
+    """
+    for name in job.data.spent or () if job.privacy.dp_enabled else ():
+        found = _unit_of_run(Path(name))
+        if found is None and job.data.unit_column is None:
+            continue  # a ledger or a journal of any loop, which counts rows
+        if found != unit_of(job):
+            raise InvalidArgument(
+                f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
+                f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "
+                f"{ACCOUNTING} of a run with the same unit, or its journal in its folder."
+            )
+
+
+def _unit_of_run(path: Path) -> str | None:
+    """The unit in a record of a run; of a journal, that of the job or the record beside it."""
+    beside = (path, path.parent / ACCOUNTING, path.parent / _JOB_FILE)
+    for values in map(json_values, beside if path.suffix == ".jsonl" else (path,)):
+        if isinstance(values.get("unit"), str):
+            return str(values["unit"])
+        job = values.get("job")
+        if isinstance(job, dict) and isinstance(job.get("data"), dict):
+            return _PERSON if job["data"].get("unit_column") is not None else ONE_RECORD
+    return None
