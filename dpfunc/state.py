@@ -77,15 +77,7 @@ class StepState(NamedTuple):
 
 
 def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num_records: int | None) -> StepState:
-    """The state before the first step of a run, without a state of the noise; see `DPStep.init`.
-
-    Args:
-        plan, params, key: of the run. ledger: what was spent on the same data; None: what the plan counts.
-        num_records: number of records, where the plan has a bound on it.
-
-    Raises:
-        InvalidArgument, LedgerConflict, BudgetExhausted: see `DPStep.init`.
-    """
+    """The state before the first step of a run, without a state of the noise; see `DPStep.init`."""
     check_params(params)
     refuse_narrow_range(params)
     if not isinstance(key, Key):
@@ -137,14 +129,7 @@ def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
 
 
 def only_step(plan: Plan, first: StepState) -> StepState:
-    """The state of a run of one step, whose batch nobody drew.
-
-    Args:
-        plan: of the run. first: its first state.
-
-    Raises:
-        BudgetExhausted: one step costs more than the budget.
-    """
+    """The state of a run of one step, whose batch nobody drew."""
     state = first._replace(limit=1, drawn=False)
     charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
     cost = charged.epsilon(plan.delta, plan.accountant).epsilon
@@ -160,11 +145,7 @@ def only_step(plan: Plan, first: StepState) -> StepState:
 
 
 def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
-    """The state after a step, with what it costs in its ledger.
-
-    Args:
-        plan: of the run. state: before the step. noise_state: of the noise mechanism, after it.
-    """
+    """The state after a step, with what it costs in its ledger."""
     step = state.step + 1
     if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
         left = tuple(item for item in state.released if item[0] >= step)
@@ -174,22 +155,14 @@ def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
 
 
 def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Event, ...]:
-    """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling.
-
-    Args:
-        plan: of the run. state: any of the run. start, stop: numbers of the first step, and of the one after the last.
-    """
+    """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling."""
     if state.drawn:
         return plan.events(start, stop)
     return plan.noise.events(Poisson(plan.sampler.dataset_size, 1.0), plan.noise_multiplier, start, stop)
 
 
 def plan_digest(plan: Plan) -> str:
-    """A digest of a plan, to tell two plans apart.
-
-    Args:
-        plan: any plan. Functions in it count by their names.
-    """
+    """A digest of a plan, to tell two plans apart."""
     return in_hex(digest(stable_repr(plan)))
 
 
@@ -263,14 +236,7 @@ def replay(state: StepState) -> StepState:
 
 
 def check_newest(state: StepState) -> None:
-    """Check that no later step of the run was released in this process: that one costs too.
-
-    Args:
-        state: of which a record or a checkpoint is made.
-
-    Raises:
-        StateReused: a later step was released.
-    """
+    """Check that no later step of the run was released in this process: that one costs too."""
     done = _next_release.get(fingerprint(state.key), 0)
     if state.step < done:
         raise StateReused(
@@ -280,14 +246,7 @@ def check_newest(state: StepState) -> None:
 
 
 def check_own_plan(state: StepState, digest_of_plan: str) -> None:
-    """Check that a state is of a plan.
-
-    Args:
-        state: any. digest_of_plan: `plan_digest(plan)`.
-
-    Raises:
-        InvalidArgument: it is of another plan.
-    """
+    """Check that a state is of a plan."""
     if state.plan != digest_of_plan:
         raise InvalidArgument(
             f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
@@ -320,14 +279,7 @@ def check_journal(state: StepState, journal: object) -> None:
 
 
 def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | None) -> None:
-    """Check that a batch has as many samples as the plan's sampler drew for this step, or for this process of it.
-
-    Args:
-        plan: of the run. state: before the step. real_samples: of the batch, without padding. ranks: of the run.
-
-    Raises:
-        SamplingMismatch: it has another number.
-    """
+    """Check that a batch has as many samples as the plan's sampler drew for this step, or for this process of it."""
     drawn = len(plan.draw(state, state.step, ranks))
     if drawn != real_samples:
         call = "state" if ranks is None else "state, ranks"
@@ -340,16 +292,7 @@ def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | N
 
 
 def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
-    """Check that a step may be taken from a state.
-
-    Args:
-        state: given by the caller. plan: of the step. digest_of_plan: `plan_digest(plan)`.
-
-    Raises:
-        InvalidArgument: not a state, or one of another plan.
-        BudgetExhausted: the next step would overspend.
-        StateReused: this step was released before, or could be by the process from which its key was copied.
-    """
+    """Check that a step may be taken from a state."""
     if not isinstance(state, StepState):
         raise wrong_type("state to be a StepState", "state", state, "Start with state = dp_step.init(params, key).")
     check_own_plan(state, digest_of_plan)
@@ -383,14 +326,7 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
 
 
 def check_repeated(state: StepState, release: str) -> None:
-    """Check that a step that an interrupted run released is released again bit for bit.
-
-    Args:
-        state: before the step. release: digest of what it would release.
-
-    Raises:
-        StateReused: other values would be released with the same noise.
-    """
+    """Check that a step that an interrupted run released is released again bit for bit."""
     before = dict(state.released).get(state.step)
     here = _digests.get(fingerprint(state.key), {}).get(state.step, release)
     if here != release or (state.step < state.charged and before != release):

@@ -63,12 +63,7 @@ class Calls:
         self._compared = False
 
     def note(self, params: Mapping[str, Tensor], *, stateless: bool, without_gradient: bool) -> None:
-        """Note a call whose result was released.
-
-        Args:
-            params: of the call. stateless: it had no state. without_gradient: its batch had records, none of them with
-                a finite gradient.
-        """
+        """Note a call whose result was released."""
         self._stateless = self._stateless or stateless
         self._without_gradient += without_gradient
         if self._first is None:
@@ -76,11 +71,7 @@ class Calls:
             self._first = {name: _Known(weakref.ref(p), _version(p), _head(p)) for name, p in counted.items()}
 
     def refuse_second_run(self) -> None:
-        """Refuse a second call without a state, which would be a second run.
-
-        Raises:
-            InvalidArgument: there was one.
-        """
+        """Refuse a second call without a state, which would be a second run."""
         if self._stateless:
             raise InvalidArgument(_STATELESS)
 

@@ -105,14 +105,7 @@ def shard_dims(tensor: Tensor) -> dict[int, int]:
 
 
 def window(tensor: Tensor, name: str) -> Window:
-    """Part of a tensor that this process holds, as rows and columns of a matrix.
-
-    Args:
-        tensor: any tensor; a DTensor may be sharded along its first two dimensions. name: for the message.
-
-    Raises:
-        UnsupportedModel: a DTensor that waits for a sum, or is sharded along a later dimension.
-    """
+    """Part of a tensor that this process holds, as rows and columns of a matrix."""
     shape = tuple(tensor.shape)
     num_rows, num_cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     if not is_dtensor(tensor):

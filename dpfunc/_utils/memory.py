@@ -27,14 +27,7 @@ def refuse_out_of_memory(error: BaseException) -> None:
 
 
 def refuse_microbatch(error: BaseException, microbatch_size: object, num_samples: int) -> None:
-    """Raise an error about exhausted memory as one about the size of a microbatch.
-
-    Args:
-        error: that was raised. microbatch_size: of the step. num_samples: of the batch.
-
-    Raises:
-        OutOfMemory: it is one.
-    """
+    """Raise an error about exhausted memory as one about the size of a microbatch."""
     asked, together = out_of_memory(error), microbatch_size or num_samples
     if asked:
         raise OutOfMemory(

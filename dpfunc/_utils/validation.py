@@ -184,9 +184,6 @@ def _refuse_unknown(function: Callable[..., Any], options: Iterable[str]) -> Non
 def unique_json(text: str | bytes) -> Any:
     """JSON values in which no object has two values of one name: readers would differ in which of them counts.
 
-    Raises:
-        ValueError: not JSON, nested too deeply, or a name occurs twice in one object.
-
     >>> unique_json('{"steps": 100, "steps": 1}')
     Traceback (most recent call last):
     ValueError: the name 'steps' occurs twice in one object

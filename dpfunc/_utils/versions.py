@@ -26,9 +26,6 @@ def installed() -> dict[str, str]:
 def check_sharding() -> None:
     """Check that torch lays out and saves tensors that are split over processes as dpfunc needs it.
 
-    Raises:
-        UnsupportedModel: an older torch, which would communicate where a step must not.
-
     >>> check_sharding()
     """
     from torch.distributed.checkpoint.state_dict_saver import save

@@ -77,11 +77,7 @@ def _groups(part: Any) -> list[Any] | None:
 
 
 def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
-    """Refuse trained parameters that FSDP or DeepSpeed manage.
-
-    Raises:
-        UnsupportedModel: naming those that FSDP or DeepSpeed manage, and what to do.
-    """
+    """Refuse trained parameters that FSDP or DeepSpeed manage."""
     for name, part in module.named_modules():
         _refuse_wrapper(name or "The module", part)
     refuse_swapped(module, trained)
@@ -95,11 +91,7 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
 
 
 def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
-    """Refuse parameters that `fully_shard` would overwrite after a function has replaced them.
-
-    Raises:
-        UnsupportedModel: `fully_shard` manages some of these parameters.
-    """
+    """Refuse parameters that `fully_shard` would overwrite after a function has replaced them."""
     swapped = managed(module)
     own = [name for name in names if name in swapped]
     if own:
@@ -149,11 +141,7 @@ def communicates(module: nn.Module) -> str | None:
 
 
 def refuse_communication(module: nn.Module) -> None:
-    """Refuse a module that communicates in a step whose processes do not run in lockstep: it could hang.
-
-    Raises:
-        UnsupportedModel: it does.
-    """
+    """Refuse a module that communicates in a step whose processes do not run in lockstep: it could hang."""
     what = communicates(module)
     if what is not None:
         raise UnsupportedModel(
@@ -163,11 +151,7 @@ def refuse_communication(module: nn.Module) -> None:
 
 
 def refuse_old_vmap(module: nn.Module) -> None:
-    """Refuse FSDP2 under torch.func in versions of torch whose hooks torch.func does not know.
-
-    Raises:
-        UnsupportedModel: this version of torch has others.
-    """
+    """Refuse FSDP2 under torch.func in versions of torch whose hooks torch.func does not know."""
     if not torch._C._functorch.maybe_current_level() or not fsdp_parts(module):
         return
     try:

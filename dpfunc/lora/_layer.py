@@ -87,14 +87,7 @@ def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tenso
 
 
 def initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[Tensor, Tensor]:
-    """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised.
-
-    Args:
-        layer: of which they are. key: folded for this layer. rank, init: see `LoRAConfig`.
-
-    Raises:
-        InvalidArgument: a rank above that of the weight, or a grouped convolution.
-    """
+    """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised."""
     shape_a, shape_b = _factor_shapes(layer, rank)
     weight = layer.get_parameter("weight")
     like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)

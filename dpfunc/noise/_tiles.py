@@ -104,11 +104,7 @@ def rows_of_a_tile(num_cols: int) -> int:
 
 
 def tiles(part: Window, size: int = TILE, columns: int = TILE_COLS) -> Iterator[Tile]:
-    """The tiles that a part of a matrix touches.
-
-    Args:
-        part: of a matrix. size: largest count of numbers in a tile. columns: largest width of a tile.
-    """
+    """The tiles that a part of a matrix touches."""
     wide = max(min(columns, part.num_cols), 1)
     high = size // wide
     in_a_row = math.ceil(part.num_cols / wide)

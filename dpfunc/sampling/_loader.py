@@ -182,12 +182,7 @@ def data_loader(
     prefetch_factor: int | None = None,
     multiprocessing_context: Any = None,
 ) -> DataLoader[Any]:
-    """The draws as batches; workers change neither their order nor their random numbers.
-
-    Args:
-        dataset: with a length and an index. draws: of the run. collate: of records.
-        num_workers, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context: as in torch.
-    """
+    """The draws as batches; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
     return DataLoader(

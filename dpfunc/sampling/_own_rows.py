@@ -84,14 +84,7 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
 
 
 def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
-    """Check that a record that was read with others is the same when it is read alone, but for its filling.
-
-    Args:
-        dataset: with `__getitems__`. index: of the record. record: as it was read. key: seeds the CPU generators.
-
-    Raises:
-        InvalidArgument: it differs, and reading it draws no random numbers.
-    """
+    """Check that a record that was read with others is the same when it is read alone, but for its filling."""
     with cpu_seeds(key):
         before = cpu_generators()
         (alone,) = dataset.__getitems__([index])
@@ -184,11 +177,7 @@ def _shorter_row(one: Tensor, shorter: Tensor) -> bool:
 
 
 def same(one: Any, other: Any, *, filled: bool = False) -> bool:
-    """True for records of equal contents, up to rounding; of objects of other classes only the class counts.
-
-    Args:
-        one, other: records, or parts of them. filled: rows and lists of numbers of the first may be filled up.
-    """
+    """True for records of equal contents, up to rounding; of objects of other classes only the class counts."""
     one, other = _as_tensor(one, filled), _as_tensor(other, filled)
     if isinstance(one, float) and isinstance(other, float):
         one, other = torch.tensor(one), torch.tensor(other)

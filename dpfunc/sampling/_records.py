@@ -60,9 +60,6 @@ def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:
     The records are spread over the set: that finds another order, split or version, and other preprocessing, but not a
     change between those it reads. What the batches hold counts, so records may be objects of any type.
 
-    Args:
-        dataset: with a length and an index. collate: list of records -> batch.
-
     Guarantees:
         tests/sampling/test_loader.py::test_another_order_has_another_name.
 
@@ -76,11 +73,7 @@ def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:
 
 
 def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
-    """Check that reading and collating can be repeated: a resumed run must repeat the steps that it has paid for.
-
-    Raises:
-        InvalidArgument: two readings differ.
-    """
+    """Check that reading and collating can be repeated: a resumed run must repeat the steps that it has paid for."""
 
     def once() -> str:
         with torch_seed(insecure_key(0), accelerators=False):
