@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dpfunc._utils.dtensor import Window
-from dpfunc.noise._tiles import rows_of_a_tile
+from dpfunc.noise._streams import rows_of_a_tile
 
 
 def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> dict[str, Window]:

@@ -15,8 +15,7 @@ from dpfunc._utils.digests import checksum
 from dpfunc._utils.dtensor import Window, on_parts
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument, StateReused
-from dpfunc.noise._streams import SOURCES, Source, standard_normal
-from dpfunc.noise._tiles import Part
+from dpfunc.noise._streams import SOURCES, Part, Source, standard_normal
 from dpfunc.noise.mechanism import Mechanism
 from dpfunc.rng import Key, check_key, check_process, fingerprint
 from dpfunc.types import Allocation, ClippedSum, Event, Schedule, schedule_at

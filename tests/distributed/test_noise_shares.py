@@ -13,7 +13,7 @@ from workers import run
 from dpfunc import noise
 from dpfunc.distributed._noise_shares import noise_windows, num_bands
 from dpfunc.errors import InvalidArgument
-from dpfunc.noise._tiles import TILE
+from dpfunc.noise._streams import TILE
 from dpfunc.rng import insecure_key
 from dpfunc.types import ClippedSum
 

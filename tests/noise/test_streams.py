@@ -17,8 +17,7 @@ from scipy import stats
 from dpfunc._utils.dtensor import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
-from dpfunc.noise._streams import philox_normal, secure_normal, standard_normal
-from dpfunc.noise._tiles import TILE, TILE_COLS, tile, tiles
+from dpfunc.noise._streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile, tiles
 from dpfunc.rng import fold_in, insecure_key
 
 KEY = insecure_key(0)

@@ -15,7 +15,7 @@ from randomgen import UserBitGenerator
 from scipy import stats
 
 from dpfunc.noise import _ziggurat as ziggurat
-from dpfunc.noise._tiles import TILE, Room, tile
+from dpfunc.noise._streams import TILE, Room, tile
 from dpfunc.noise._ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
 from dpfunc.rng import fold_in, insecure_key, stream
 
