@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dpfunc.functional import count_batchnorm, functionalize, replace_batchnorm, with_params
     from dpfunc.noise import add_gaussian
     from dpfunc.plan import Plan
+    from dpfunc.release import release_mean
     from dpfunc.rng import Key, fold_in, insecure_key, secure_key
     from dpfunc.state import StepState
     from dpfunc.step import make_dp_step
@@ -66,6 +67,7 @@ __all__ = [
     "make_dp_step",
     "noise",
     "recipes",
+    "release_mean",
     "remaining",
     "replace_batchnorm",
     "sampling",
@@ -84,6 +86,7 @@ _HOMES = {
     "functional": "count_batchnorm functionalize replace_batchnorm with_params",
     "noise": "add_gaussian",
     "plan": "Plan",
+    "release": "release_mean",
     "rng": "Key fold_in insecure_key secure_key",
     "state": "StepState",
     "step": "make_dp_step",

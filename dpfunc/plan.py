@@ -181,6 +181,7 @@ class Plan:
         expected_batch_size: float,
         num_steps: int,
         clip: ClipRule,
+        runs: int = 1,
         noise_schedule: Schedule | None = None,
         spent: Ledger | None = None,
         adjacency: Adjacency = "add_remove",
@@ -194,6 +195,8 @@ class Plan:
             epsilon: budget, > 0. delta: see `Plan`.
             dataset_size: number of records n. expected_batch_size: q n, so that q = expected_batch_size / n.
             num_steps, clip, adjacency, allocation, accountant, allow_large_delta: see `Plan`.
+            runs: number of runs that share the budget, one after the other, e.g. of a sweep: each begins with the
+                ledger of those before it, `dp_step.init(params, key, ledger=state.ledger)`. All may be published.
             noise_schedule: relative noise over the run; the result is this times one number.
             spent: what earlier phases on the same data have cost; the budget covers both, and a run begins with it.
 
@@ -210,6 +213,7 @@ class Plan:
         positive("epsilon", epsilon)
         sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
         before = spent or Ledger(adjacency=adjacency)
+        count = integer("runs", runs, minimum=1)
 
         def plan(scale: float, budget: float | None) -> Plan:
             noise = Schedule(tuple((n, scale * v) for n, v in noise_schedule.pieces)) if noise_schedule else scale
@@ -221,7 +225,7 @@ class Plan:
 
         plan(1.0, None)  # bad arguments are found before the search
         scale = calibrate(
-            lambda s: before.compose(plan(s, None).ledger()), epsilon=epsilon, delta=delta, method=accountant
+            lambda s: before.compose(*[plan(s, None).ledger()] * count), epsilon=epsilon, delta=delta, method=accountant
         )
         found = plan(scale, epsilon)
         if (advice := found.advice()) is not None:

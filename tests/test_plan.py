@@ -124,6 +124,19 @@ def test_budget_over_two_phases():
         dataclasses.replace(plan, spent=3.0)
 
 
+def test_runs_share_one_budget():
+    """Five runs, each with the ledger of those before it, use the budget up and no more; a sixth has no step left."""
+    plan = Plan.for_budget(**BUDGET, runs=5)
+    spent = Ledger()
+    for _ in range(5):
+        assert plan.step_limit(spent) == plan.num_steps
+        spent += plan.ledger()
+    assert 0.97 * 3.0 < spent.epsilon(1e-5).epsilon <= 3.0
+    assert plan.step_limit(spent) < plan.num_steps / 4
+    with pytest.raises(InvalidArgument, match="runs"):
+        Plan.for_budget(**BUDGET, runs=0)
+
+
 def test_budget_that_is_spent_already():
     with pytest.raises(UnreachableBudget):
         Plan.for_budget(**BUDGET, spent=Ledger((Event(1.0, 0.5, 20),)))

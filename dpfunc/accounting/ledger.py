@@ -67,6 +67,9 @@ class Ledger:
         """This ledger and the others together, see `compose`."""
         return compose(self, *others)
 
+    def __add__(self, other: Ledger) -> Ledger:
+        return compose(self, other)
+
     def epsilon(self, delta: float, method: str = "auto") -> Guarantee:
         """Compute the epsilon that this ledger costs at `delta`, see `dpfunc.accounting.epsilon`."""
         return epsilon(self, delta, method)
