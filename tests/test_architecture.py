@@ -24,6 +24,22 @@ def test_what_the_page_names_is_there():
     assert not [name for name in sorted(NAMES) if not paths(name) and name not in dpfunc.__all__]
 
 
+def test_the_page_about_rows_names_files_and_tests_that_are_there():
+    """docs/isolation.md: code in dpfunc/engines/, tests in tests/engines/."""
+    tests = Path(__file__).parent / "engines"
+    lines = (ROOT.parent / "docs" / "isolation.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.count(" | ") == 2 and ".py" in line]
+    assert len(rows) > 15
+    code = {name for _, column, _ in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", column)}
+    named = {name for *_, column in rows for name in re.findall(r"`([\w/]+\.py(?:::\w+)?)`", column)} - {
+        "tests/reference.py"
+    }
+    assert not [name for name in code if not (ROOT / "engines" / name).exists()]
+    for name in named:
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (tests / file).read_text(), name
+
+
 def test_every_file_has_its_place():
     named = {path for name in NAMES for path in paths(name)} - {ROOT / "engines", ROOT / "checkpoint"}
     missing = [
