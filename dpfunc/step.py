@@ -174,7 +174,8 @@ class DPStep:
         self, released: dict[str, Tensor], state: StepState, after: StepState, params: Params, unreleased: Unreleased
     ) -> None:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
-        lost = ~torch.isfinite(unreleased.norms_BG).all(1).any() & bool(len(unreleased.norms_BG))
+        norms_BG = unreleased.norms_BG
+        lost = ~(torch.isfinite(norms_BG).all(1) & norms_BG.any(1)).any() & bool(len(norms_BG))
         digest, all_lost = digest_of_all(released, params, self.ranks, lost)
         with one_release(state):
             with together(self.ranks, StepAborted(_ABORTED)):

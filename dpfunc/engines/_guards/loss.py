@@ -14,17 +14,21 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines._guards.lockstep import in_lockstep
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
 
-def check_depends(depends: bool) -> None:
-    """Check that the loss depends on a parameter, and not on other tensors of the same values.
+def check_depends(depends: bool, *, told: bool) -> None:
+    """Check that a loss depends on a parameter, or that Python was told numbers: they may have left all of them out.
+
+    A row whose branch skips each trained layer (LayerDrop) has a gradient of zero. In lockstep that is an error as
+    well, since the others wait for the backward pass.
 
     Raises:
-        InvalidArgument: it does not.
+        InvalidArgument: it uses no parameter, or other tensors of the same values.
     """
-    if not depends:
+    if not depends and (not told or in_lockstep()):
         raise InvalidArgument(
             "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
             "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
@@ -32,11 +36,11 @@ def check_depends(depends: bool) -> None:
         )
 
 
-def check_differentiable(losses: object, num_samples: int) -> None:
-    """Check that there is one loss a sample, of floating dtype, and that it depends on the parameters.
+def check_losses(losses: object, num_samples: int) -> Tensor:
+    """The losses, if there is one for each sample, of floating dtype.
 
     Raises:
-        InvalidArgument: another type, shape or dtype, or no gradient.
+        InvalidArgument: another type, shape or dtype.
     """
     hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
     if not isinstance(losses, Tensor):
@@ -53,7 +57,7 @@ def check_differentiable(losses: object, num_samples: int) -> None:
         )
     if not losses.is_floating_point():
         raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
-    check_depends(losses.requires_grad)
+    return losses
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
