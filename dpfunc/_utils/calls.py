@@ -27,9 +27,9 @@ _UNCHANGED = (
 )
 _WITHOUT_GRADIENT = (
     "In this step and an earlier one no record of this process had a finite gradient other than zero: budget is "
-    "spent, and only noise released. Look for NaN and inf in inputs, labels and the loss (log, division, masks), and for "
-    "a loss that leaves out the params it is given. This warning was computed from private data: it reveals this about "
-    "two batches, and no noise protects that. Do not publish it."
+    "spent, and only noise released. Look for NaN and inf in inputs, labels and the loss (log, division, masks), and "
+    "for a loss that leaves out the params it is given. This warning was computed from private data: it reveals this "
+    "about two batches, and no noise protects that. Do not publish it."
 )
 _logger = logging.getLogger("dpfunc.step")
 
