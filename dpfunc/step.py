@@ -14,14 +14,13 @@ from dpfunc._utils.calls import Calls
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
-from dpfunc.batches import batch_size
+from dpfunc.batches import batch_size, check_named, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import is_writer, together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.launch import check_ranks
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.parameters import check_named, refuse_narrow_range
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
