@@ -120,7 +120,7 @@ class RowAlone(TorchFunctionMode):
 
     def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in RANDOM and kwargs.get("generator") is None and functorch.peek_interpreter_stack() is None:
-            found = random_operation(_only, self.draws, func, args, kwargs)
+            found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
         parts = partial(_recurrent, func) if func in RECURRENT and _has_dropout(args) else opened(func)
@@ -128,10 +128,6 @@ class RowAlone(TorchFunctionMode):
             return func(*args, **kwargs)
         with self:
             return parts(*args, **kwargs)
-
-
-def _only(values_1: Tensor) -> Tensor:
-    return values_1[0]
 
 
 def _has_dropout(args: Sequence[Any]) -> bool:

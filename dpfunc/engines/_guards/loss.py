@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -85,30 +84,41 @@ def refuse_reentrant(inputs: object, output: object) -> None:
 
 
 @contextmanager
-def parameters_unchanged(params: Params) -> Iterator[None]:
-    """Inside, refuse writes into parameters: engines and callers share their memory.
-
-    Raises:
-        UnsupportedModel: the loss wrote into a parameter.
-    """
-    before = {name: param._version for name, param in params.items()}
+def unwritten(tensors: Mapping[str, Tensor], refuse: Callable[[Sequence[str]], None]) -> Iterator[None]:
+    """Inside, tensors are not written in place: `refuse` gets the names of those that were."""
+    before = {name: tensor._version for name, tensor in tensors.items()}
     yield
-    written = [name for name, param in params.items() if param._version != before[name]]
+    written = [name for name, version in before.items() if tensors[name]._version != version]
     if written:
-        raise UnsupportedModel(
-            f"The loss writes into the parameters {shorten(written)}. Use out-of-place operations. If it has kept "
-            "parameters of its own and written into those, they are overwritten: start again from the last checkpoint."
-        )
+        refuse(written)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def parameters_unchanged(params: Params) -> AbstractContextManager[None]:
+    """Inside, refuse writes into parameters: engines and callers share their memory."""
+    return unwritten(params, _refuse_written)
+
+
+def _refuse_written(names: Sequence[str]) -> None:
+    raise UnsupportedModel(
+        f"The loss writes into the parameters {shorten(names)}. Use out-of-place operations. If it has kept parameters "
+        "of its own and written into those, they are overwritten: start again from the last checkpoint."
+    )
+
+
+def refuse_written_buffers(names: Sequence[str]) -> None:
+    """Refuse a forward pass that writes into buffers."""
+    raise UnsupportedModel(
+        f"The forward pass writes into the buffers {shorten(names)}: samples would influence each other. Use "
+        "model.eval(), or replace the layer."
+    )
+
+
+def uncompiled() -> AbstractContextManager[None]:
     """Inside, what the user has compiled by `torch.compile` runs without compilation: a step sees each operation."""
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled, and torch's compiler stays unloaded
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return nullcontext()
+    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 # Parts of torch's messages about code that a step cannot follow -> advice.
@@ -154,32 +164,20 @@ def unfollowed_code_is_an_error() -> Iterator[None]:
 
 # Gradient checkpointing runs parts of the forward pass again inside of the backward pass, with whatever a module holds
 # then: tensors that were swapped into it stay until the backward pass is done.
-_open: ContextVar[Scope | None] = ContextVar("dpfunc_backward_scope", default=None)
-
-
-@dataclass
-class Scope:
-    """Contexts that stay entered until the backward pass is done."""
-
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    def hold(self, swap: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter a context now, and leave it when the backward pass is done."""
-        self.stack.enter_context(swap())
+_open: ContextVar[ExitStack | None] = ContextVar("dpfunc_until_backward", default=None)
 
 
 @contextmanager
 def backward_inside() -> Iterator[None]:
-    """Inside, `until_backward()` gives a scope that is unwound when the block ends."""
-    scope = Scope()
-    with scope.stack:
-        token = _open.set(scope)
+    """Inside, what is entered into the stack of `until_backward()` is left when the block ends."""
+    with ExitStack() as stack:
+        token = _open.set(stack)
         try:
             yield
         finally:
             _open.reset(token)
 
 
-def until_backward() -> Scope | None:
-    """Scope of the engine that is running, or None."""
+def until_backward() -> ExitStack | None:
+    """Contexts that the engine that is running leaves after its backward pass; None outside of engines."""
     return _open.get()
