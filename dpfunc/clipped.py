@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_microbatch
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, pad_rows, rows, signature
+from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
 from dpfunc.distributed._reduce import full_norms, zeros
@@ -30,7 +30,6 @@ from dpfunc.engines._guards.audit import Audits, audit, credited_by
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.lockstep import in_lockstep
 from dpfunc.engines._guards.loss import uncompiled, unfollowed_code_is_an_error
-from dpfunc.engines._guards.parameters import check_params
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size

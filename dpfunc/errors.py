@@ -56,7 +56,7 @@ class OutOfMemory(DPFuncError, RuntimeError, MemoryError):
 
 
 class NoGradientWarning(UserWarning):
-    """No record of several batches had a finite gradient: budget was spent on noise. Computed from private data."""
+    """Several batches had no finite gradient but zero: budget was spent on noise. Computed from private data."""
 
 
 class NoiseWarning(UserWarning):

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from dpfunc._utils.digests import digest, in_hex
 from dpfunc._utils.validation import fail, integer, warn, wrong_type
 from dpfunc.accounting import Ledger
+from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.parameters import check_params, refuse_narrow_range
 from dpfunc.errors import (
     BudgetExhausted,
     CheckpointError,

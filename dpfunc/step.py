@@ -14,14 +14,13 @@ from dpfunc._utils.calls import Calls
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
-from dpfunc.batches import batch_size
+from dpfunc.batches import batch_size, check_named, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import is_writer, together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.launch import check_ranks
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.parameters import check_named, refuse_narrow_range
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
@@ -174,7 +173,8 @@ class DPStep:
         self, released: dict[str, Tensor], state: StepState, after: StepState, params: Params, unreleased: Unreleased
     ) -> None:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
-        lost = ~torch.isfinite(unreleased.norms_BG).all(1).any() & bool(len(unreleased.norms_BG))
+        norms_BG = unreleased.norms_BG
+        lost = ~(torch.isfinite(norms_BG).all(1) & norms_BG.any(1)).any() & bool(len(norms_BG))
         digest, all_lost = digest_of_all(released, params, self.ranks, lost)
         with one_release(state):
             with together(self.ranks, StepAborted(_ABORTED)):

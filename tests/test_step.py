@@ -534,6 +534,17 @@ def test_steps_without_a_finite_gradient_are_said(name):
         assert lost_steps(batches, engine) == expected, engine
 
 
+def test_steps_whose_branches_leave_out_the_params_are_said():
+    """A gradient of zero is right for LayerDrop, and is what a loss of the model's own parameters gives as well."""
+    loss_fn = lambda p, b: (
+        (b["head.weight"] * (p["head.weight"] if b["head.weight"].isnan().any() else 1)).flatten(1).sum(1)
+    )
+    dp_step = make_dp_step(loss_fn, plan(), verify_batch=False)
+    _, state, _ = dp_step(params(), GOOD, dp_step.init(params(), secure_key()))
+    with pytest.raises(NoGradientWarning, match="leaves out the params"):  # an error in tests
+        dp_step(params(), GOOD, state)
+
+
 def test_as_an_error_the_warning_costs_no_step():
     dp_step = make_dp_step(linear_loss, plan(), verify_batch=False)
     state = dp_step.init(params(), secure_key())

@@ -26,9 +26,10 @@ _UNCHANGED = (
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
 )
 _WITHOUT_GRADIENT = (
-    "In this step and an earlier one no record of this process had a finite gradient: budget is spent, and only noise "
-    "released. Look for NaN and inf in inputs, labels and the loss (log, division, masks). This warning was computed "
-    "from private data: it reveals this about two batches, and no noise protects that. Do not publish it."
+    "In this step and an earlier one no record of this process had a finite gradient other than zero: budget is "
+    "spent, and only noise released. Look for NaN and inf in inputs, labels and the loss (log, division, masks), and "
+    "for a loss that leaves out the params it is given. This warning was computed from private data: it reveals this "
+    "about two batches, and no noise protects that. Do not publish it."
 )
 _logger = logging.getLogger("dpfunc.step")
 
@@ -84,7 +85,7 @@ class Calls:
             _logger.warning(_UNCHANGED)
 
     def warn_if_lost(self, without_gradient: bool) -> None:
-        """Warn of the second step whose batch had records, none of them with a finite gradient."""
+        """Warn of the second step whose batch had records, none of them with a finite gradient other than zero."""
         if without_gradient and self._without_gradient == 1:
             warn(_WITHOUT_GRADIENT, NoGradientWarning)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,11 +11,20 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.digests import checksum, checksum_and_marks, digest, in_hex
 from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
-from dpfunc.batches import batch_size, pad_rows, signature, tree_map
+from dpfunc._utils.validation import shorten
+from dpfunc.batches import (
+    batch_size,
+    check_finite,
+    not_finite,
+    pad_rows,
+    refuse_not_finite,
+    signature,
+    suspicious,
+    tree_map,
+)
 from dpfunc.distributed._object_collectives import any_rank, gathered_rows
 from dpfunc.distributed._reduce import check_placements, in_step
 from dpfunc.distributed.ranks import Ranks, is_sharded_over
-from dpfunc.engines._guards.parameters import check_finite, not_finite, refuse_not_finite, refuse_sums, suspicious
 from dpfunc.errors import InvalidArgument, RankMismatch, StepAborted
 from dpfunc.types import Batch, Params
 
@@ -268,8 +278,26 @@ def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: T
         if ranks is not None and any(is_dtensor(value) for value in released.values()):
             own = _over_all(own, ranks)
         if own == _SPOILED:
-            refuse_sums(names)
+            _refuse_sums(names)
     return in_hex(own), marked
+
+
+def _refuse_sums(names: Sequence[str]) -> NoReturn:
+    """Refuse sums with a number that is not finite, which noise does not hide.
+
+    Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
+    they meet very small ones, can overflow.
+
+    Args:
+        names: of the parameters; none where another process has the part.
+    """
+    where = shorten(names) or "the part of another process"
+    raise InvalidArgument(
+        f"Expected finite sums of clipped gradients, got NaN or inf in {where}. "
+        "A sample has numbers so large, beside others so small, that their products cannot be computed in float32. "
+        "Bring inputs and losses to ordinary sizes in the data set, with numbers that are public (a value such as 1e30 "
+        "often stands for a missing one). Nothing was released and nothing was spent."
+    )
 
 
 def _over_all(own: int, ranks: Ranks) -> int:

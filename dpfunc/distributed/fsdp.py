@@ -9,10 +9,9 @@ soon as it is computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._ghost import Ghost
 from dpfunc.engines._guards.lockstep import is_independent
-from dpfunc.engines._guards.loss import until_backward
+from dpfunc.engines._guards.loss import refuse_written_buffers, until_backward, unwritten
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
@@ -251,8 +250,8 @@ class ManagedForward:
         """The module's output with these parameters."""
         if is_independent():
             refuse_communication(self.module)
-        scope = until_backward()
-        if scope is not None and not self._stands_for(params):
+        stack = until_backward()
+        if stack is not None and not self._stands_for(params):
             raise UnsupportedModel(
                 "Parameters that fully_shard manages have no per-sample gradients in this engine. Use the engine and "
                 "the ranks that functionalize_managed returned."
@@ -261,9 +260,9 @@ class ManagedForward:
         refuse_unsupported(self.module, checkpointing=True)
         if all(is_dtensor(param) for param in params.values()):
             self.write(params)
-        with _buffers_unchanged(self.module):
-            if scope is not None:
-                scope.hold(partial(recovered, self.module))
+        with unwritten(dict(self.module.named_buffers()), refuse_written_buffers):
+            if stack is not None:
+                stack.enter_context(recovered(self.module))
                 return self.module(*args, **kwargs)
             with recovered(self.module):
                 return self.module(*args, **kwargs)
@@ -293,22 +292,6 @@ class ManagedForward:
         if found.keys() != self.parts.keys() or any(is_dtensor(tensor) for tensor in found.values()):
             raise UnsupportedModel("This version of torch does not show the gathered parameters of fully_shard.")
         return {name: found[name] for name in self.parts}
-
-
-@contextmanager
-def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
-    """Refuse forward passes inside that write into buffers.
-
-    Raises:
-        UnsupportedModel: the forward pass wrote into one.
-    """
-    before = {name: buffer._version for name, buffer in module.named_buffers()}
-    yield
-    written = [name for name, buffer in module.named_buffers() if buffer._version != before[name]]
-    if written:
-        raise UnsupportedModel(
-            f"The forward pass writes into the buffers {shorten(written)}: samples would influence each other."
-        )
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:
 
 def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Gradients of a loss. `torch.autograd.grad` would switch modes off, and lose what is computed again inside."""
+    if not loss.requires_grad:
+        return (None,) * len(inputs)
     found: Sequence[Tensor | None] = _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )

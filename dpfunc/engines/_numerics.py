@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,49 +48,37 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[None]:
-    """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        torch.set_float32_matmul_precision("highest")
+def _precision(
+    device: torch.device, products: str, tf32: bool, autocast: bool, dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    before, kind = torch.get_float32_matmul_precision(), device.type
+    cast = torch.autocast(kind, dtype, autocast) if autocast or torch.is_autocast_enabled(kind) else nullcontext()
+    if before != products:
+        torch.set_float32_matmul_precision(products)
     try:
-        with ExitStack() as stack:
-            if device.type == "cuda":
-                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
-            if torch.is_autocast_enabled(device.type):
-                stack.enter_context(torch.autocast(device.type, enabled=False))
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32) if kind == "cuda" else nullcontext(), cast:
             yield
     finally:
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)
+        if before != products:
+            torch.set_float32_matmul_precision(before)
+
+
+def exact(device: torch.device) -> AbstractContextManager[None]:
+    """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
+    return _precision(device, "highest", tf32=False, autocast=False)
 
 
 def is_exact(device: torch.device) -> bool:
     """True if products are not shortened anyway, and `exact` would change nothing."""
-    return (
-        device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-        and torch.get_float32_matmul_precision() == "highest"
-    )
+    cast = torch.is_autocast_enabled("cpu")
+    return device.type == "cpu" and not cast and torch.get_float32_matmul_precision() == "highest"
 
 
 def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Function that gives contexts with the autocast and the products that are chosen now."""
     kind, products, tf32 = device.type, torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(products)
-        try:
-            flags = torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32) if kind == "cuda" else nullcontext()
-            with flags, torch.autocast(kind, dtype, enabled):
-                yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-    return again
+    autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: _precision(device, products, tf32, autocast, dtype)
 
 
 def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

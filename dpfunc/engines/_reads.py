@@ -99,7 +99,7 @@ class Pass(TorchFunctionMode):
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
-        self.in_backward = self.is_exact = False
+        self.in_backward = self.is_exact = self.told = False
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -130,6 +130,7 @@ class Pass(TorchFunctionMode):
         """End the pass before Python learns anything of the rows, if what the loss keeps was not noted before it."""
         if not self.watched:
             self.stop(FirstRead(read))
+        self.told = True
 
     def expect(self, names: Iterable[str]) -> None:
         """Count uses of parameters whose gradients will come."""

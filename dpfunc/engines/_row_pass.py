@@ -28,7 +28,7 @@ from dpfunc.engines._guards.kept_state import (
     refuse_undeclared,
 )
 from dpfunc.engines._guards.lockstep import told_of_transforms
-from dpfunc.engines._guards.loss import backward_inside, check_differentiable, refuse_reentrant
+from dpfunc.engines._guards.loss import backward_inside, check_depends, check_losses, refuse_reentrant
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
     Below,
@@ -344,7 +344,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                     raise mode.stopped
                 mode.begin_backward(losses_1)
                 with torch._C.DisableTorchFunction():
-                    check_differentiable(losses_1, 1)
+                    check_depends(check_losses(losses_1, 1).requires_grad, told=mode.told)
                     if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                         refuse_reentrant((), losses_1)
                     loss = losses_1.sum()

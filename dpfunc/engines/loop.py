@@ -32,7 +32,7 @@ from dpfunc.engines._guards.lockstep import in_lockstep, on_any_process, refused
 from dpfunc.engines._guards.loss import (
     backward_inside,
     check_depends,
-    check_differentiable,
+    check_losses,
     parameters_unchanged,
     refuse_reentrant,
     uncompiled,
@@ -66,12 +66,13 @@ class Alone(NamedTuple):
 
     Args:
         losses_1: its loss (1,). grads: name -> gradient of each parameter that it uses, on this rank. coarse: there
-            were numbers of 16 bits. told: Python was told numbers of the row.
+            were numbers of 16 bits. asked: Python asked for numbers of tensors. told: they were of the row.
     """
 
     losses_1: Tensor
     grads: dict[str, Tensor]
     coarse: bool
+    asked: bool
     told: bool
 
 
@@ -90,7 +91,7 @@ class RowAlone(TorchFunctionMode):
     def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
         super().__init__()
         self.memory, self.draws, self.allowed = RowMemory(), OwnDraws([position]), allowed
-        self.coarse = self.told = False
+        self.coarse = self.asked = self.told = False
         self.memory.note(pytree.tree_leaves(row))
 
     def __torch_function__(
@@ -108,6 +109,7 @@ class RowAlone(TorchFunctionMode):
         return found
 
     def _tell(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.asked = True
         if not any(isinstance(value, Tensor) and self.memory.depends(value) for value in args):
             return
         self.told = True
@@ -118,7 +120,7 @@ class RowAlone(TorchFunctionMode):
 
     def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in RANDOM and kwargs.get("generator") is None and functorch.peek_interpreter_stack() is None:
-            found = random_operation(_only, self.draws, func, args, kwargs)
+            found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
         parts = partial(_recurrent, func) if func in RECURRENT and _has_dropout(args) else opened(func)
@@ -126,10 +128,6 @@ class RowAlone(TorchFunctionMode):
             return func(*args, **kwargs)
         with self:
             return parts(*args, **kwargs)
-
-
-def _only(values_1: Tensor) -> Tensor:
-    return values_1[0]
 
 
 def _has_dropout(args: Sequence[Any]) -> bool:
@@ -177,26 +175,32 @@ def loop() -> Loop:
 
 
 @unfollowed_code_is_an_error()
-def rows_alone(loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSample:
-    """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
+def rows_alone(
+    loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int], *, read: bool = False
+) -> PerSample:
+    """Gradients of rows at these positions of the batch, one after the other; see `loop`.
+
+    Args:
+        read: Python has been told numbers of these rows, or others of the batch, before.
+    """
     refuse_kept(loss_fn)
     num_samples = batch_size(batch)
     recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
     parts = {name: local(param.detach()) for name, param in params.items()}
     grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
     before = state_before(loss_fn, params, rows(batch, 0, 1)) if num_samples else ()
-    losses, reached, told = list[Tensor](), not num_samples, False
+    losses, reached, asked, told = list[Tensor](), not num_samples, read, False
     for row, position in enumerate(positions):
         torch.default_generator.set_state(seed)
         alone = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
-        reached, told = reached or bool(alone.grads), told or alone.told
+        reached, asked, told = reached or bool(alone.grads), asked or alone.asked, told or alone.told
         losses.append(alone.losses_1)
         _keep(grads_B, row, alone.grads)
         # what one row changes, another could change back; what no row decides changes at the first call, or never
         if (alone.told or not row) and not in_lockstep():
             torch.default_generator.set_state(seed)  # a seed that the loss has set is no state: each row begins anew
             refuse_counting(loss_fn, before)
-    check_depends(reached)
+    check_depends(reached, told=asked)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)
     result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
@@ -241,15 +245,14 @@ def row_gradients(
     leaves, mode = _copies(params), RowAlone(row, position)
     with parameters_unchanged(leaves), _inside(mode, recorder):
         losses_1 = loss_fn(leaves, row)
-        check_differentiable(losses_1, 1)
-        refuse_reentrant((), losses_1)
+        refuse_reentrant((), check_losses(losses_1, 1))
         grads = run_backward(losses_1.sum(), tuple(leaves.values()))
     used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     local_grads = {
         name: local_like(grad.to_dense() if grad.is_sparse else grad, params[name]).detach()
         for name, grad in used.items()
     }
-    return Alone(losses_1.detach(), local_grads, mode.coarse, mode.told)
+    return Alone(losses_1.detach(), local_grads, mode.coarse, mode.asked, mode.told)
 
 
 def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> None:

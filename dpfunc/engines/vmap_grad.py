@@ -219,13 +219,13 @@ class VmapGrad:
         In lockstep all processes run as many.
         """
         if self.source is None and any(is_dtensor(param) for param in every.params.values()):
-            return [self._by_loop(every, calls.seed, "parameters are split over processes (tensor parallel)")], ""
+            return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""
         while on_any_process(bool(todo)):
             if passes == _MAX_PASSES:
                 rest = every.positions if in_lockstep() else [row for places in todo for row in places]
-                last = self._by_loop(every.some(rest), calls.seed, f"rows do not agree on what Python reads ({read})")
+                last = self._by_loop(every.some(rest), calls, f"rows do not agree on what Python reads ({read})")
                 return [last] if in_lockstep() else [*done, last], read
             counted, places = bool(todo), todo.pop() if todo else [0]
             rows, passes = every.some(places), passes + 1
@@ -233,8 +233,8 @@ class VmapGrad:
                 found = self._try(rows, calls)
             except Alone as stop:
                 if in_lockstep():
-                    return [self._by_loop(every, calls.seed, str(stop))], read
-                done.append(self._by_loop(rows, calls.seed, str(stop)))
+                    return [self._by_loop(every, calls, str(stop))], read
+                done.append(self._by_loop(rows, calls, str(stop)))
                 continue
             if isinstance(found, Diverged):
                 todo += [[places[place] for place in group] for group in found.groups] if counted else []
@@ -361,10 +361,11 @@ class VmapGrad:
         with below_both(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
             return self.source.reduced(name, total)
 
-    def _by_loop(self, rows: Rows, seed: Tensor, reason: str) -> _Part:
-        torch.default_generator.set_state(seed)
+    def _by_loop(self, rows: Rows, calls: _Calls, reason: str) -> _Part:
+        torch.default_generator.set_state(calls.seed)
+        positions = positions_of(rows.positions)
         try:
-            found = rows_alone(rows.loss_fn, rows.params, rows.batch, positions_of(rows.positions))
+            found = rows_alone(rows.loss_fn, rows.params, rows.batch, positions, read=bool(calls.read))
         except DPFuncError:
             raise
         except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,13 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc._utils.validation import shorten
 from dpfunc.engines._guards.lockstep import initialized, is_independent
-from dpfunc.engines._guards.loss import Scope, refuse_reentrant, unfollowed_code_is_an_error, until_backward
+from dpfunc.engines._guards.loss import (
+    refuse_reentrant,
+    refuse_written_buffers,
+    unfollowed_code_is_an_error,
+    until_backward,
+    unwritten,
+)
 from dpfunc.engines._levels import inside
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import (
@@ -58,9 +64,9 @@ class Forward:
         if is_independent() and initialized():
             refuse_communication(self.module)
         refuse_swapped(self.module, (*self.shapes, *self.frozen))  # sharded since it was functionalized
-        scope = until_backward()
-        if scope is not None:
-            return self._run_until_backward(scope, params, args, kwargs)
+        stack = until_backward()
+        if stack is not None:
+            return self._run_until_backward(stack, params, args, kwargs)
         refuse_unsupported(self.module)
         refuse_old_vmap(self.module)
         with (
@@ -74,12 +80,14 @@ class Forward:
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
 
-    def _run_until_backward(self, scope: Scope, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_until_backward(
+        self, stack: ExitStack, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
         needs them when it repeats parts of the forward pass."""
         refuse_unsupported(self.module, checkpointing=True)
         with self._writing_is_an_error():
-            scope.hold(lambda: self._swapped(params))
+            stack.enter_context(self._swapped(params))
             with _put_back(self.module):
                 return self.module(*args, **kwargs)
 
@@ -104,9 +112,9 @@ class Forward:
 
     @contextmanager
     def _writing_is_an_error(self) -> Iterator[None]:
-        before = {name: buffer._version for name, buffer in self.buffers.items()}
         try:
-            yield
+            with unwritten(self.buffers, self._refuse_written):
+                yield
         except RuntimeError as error:
             if "mutate a captured Tensor" in str(error):  # torch.func stops a write before it happens
                 raise UnsupportedModel(
@@ -114,11 +122,12 @@ class Forward:
                     f"probably a buffer: [{shorten(list(self.buffers))}]. Use model.eval(), or replace the layer."
                 ) from error
             raise
-        written = [name for name, buffer in self.buffers.items() if buffer._version != before[name]]
-        own = dict(self.module.named_buffers()) if written else {}
-        for name in written:
+
+    def _refuse_written(self, names: Sequence[str]) -> None:
+        own = dict(self.module.named_buffers())
+        for name in names:
             self.buffers[name].copy_(own[name])
-        _refuse_written(written)
+        refuse_written_buffers(names)
 
 
 @contextmanager
@@ -148,15 +157,9 @@ def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) 
     """Refuse a call in which another tensor was put into a place: `after` has what was found there at its end."""
     other = {place: tensor for place, tensor in before.items() if after[place] is not tensor}
     # a level gives `buffer.to(device)` as another object with the same tensor inside
-    _refuse_written([place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)])
-
-
-def _refuse_written(names: Sequence[str]) -> None:
-    if names:
-        raise UnsupportedModel(
-            f"The forward pass writes into the buffers {shorten(names)}: samples would influence each other. Use "
-            "model.eval(), or replace the layer."
-        )
+    replaced = [place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)]
+    if replaced:
+        refuse_written_buffers(replaced)
 
 
 class Functional(NamedTuple):

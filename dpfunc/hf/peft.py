@@ -137,6 +137,11 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
         raise UnsupportedModel(
             "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None."
         )
+    if getattr(config, "target_parameters", None):
+        raise UnsupportedModel(
+            "LoRA of parameters (target_parameters) registers a parametrization in each forward pass, which sets the "
+            "memory of the weight (Tensor.set_), and torch's transforms take no such write. Use target_modules."
+        )
     start = getattr(config, "init_lora_weights", True)
     if start in _LOOK_AT_DATA and not initialized_on_public_data:
         raise InvalidArgument(

@@ -238,6 +238,7 @@ REFUSED = {
         UnsupportedModel, "by the gradients of the batch",
     ),
     "EVA": (lambda: says(adapted("LoRA"), init_lora_weights="eva"), InvalidArgument, "initialized_on_public_data"),
+    "parameters": (lambda: says(adapted("LoRA"), target_parameters=["weight"]), UnsupportedModel, "Use target_modules"),
     "VeLoRA": (lambda: says(adapted("LoRA"), velora_config=object()), UnsupportedModel, "averages over the batch"),
 }  # fmt: skip
 

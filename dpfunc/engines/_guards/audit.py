@@ -6,8 +6,8 @@ gradient, what a loss keeps from call to call, operations that torch computes ot
 
 from __future__ import annotations
 
-import itertools
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,26 +83,13 @@ class Audits:
         Args:
             key: of the step; nobody can predict what is drawn from it. batch, seconds: of the step.
         """
-        source = secure_key() if key is None else fold_in(key, "audit")
+        chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)
         count = batch_size(batch)
-        wanted = self.due(count, seconds, _number(fold_in(source, "due")) / 2**64)
+        wanted = self.due(count, seconds, chance.random())
         start = time.perf_counter()
-        yield _random_rows(source, count, wanted)
+        yield chance.sample(range(count), wanted)
         if wanted:
             self.row_seconds = (time.perf_counter() - start) / wanted
-
-
-def _number(key: Key) -> int:
-    return int.from_bytes(key.secret[:8], "little")
-
-
-def _random_rows(source: Key, count: int, wanted: int) -> list[int]:
-    """Rows of a batch, drawn from the key without replacement."""
-    chosen: dict[int, None] = {}
-    draws = (_number(fold_in(source, number)) % count for number in itertools.count())
-    while len(chosen) < wanted:
-        chosen[next(draws)] = None
-    return list(chosen)
 
 
 @dataclass(frozen=True)

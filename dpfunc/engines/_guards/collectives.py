@@ -8,8 +8,8 @@ that hold parts of the same layers have the same records, and must agree in loss
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -136,14 +136,9 @@ class CollectiveRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def own_only(recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+def own_only(recorder: CollectiveRecorder | None = None) -> AbstractContextManager[Any]:
     """Inside, a loss that communicates by itself is an error. No effect without ranks."""
-    if not initialized():
-        yield
-        return
-    with CollectiveRecorder() if recorder is None else recorder:
-        yield
+    return (recorder or CollectiveRecorder()) if initialized() else nullcontext()
 
 
 def check_replicated(

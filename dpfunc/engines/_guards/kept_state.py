@@ -22,7 +22,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -34,7 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines._levels import inside, is_dead, is_gone
+from dpfunc.engines._levels import inside, is_gone
 from dpfunc.errors import UnsupportedModel
 
 _MAX_OBJECTS = 100_000
@@ -174,7 +183,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _reached(function: Any) -> Iterable[Any]:
     """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
-    found = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    found = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
     names, todo = sorted(_names(function.__code__)), [] if _of_library(function) else [function.__globals__]
     for scope in todo:  # modules that it names, with their names
         here = [scope[name] for name in names if name in scope]
@@ -182,6 +191,9 @@ def _reached(function: Any) -> Iterable[Any]:
         own = [vars(value) for value in here if isinstance(value, ModuleType) and not _of_library(value)]
         todo += [other for other in own if not any(other is known for known in todo)]
     return (*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+_EMPTY = CellType()  # compared by being empty alone
 
 
 def _frame(generator: Any) -> Iterable[Any]:
@@ -211,13 +223,6 @@ _INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
     ((ContextVar,), lambda value: (value.get(None),)),
     ((type,), lambda value: value.__bases__),
 )
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None or True
-    except ValueError:
-        return False
 
 
 # Losses that have kept something; no result depends on it.
@@ -313,21 +318,12 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         UnsupportedModel: there is one among the arguments.
     """
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            if is_dead(value) or _earlier:
-                _refuse(value)
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                if isinstance(part, Tensor) and (is_dead(part) or _earlier):
-                    _refuse(part)
-
-
-def _refuse(tensor: Tensor) -> None:
-    if is_gone(tensor) or _is_earlier(tensor):
-        raise UnsupportedModel(
-            "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach this one. "
-            "Compute each loss from its own row and the parameters alone."
-        )
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, Tensor) and (is_gone(part) or (_earlier and _is_earlier(part))):
+                raise UnsupportedModel(
+                    "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
+                    "this one. Compute each loss from its own row and the parameters alone."
+                )
 
 
 def _is_earlier(tensor: Tensor) -> bool:

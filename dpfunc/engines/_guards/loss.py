@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,17 +13,21 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines._guards.lockstep import in_lockstep
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
 
-def check_depends(depends: bool) -> None:
-    """Check that the loss depends on a parameter, and not on other tensors of the same values.
+def check_depends(depends: bool, *, told: bool) -> None:
+    """Check that a loss depends on a parameter, or that Python was told numbers: they may have left all of them out.
+
+    A row whose branch skips each trained layer (LayerDrop) has a gradient of zero. In lockstep that is an error as
+    well, since the others wait for the backward pass.
 
     Raises:
-        InvalidArgument: it does not.
+        InvalidArgument: it uses no parameter, or other tensors of the same values.
     """
-    if not depends:
+    if not depends and (not told or in_lockstep()):
         raise InvalidArgument(
             "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
             "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
@@ -32,11 +35,11 @@ def check_depends(depends: bool) -> None:
         )
 
 
-def check_differentiable(losses: object, num_samples: int) -> None:
-    """Check that there is one loss a sample, of floating dtype, and that it depends on the parameters.
+def check_losses(losses: object, num_samples: int) -> Tensor:
+    """The losses, if there is one for each sample, of floating dtype.
 
     Raises:
-        InvalidArgument: another type, shape or dtype, or no gradient.
+        InvalidArgument: another type, shape or dtype.
     """
     hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
     if not isinstance(losses, Tensor):
@@ -53,7 +56,7 @@ def check_differentiable(losses: object, num_samples: int) -> None:
         )
     if not losses.is_floating_point():
         raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
-    check_depends(losses.requires_grad)
+    return losses
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
@@ -81,30 +84,41 @@ def refuse_reentrant(inputs: object, output: object) -> None:
 
 
 @contextmanager
-def parameters_unchanged(params: Params) -> Iterator[None]:
-    """Inside, refuse writes into parameters: engines and callers share their memory.
-
-    Raises:
-        UnsupportedModel: the loss wrote into a parameter.
-    """
-    before = {name: param._version for name, param in params.items()}
+def unwritten(tensors: Mapping[str, Tensor], refuse: Callable[[Sequence[str]], None]) -> Iterator[None]:
+    """Inside, tensors are not written in place: `refuse` gets the names of those that were."""
+    before = {name: tensor._version for name, tensor in tensors.items()}
     yield
-    written = [name for name, param in params.items() if param._version != before[name]]
+    written = [name for name, version in before.items() if tensors[name]._version != version]
     if written:
-        raise UnsupportedModel(
-            f"The loss writes into the parameters {shorten(written)}. Use out-of-place operations. If it has kept "
-            "parameters of its own and written into those, they are overwritten: start again from the last checkpoint."
-        )
+        refuse(written)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def parameters_unchanged(params: Params) -> AbstractContextManager[None]:
+    """Inside, refuse writes into parameters: engines and callers share their memory."""
+    return unwritten(params, _refuse_written)
+
+
+def _refuse_written(names: Sequence[str]) -> None:
+    raise UnsupportedModel(
+        f"The loss writes into the parameters {shorten(names)}. Use out-of-place operations. If it has kept parameters "
+        "of its own and written into those, they are overwritten: start again from the last checkpoint."
+    )
+
+
+def refuse_written_buffers(names: Sequence[str]) -> None:
+    """Refuse a forward pass that writes into buffers."""
+    raise UnsupportedModel(
+        f"The forward pass writes into the buffers {shorten(names)}: samples would influence each other. Use "
+        "model.eval(), or replace the layer."
+    )
+
+
+def uncompiled() -> AbstractContextManager[None]:
     """Inside, what the user has compiled by `torch.compile` runs without compilation: a step sees each operation."""
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled, and torch's compiler stays unloaded
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return nullcontext()
+    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 # Parts of torch's messages about code that a step cannot follow -> advice.
@@ -150,32 +164,20 @@ def unfollowed_code_is_an_error() -> Iterator[None]:
 
 # Gradient checkpointing runs parts of the forward pass again inside of the backward pass, with whatever a module holds
 # then: tensors that were swapped into it stay until the backward pass is done.
-_open: ContextVar[Scope | None] = ContextVar("dpfunc_backward_scope", default=None)
-
-
-@dataclass
-class Scope:
-    """Contexts that stay entered until the backward pass is done."""
-
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    def hold(self, swap: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter a context now, and leave it when the backward pass is done."""
-        self.stack.enter_context(swap())
+_open: ContextVar[ExitStack | None] = ContextVar("dpfunc_until_backward", default=None)
 
 
 @contextmanager
 def backward_inside() -> Iterator[None]:
-    """Inside, `until_backward()` gives a scope that is unwound when the block ends."""
-    scope = Scope()
-    with scope.stack:
-        token = _open.set(scope)
+    """Inside, what is entered into the stack of `until_backward()` is left when the block ends."""
+    with ExitStack() as stack:
+        token = _open.set(stack)
         try:
             yield
         finally:
             _open.reset(token)
 
 
-def until_backward() -> Scope | None:
-    """Scope of the engine that is running, or None."""
+def until_backward() -> ExitStack | None:
+    """Contexts that the engine that is running leaves after its backward pass; None outside of engines."""
     return _open.get()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Case
+from reference import loop_gradients
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
@@ -68,6 +69,39 @@ def test_losses_that_are_none_are_refused(engine, name):
     with pytest.raises(DPFuncError, match="loss"):
         again(WRONG[name], params(), BATCH).weighted_sum(dict.fromkeys(params(), torch.ones(5, dtype=torch.float64)))
     assert all(value < 1e-10 for value in differences(again, good, truth_of(good)).values())
+
+
+SKIPS = {
+    "by a number of the row": lambda y: bool(y.sum() > 0),
+    "by a random number": lambda y: bool(torch.rand(()) < 0.5),
+    "always, after a look": lambda y: not y.isnan().any(),
+    "always, where rows are computed alone": lambda y: not y.isnan().any() and y.data_ptr() != 0,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", SKIPS)
+@every
+def test_rows_that_skip_each_trained_layer_have_a_gradient_of_zero(engine, name, rows):
+    """As those of LayerDrop do; a batch in which all rows do is no error."""
+    batch, skipped = {column: values[:rows] for column, values in BATCH.items()}, set()
+
+    def loss_fn(p, b):
+        return squares(b["y"] if SKIPS[name](b["y"]) else b["y"] @ p["w"])
+
+    full = torch.stack([grads["w"] for _, grads in loop_gradients(loss, params(), batch)])
+    for seed in range(4):
+        torch.manual_seed(seed)
+        result = ENGINES[engine]()(loss_fn, params(), batch)
+        skips_B = ~result.losses_B.isclose(loss(params(), batch))
+        skipped |= set(skips_B.tolist())
+        truth = torch.where(skips_B[:, None, None], 0.0, full)
+        torch.testing.assert_close(result.sq_norms()["w"], truth.square().sum((1, 2)))
+        sums = result.weighted_sum(dict.fromkeys(params(), torch.arange(1.0, rows + 1)))
+        torch.testing.assert_close(sums["w"], torch.tensordot(torch.arange(1.0, rows + 1).double(), truth, 1))
+        if "random" not in name:
+            assert skips_B.tolist() == [SKIPS[name](y[None]) for y in batch["y"]]
+    assert "always" in name or rows == 1 or len(skipped) == 2
 
 
 def again(function, *args):
