@@ -49,6 +49,7 @@ class _Call:
 
     Args:
         bound: arguments by name, plain but for the input. wanted: argument -> name and value of a parameter.
+        keeps_input: the backward pass needs the input.
     """
 
     owner: Pass
@@ -57,14 +58,11 @@ class _Call:
     form: Form
     bound: Bound
     wanted: Mapping[str, tuple[str, Tensor]]
+    keeps_input: bool
     row_shape: torch.Size = field(default_factory=torch.Size)
     images: int = 0
     left: Any = None
     dtype: torch.dtype = torch.float32
-
-    @property
-    def keeps_input(self) -> bool:
-        return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
 
     def merged(self, values_B: Tensor) -> Tensor:
         """(B, m, ...) -> (B * m, ...) for a kernel with an axis of images; (B, ..., d) -> (B, T, d) for matrices."""
@@ -171,7 +169,8 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
     if not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect(name for name, _ in wanted.values())
-    return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted), owner.anchor, given)
+    keeps_input = form.reads_input or not rule.reading.isdisjoint(wanted)
+    return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted, keeps_input), owner.anchor, given)
 
 
 def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
