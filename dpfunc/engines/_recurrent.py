@@ -84,9 +84,9 @@ def _lstm(gates_TBG: Tensor, weights: Weights, h_BP: Tensor, c_BH: Tensor) -> _W
     inner_TBH = states_TBP[1:] if weights.proj is None else torch.empty_like(tanh_TBH)
     h, c, tanh, inner, gates = (value.unbind(0) for value in (states_TBP, cells_TBH, tanh_TBH, inner_TBH, gates_TBG))
     i, f, g, o = (gate.unbind(0) for gate in gates_TBG.chunk(4, 2))
-    i_and_f = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0)
+    i_and_f, matrix = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0), weights.state.T
     for t in range(len(gates)):
-        gates[t].addmm_(h[t], weights.state.T)
+        gates[t].addmm_(h[t], matrix)
         i_and_f[t].sigmoid_()
         o[t].sigmoid_()
         torch.mul(i[t], g[t].tanh_(), out=c[t + 1]).addcmul_(f[t], c[t])
@@ -133,9 +133,9 @@ def _gru(gates_TBG: Tensor, weights: Weights, h_BH: Tensor) -> _Walked:
     h, own, own_n = (value.unbind(0) for value in (states_TBH, own_TBG, own_TBG[..., 2 * size :]))
     own_r_and_z = own_TBG[..., : 2 * size].unbind(0)
     r, z, n = (gate.unbind(0) for gate in gates_TBG.chunk(3, 2))
-    r_and_z = gates_TBG[..., : 2 * size].unbind(0)
+    r_and_z, matrix = gates_TBG[..., : 2 * size].unbind(0), weights.state.T
     for t in range(len(own)):
-        own[t].addmm_(h[t], weights.state.T)
+        own[t].addmm_(h[t], matrix)
         r_and_z[t].add_(own_r_and_z[t]).sigmoid_()
         torch.lerp(n[t].addcmul_(r[t], own_n[t]).tanh_(), h[t], z[t], out=h[t + 1])
     return _Walked(states_TBH, (gates_TBG, own_TBG[..., 2 * size :]))
@@ -160,9 +160,9 @@ def _gru_back(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor) -> _
 def _rnn(activate_: Callable[[Tensor], Tensor], gates_TBH: Tensor, weights: Weights, h_BH: Tensor) -> _Walked:
     """`h = activation(x + W h)`: the slope of the activation follows from its result."""
     states_TBH = _begin(h_BH, len(gates_TBH))
-    h, gates = states_TBH.unbind(0), gates_TBH.unbind(0)
+    h, gates, matrix = states_TBH.unbind(0), gates_TBH.unbind(0), weights.state.T
     for t in range(len(gates)):
-        activate_(torch.addmm(gates[t], h[t], weights.state.T, out=h[t + 1]))
+        activate_(torch.addmm(gates[t], h[t], matrix, out=h[t + 1]))
     return _Walked(states_TBH)
 
 
@@ -272,13 +272,13 @@ def _like(weights: Weights, dtype: torch.dtype) -> Weights:
 
 
 def layers(
-    kind: Kind, credit: Credit, x_TBd: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor],
+    kind: Kind, credit: Credit, x_TBd: Tensor, states: Sequence[Tensor], params: Sequence[Tensor],
     has_biases: bool, num_layers: int, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """A recurrent function of torch on (T, B, d): outputs (T, B, P), then the last states (L, B, H)."""
     directions = 2 if bidirectional else 1
     each, no_biases = len(params) // (num_layers * directions), () if has_biases else (None, None)
-    states, lasts = [hx] if isinstance(hx, Tensor) else hx, []
+    lasts = []
     for layer in range(num_layers):
         outputs = []
         for place in range(layer * directions, (layer + 1) * directions):
@@ -367,13 +367,10 @@ def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
     return credit
 
 
-def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
-    """A recurrent layer over time: torch's own kernel and its derivatives below both levels, its gates by their rule.
+def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
+    """A recurrent layer of a row, a batch of one on the axis of the batch, by its walks below both levels.
 
-    A row is a batch of one, on the axis of the batch. NotImplemented for packed rows, and for dropout between layers.
-
-    Args:
-        bound: arguments by name.
+    NotImplemented where vmap and grad are to do it, and for dropout between layers.
     """
     given = bound["input"]
     if "batch_sizes" in bound or not owner.is_open() or not isinstance(given, Tensor):
@@ -391,9 +388,8 @@ def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -
         plain.append(inside(value) if known is None else known[1].detach())
         if known is not None:
             credited[id(plain[-1])] = known[0]
-    single = isinstance(bound["hx"], Tensor)
-    states = [bound["hx"]] if single else list(bound["hx"])
-    if any(state.ndim != 3 for state in states):
+    states = [bound["hx"]] if isinstance(bound["hx"], Tensor) else list(bound["hx"])
+    if any(state.ndim != 3 or len(state) != bound["num_layers"] * (1 + bound["bidirectional"]) for state in states):
         return NotImplemented
     with Below():
         zeros_B = given_B.new_zeros(owner.levels.rows, 1)
@@ -421,7 +417,7 @@ def _recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     if bound["train"] and bound["dropout"] and bound["num_layers"] > 1 and "batch_sizes" not in bound:
         found = owner.seen(layer_by_layer, (func, bound), {})
     else:
-        found = _natively(owner, func, bound) if owner.rules else NotImplemented
+        found = _walked(owner, func, bound) if owner.rules else NotImplemented
         if found is NotImplemented and packed:
             found = func(*bound.values())
     if not packed or found is NotImplemented:

@@ -110,7 +110,8 @@ def in_steps(layer, x, hx):
     weights = [getattr(layer, name) for name in layer._flat_weights_names]
     arguments = (x, hx if len(hx) > 1 else hx[0], weights, layer.bias, layer.num_layers)
     function = getattr(torch, layer.mode.lower())
-    return layers(KINDS_OF_LAYERS[function], credit, *arguments, layer.bidirectional), function, arguments
+    found = layers(KINDS_OF_LAYERS[function], credit, x, hx, *arguments[2:], layer.bidirectional)
+    return found, function, arguments
 
 
 @every_layer
