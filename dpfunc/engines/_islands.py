@@ -125,10 +125,9 @@ class _Credited(torch.autograd.Function):
         call: _Call = ctx.call
         owner = call.owner
         owner.backward_node()
-        grad_B, input_grad = of_rows(grad), None
+        grad_B, input_grad = owner.levels.all_rows(grad), None
         x = of_rows(ctx.saved_tensors[0]) if ctx.kept else None
         with Below(), torch._C.DisableTorchFunction():
-            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
                 with _EXACT if owner.is_exact else exact(grad_B.device):
@@ -254,7 +253,6 @@ class Kernel:
     wanted: Sequence[bool]
     starts: Sequence[Any] = ()
     ends: Sequence[Any] = ()
-    shapes: Sequence[torch.Size] = ()
 
     def build(self, values: Sequence[Tensor]) -> Results:
         """The results with their graph, which is held by its edges, not by its values."""
@@ -265,7 +263,6 @@ class Kernel:
         found = self.call(*given)
         self.starts = [get_gradient_edge(value) if value.requires_grad else None for value in given]
         self.ends = [get_gradient_edge(value) if value.requires_grad else None for value in found]
-        self.shapes = [value.shape for value in found]
         return tuple(value.detach() for value in found)
 
     def back(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -303,15 +300,11 @@ class Native(torch.autograd.Function):
         kernel: Kernel = ctx.kernel
         kernel.owner.backward_node()
         values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
-        given = [None if grad is None else (inside(grad), of_rows(grad)) for grad in grads]
+        grads_B = [None if grad is None else kernel.owner.levels.all_rows(grad) for grad in grads]
         with below_both():
             if ctx.again:
                 with torch.enable_grad():
                     kernel.build(values)  # type: ignore[arg-type]  # rows
-            grads_B = [
-                None if grad is None else grad[0].expand(shape) if grad[1] is None else grad[1]
-                for grad, shape in zip(given, kernel.shapes, strict=True)
-            ]
             with torch._C.DisableTorchFunction():
                 found = kernel.back(grads_B)
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
@@ -410,9 +403,8 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
 
     def credit(grad: Tensor) -> None:
         owner.backward_node()
-        grad_B = of_rows(grad)
+        grad_B = owner.levels.all_rows(grad)
         with Below(), torch.no_grad(), exact(value.device):
-            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
             credit_use(owner, use, grad_B[:, 0], needed)
 
     return apply_node(Tap, out, owner.anchor, credit)
@@ -453,10 +445,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         log_probs, classes, *_ = ctx.kept
         shape, dtype = ctx.given
-        grad_B = of_rows(grad)
+        grad_B = ctx.over.all_rows(grad)
         with Below(), torch._C.DisableTorchFunction():
-            if grad_B is None:
-                grad_B = inside(grad).expand(shape[0], *grad.shape)
             run = torch.ops.aten.nll_loss_backward if log_probs.ndim == 2 else torch.ops.aten.nll_loss2d_backward
             of_log = run(grad_B.reshape(classes.shape), *ctx.kept)
             found = torch.ops.aten._log_softmax_backward_data(of_log, log_probs, 1, log_probs.dtype)
