@@ -268,7 +268,8 @@ class _Direction(torch.autograd.Function):
 
 def _like(weights: Weights, dtype: torch.dtype) -> Weights:
     """The weights in the dtype of the gates: under autocast another than theirs."""
-    return Weights(*(None if value is None else value.to(dtype) for value in vars(weights).values()))  # type: ignore[arg-type]
+    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in vars(weights).items()}
+    return Weights(**cast)
 
 
 def layers(
