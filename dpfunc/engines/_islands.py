@@ -49,6 +49,7 @@ class _Call:
 
     Args:
         bound: arguments by name, plain but for the input. wanted: argument -> name and value of a parameter.
+        keeps_input: the backward pass needs the input.
     """
 
     owner: Pass
@@ -57,14 +58,11 @@ class _Call:
     form: Form
     bound: Bound
     wanted: Mapping[str, tuple[str, Tensor]]
+    keeps_input: bool
     row_shape: torch.Size = field(default_factory=torch.Size)
     images: int = 0
     left: Any = None
     dtype: torch.dtype = torch.float32
-
-    @property
-    def keeps_input(self) -> bool:
-        return self.form.reads_input or any(self.form.input in self.rule.needs[name] for name in self.wanted)
 
     def merged(self, values_B: Tensor) -> Tensor:
         """(B, m, ...) -> (B * m, ...) for a kernel with an axis of images; (B, ..., d) -> (B, T, d) for matrices."""
@@ -127,10 +125,9 @@ class _Credited(torch.autograd.Function):
         call: _Call = ctx.call
         owner = call.owner
         owner.backward_node()
-        grad_B, input_grad = of_rows(grad), None
+        grad_B, input_grad = owner.levels.all_rows(grad), None
         x = of_rows(ctx.saved_tensors[0]) if ctx.kept else None
         with Below(), torch._C.DisableTorchFunction():
-            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
                 with _EXACT if owner.is_exact else exact(grad_B.device):
@@ -171,7 +168,8 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
     if not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect(name for name, _ in wanted.values())
-    return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted), owner.anchor, given)
+    keeps_input = form.reads_input or not rule.reading.isdisjoint(wanted)
+    return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted, keeps_input), owner.anchor, given)
 
 
 def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -255,7 +253,6 @@ class Kernel:
     wanted: Sequence[bool]
     starts: Sequence[Any] = ()
     ends: Sequence[Any] = ()
-    shapes: Sequence[torch.Size] = ()
 
     def build(self, values: Sequence[Tensor]) -> Results:
         """The results with their graph, which is held by its edges, not by its values."""
@@ -266,7 +263,6 @@ class Kernel:
         found = self.call(*given)
         self.starts = [get_gradient_edge(value) if value.requires_grad else None for value in given]
         self.ends = [get_gradient_edge(value) if value.requires_grad else None for value in found]
-        self.shapes = [value.shape for value in found]
         return tuple(value.detach() for value in found)
 
     def back(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -304,15 +300,11 @@ class Native(torch.autograd.Function):
         kernel: Kernel = ctx.kernel
         kernel.owner.backward_node()
         values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
-        given = [None if grad is None else (inside(grad), of_rows(grad)) for grad in grads]
+        grads_B = [None if grad is None else kernel.owner.levels.all_rows(grad) for grad in grads]
         with below_both():
             if ctx.again:
                 with torch.enable_grad():
                     kernel.build(values)  # type: ignore[arg-type]  # rows
-            grads_B = [
-                None if grad is None else grad[0].expand(shape) if grad[1] is None else grad[1]
-                for grad, shape in zip(given, kernel.shapes, strict=True)
-            ]
             with torch._C.DisableTorchFunction():
                 found = kernel.back(grads_B)
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
@@ -411,9 +403,8 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
 
     def credit(grad: Tensor) -> None:
         owner.backward_node()
-        grad_B = of_rows(grad)
+        grad_B = owner.levels.all_rows(grad)
         with Below(), torch.no_grad(), exact(value.device):
-            grad_B = inside(grad).expand(owner.levels.rows, *grad.shape) if grad_B is None else grad_B
             credit_use(owner, use, grad_B[:, 0], needed)
 
     return apply_node(Tap, out, owner.anchor, credit)
@@ -454,10 +445,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         log_probs, classes, *_ = ctx.kept
         shape, dtype = ctx.given
-        grad_B = of_rows(grad)
+        grad_B = ctx.over.all_rows(grad)
         with Below(), torch._C.DisableTorchFunction():
-            if grad_B is None:
-                grad_B = inside(grad).expand(shape[0], *grad.shape)
             run = torch.ops.aten.nll_loss_backward if log_probs.ndim == 2 else torch.ops.aten.nll_loss2d_backward
             of_log = run(grad_B.reshape(classes.shape), *ctx.kept)
             found = torch.ops.aten._log_softmax_backward_data(of_log, log_probs, 1, log_probs.dtype)

@@ -55,6 +55,15 @@ class Levels:
         made: Tensor = functorch._wrap_for_grad(value, self.grad)
         return made
 
+    def all_rows(self, value: Tensor) -> Tensor:
+        """The plain tensors of all rows on axis 0, (B, ...), also of a tensor that is the same for all."""
+        values_B = of_rows(value)
+        if values_B is not None:
+            return values_B
+        with Below():
+            same: Tensor = inside(value).expand(self.rows, *value.shape)
+            return same
+
     def on_top(self) -> bool:
         """True outside of transforms that the loss itself runs."""
         return bool(functorch.maybe_current_level() == self.grad)
@@ -136,8 +145,7 @@ def is_row(value: Any) -> TypeGuard[Tensor]:
 
 def of_rows(value: Tensor) -> Tensor | None:
     """The plain tensors of all rows on axis 0, (B, ...); None for a tensor that is the same for all rows."""
-    while functorch.is_gradtrackingtensor(value):
-        value = functorch.get_unwrapped(value)
+    value = inside(value)
     if not functorch.is_batchedtensor(value):
         return None
     plain: Tensor = functorch.get_unwrapped(value)

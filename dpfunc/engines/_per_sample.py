@@ -227,6 +227,14 @@ def _products(a_BTp: Tensor) -> Tensor:
     return a_BTp @ a_BTp.transpose(1, 2)
 
 
+def _added_up(g_BTd: Tensor, slots_BT: Tensor, count: int) -> Tensor:
+    """The rows of each sample, added into its slots: (B, count, d). A tenth of the time of `scatter_add`."""
+    size, _, width = g_BTd.shape
+    all_slots_BT = slots_BT + count * torch.arange(size, device=slots_BT.device)[:, None]
+    sums_d = g_BTd.new_zeros(size * count, width).index_add_(0, all_slots_BT.flatten(), g_BTd.flatten(0, 1))
+    return sums_d.reshape(size, count, width)
+
+
 @dataclass(frozen=True)
 class Gather:
     """`grad_i = sum_t e_{ids[i, t]} g[i, t]^T`: the gradients of a table of V rows. Look-ups of the same row add up."""
@@ -242,9 +250,7 @@ class Gather:
 
     def dense(self) -> Tensor:
         """Add the rows of each sample into a table of its own: (B, V, ...)."""
-        g_BTd = to_accumulation_dtype(self.g_BTd)
-        index_BTd = self.ids_BT[:, :, None].expand_as(g_BTd)
-        tables_BVd = g_BTd.new_zeros(len(g_BTd), self.shape[0], g_BTd.shape[2]).scatter_add_(1, index_BTd, g_BTd)
+        tables_BVd = _added_up(to_accumulation_dtype(self.g_BTd), self.ids_BT, self.shape[0])
         return tables_BVd.reshape(-1, *self.shape)
 
     def _merged(self) -> tuple[Tensor, Tensor]:
@@ -257,7 +263,7 @@ class Gather:
         starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
         slots_BT = torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
         ids_BT = self.ids_BT[:, :1].expand_as(self.ids_BT).scatter(1, slots_BT, self.ids_BT)
-        return ids_BT, torch.zeros_like(g_BTd).scatter_add(1, slots_BT[:, :, None].expand_as(g_BTd), g_BTd)
+        return ids_BT, _added_up(g_BTd, slots_BT, slots_BT.shape[1])
 
     def sq_norms(self) -> Tensor:
         """Squared norms after rows of the same id are added up."""

@@ -1,24 +1,298 @@
-"""Recurrent layers of a row: packed sequences are those of one row, and dropout between layers draws as the row does.
+"""Recurrent layers of a row: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call.
 
-A packed sequence of one row is the sequence itself, as long as the row says: rows of one length go together.
+A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates.
+A rule sees each matrix once, with all inputs and all states before a step, not once a step. The other direction is the
+same on what is turned in time.
+
+Packed sequences are those of one row: the sequence itself, as long as the row says. So rows of one length go together:
+`PackedSequence.data` has as many positions, and the loss may read how many. Dropout between layers draws as a row does.
+
+Axis letters: T steps, B samples, d features, H state, P output (H, or narrower), G gates times H, L layers times
+directions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, Tap, credit_use
+from dpfunc.engines._cost import Costs, matrix
+from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, credit_use
 from dpfunc.engines._levels import Below, apply_node, inside, of_rows
 from dpfunc.engines._numerics import exact
+from dpfunc.engines._per_sample import Outer, PerSampleGrad
 from dpfunc.engines._reads import Handler, Pass, agreed, bits
 from dpfunc.engines._rules import RULES
-from dpfunc.engines._rules.recurrent import RECURRENT
+from dpfunc.engines._rules.linear import column_sum
+from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
+
+    inputs: Tensor
+    state: Tensor
+    inputs_bias: Tensor | None = None
+    state_bias: Tensor | None = None
+    proj: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """The states of a layer and what its walk back needs.
+
+    Args:
+        states_TBP: the state before each step, and after the last. kept: as the kind needs it. cell_BH: the last cell
+            of an LSTM. inner_TBH: its outputs before they are projected.
+    """
+
+    states_TBP: Tensor
+    kept: tuple[Tensor, ...] = ()
+    cell_BH: Tensor | None = None
+    inner_TBH: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What a walk back gives: gradients of the shares of inputs and of states, if they differ, and of first states."""
+
+    inputs_TBG: Tensor
+    states_TBG: Tensor
+    firsts: Sequence[Tensor]
+    outputs_TBP: Tensor | None = None
+
+
+def _begin(first_B: Tensor, length: int) -> Tensor:
+    """Memory for the state before all steps, which is set, and after each."""
+    states_TB = first_B.new_empty(length + 1, *first_B.shape)
+    states_TB[0] = first_B
+    return states_TB
+
+
+def _lstm(gates_TBG: Tensor, weights: Weights, h_BP: Tensor, c_BH: Tensor) -> _Walked:
+    """`c = f c + i g`, `h = o tanh(c)`, from the share of the inputs, which is overwritten with the gates."""
+    states_TBP, cells_TBH = _begin(h_BP, len(gates_TBG)), _begin(c_BH, len(gates_TBG))
+    tanh_TBH = torch.empty_like(cells_TBH[1:])
+    inner_TBH = states_TBP[1:] if weights.proj is None else torch.empty_like(tanh_TBH)
+    h, c, tanh, inner, gates = (value.unbind(0) for value in (states_TBP, cells_TBH, tanh_TBH, inner_TBH, gates_TBG))
+    i, f, g, o = (gate.unbind(0) for gate in gates_TBG.chunk(4, 2))
+    i_and_f, matrix = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0), weights.state.T
+    for t in range(len(gates)):
+        gates[t].addmm_(h[t], matrix)
+        i_and_f[t].sigmoid_()
+        o[t].sigmoid_()
+        torch.mul(i[t], g[t].tanh_(), out=c[t + 1]).addcmul_(f[t], c[t])
+        torch.mul(o[t], torch.tanh(c[t + 1], out=tanh[t]), out=inner[t])
+        if weights.proj is not None:
+            torch.mm(inner[t], weights.proj.T, out=h[t + 1])
+    return _Walked(states_TBP, (gates_TBG, cells_TBH, tanh_TBH), c[-1], inner_TBH)
+
+
+def _lstm_back(walked: Sequence[Tensor], weights: Weights, grad_TBP: Tensor, grad_BH: Tensor) -> _Gradients:
+    _, gates_TBG, cells_TBH, tanh_TBH = walked
+    i, f, g, o = gates_TBG.chunk(4, 2)
+    shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
+    shares_TB4H[:, :, 0].mul_(g)
+    shares_TB4H[:, :, 1].mul_(cells_TBH[:-1])
+    torch.addcmul(i, i, g * g, value=-1, out=shares_TB4H[:, :, 2])
+    shares_TB4H[:, :, 3].mul_(tanh_TBH)
+    to_cell_TBH = torch.addcmul(o, o * tanh_TBH, tanh_TBH, value=-1)
+    shares_TBG, outs_TBP = shares_TB4H.flatten(2), torch.empty_like(grad_TBP)
+    grads, keeps, to_cells, outs, gates = (
+        value.unbind(0) for value in (grad_TBP, f, to_cell_TBH, outs_TBP, shares_TBG)
+    )
+    of_cells, of_outputs = shares_TB4H[:, :, :3].unbind(0), shares_TB4H[:, :, 3].unbind(0)
+    dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
+    for t in reversed(range(len(grads))):
+        dm_BH = torch.add(dh_BP, grads[t], out=outs[t])
+        if weights.proj is not None:
+            dm_BH = dm_BH @ weights.proj
+        dc_BH = torch.addcmul(dc_BH, dm_BH, to_cells[t])
+        of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
+        of_outputs[t].mul_(dm_BH)
+        dh_BP = gates[t] @ weights.state
+        dc_BH = dc_BH * keeps[t]
+    return _Gradients(shares_TBG, shares_TBG, (dh_BP, dc_BH), outs_TBP)
+
+
+def _gru(gates_TBG: Tensor, weights: Weights, h_BH: Tensor) -> _Walked:
+    """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
+    states_TBH, own_TBG, size = _begin(h_BH, len(gates_TBG)), torch.empty_like(gates_TBG), h_BH.shape[1]
+    if weights.state_bias is not None:
+        own_TBG.copy_(weights.state_bias)
+    else:
+        own_TBG.zero_()
+    h, own, own_n = (value.unbind(0) for value in (states_TBH, own_TBG, own_TBG[..., 2 * size :]))
+    own_r_and_z = own_TBG[..., : 2 * size].unbind(0)
+    r, z, n = (gate.unbind(0) for gate in gates_TBG.chunk(3, 2))
+    r_and_z, matrix = gates_TBG[..., : 2 * size].unbind(0), weights.state.T
+    for t in range(len(own)):
+        own[t].addmm_(h[t], matrix)
+        r_and_z[t].add_(own_r_and_z[t]).sigmoid_()
+        torch.lerp(n[t].addcmul_(r[t], own_n[t]).tanh_(), h[t], z[t], out=h[t + 1])
+    return _Walked(states_TBH, (gates_TBG, own_TBG[..., 2 * size :]))
+
+
+def _gru_back(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor) -> _Gradients:
+    states_TBH, gates_TBG, own_TBH = walked
+    r, z, n = gates_TBG.chunk(3, 2)
+    new_TBH = (1 - z) * (1 - n * n)
+    shares_TB3H = torch.stack([new_TBH * own_TBH * r * (1 - r), (states_TBH[:-1] - n) * z * (1 - z), new_TBH * r], 2)
+    all_TBH = torch.empty_like(grad_TBH)
+    own_TBG = shares_TB3H.flatten(2)
+    grads, keeps, slopes, own, each = (value.unbind(0) for value in (grad_TBH, z, shares_TB3H, own_TBG, all_TBH))
+    dh_BH = torch.zeros_like(grads[0])
+    for t in reversed(range(len(grads))):
+        torch.add(dh_BH, grads[t], out=each[t])
+        slopes[t].mul_(each[t][:, None])  # slopes become gradients
+        dh_BH = torch.addmm(each[t] * keeps[t], own[t], weights.state)
+    return _Gradients(torch.cat([own_TBG[..., : 2 * dh_BH.shape[1]], all_TBH * new_TBH], 2), own_TBG, (dh_BH,))
+
+
+def _rnn(activate_: Callable[[Tensor], Tensor], gates_TBH: Tensor, weights: Weights, h_BH: Tensor) -> _Walked:
+    """`h = activation(x + W h)`: the slope of the activation follows from its result."""
+    states_TBH = _begin(h_BH, len(gates_TBH))
+    h, gates, matrix = states_TBH.unbind(0), gates_TBH.unbind(0), weights.state.T
+    for t in range(len(gates)):
+        activate_(torch.addmm(gates[t], h[t], matrix, out=h[t + 1]))
+    return _Walked(states_TBH)
+
+
+def _rnn_back(
+    slope: Callable[[Tensor], Tensor], walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor
+) -> _Gradients:
+    shares_TBH = slope(walked[0][1:])
+    grads, shares = grad_TBH.unbind(0), shares_TBH.unbind(0)
+    dh_BH = torch.zeros_like(grads[0])
+    for t in reversed(range(len(grads))):
+        dh_BH = shares[t].mul_(dh_BH + grads[t]) @ weights.state  # slopes become gradients
+    return _Gradients(shares_TBH, shares_TBH, (dh_BH,))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of recurrent layer: the walk through time, and the walk back.
+
+    Args:
+        adds: gates are the sum of the share of the inputs and that of the states.
+    """
+
+    walk: Callable[..., _Walked]
+    back: Callable[..., _Gradients]
+    adds: bool = True
+
+
+KINDS: Mapping[Callable[..., Any], Kind] = {
+    torch.lstm: Kind(_lstm, _lstm_back),
+    torch.gru: Kind(_gru, _gru_back, adds=False),
+    torch.rnn_tanh: Kind(partial(_rnn, torch.tanh_), partial(_rnn_back, lambda h: 1 - h * h)),
+    torch.rnn_relu: Kind(partial(_rnn, torch.relu_), partial(_rnn_back, lambda h: (h > 0).to(h.dtype))),
+}
+
+
+def _of_gates(use: Use, grad: Tensor, input: Tensor, state: Tensor, **_: Any) -> Grads:
+    """`y = x W^T + b + h U^T + c`: what both norms need of the gradient is computed once."""
+    grads: dict[str, PerSampleGrad] = {}
+    g_BTG = use.positions(grad)
+    products: list[tuple[Tensor, Tensor]] | None = [] if {"w_ih", "w_hh"} <= use.wanted.keys() else None
+    for name, side in (("w_ih", input), ("w_hh", state)):
+        if name in use.wanted:
+            grads[name] = Outer(g_BTG, use.positions(side), tuple(use.shapes[name]), products=products)
+    biases = [name for name in ("b_ih", "b_hh") if name in use.wanted]
+    return {**grads, **dict.fromkeys(biases, column_sum(use, grad))} if biases else grads
+
+
+def _costs(use: Use) -> Costs:
+    """Costs of both matrices as one: their inputs are joined."""
+    shapes = use.shapes.values()
+    positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
+    return matrix(positions, use.output[-1], max(1, sum(math.prod(shape[1:]) for shape in shapes if len(shape) == 2)))
+
+
+_GATES = Rule(
+    (),
+    {"input": REQUIRED, "state": REQUIRED, "w_ih": REQUIRED, "w_hh": REQUIRED, "b_ih": None, "b_hh": None},
+    _of_gates,
+    {"w_ih": ("input",), "w_hh": ("state",), "b_ih": (), "b_hh": ()},
+    _costs,
+)
+_LINEAR = RULES[F.linear]
+Credit = Callable[[str, Rule, Sequence[Any], Tensor], None]
+"""Gets the name of an operation on parameters, its rule, its arguments, and the gradient of its result (T, B, ...)."""
+
+
+class _Direction(torch.autograd.Function):
+    """A layer in one direction: outputs (T, B, P) and, for an LSTM, the last cell (B, H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: Kind, weights: Weights, credit: Credit, anchor: Tensor, x_TBd: Tensor, *firsts: Tensor
+    ) -> tuple[Tensor, ...]:
+        bias, further = weights.inputs_bias, weights.state_bias if kind.adds else None
+        bias = bias if bias is None or further is None else bias + further
+        with torch._C.DisableTorchFunction():
+            gates_TBG = F.linear(x_TBd, weights.inputs, bias)
+            own, ctx.around = _like(weights, gates_TBG.dtype), (kind, weights, credit)
+            with torch.autocast(x_TBd.device.type, enabled=False):
+                walked = kind.walk(gates_TBG, own, *(first.to(gates_TBG.dtype) for first in firsts))
+        ctx.save_for_backward(x_TBd, walked.inner_TBH, walked.states_TBP, *walked.kept)
+        results = (walked.states_TBP[1:], walked.cell_BH)
+        return tuple(result.clone() for result in results if result is not None)  # the loss may write into them
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Walk back through time; modes are off, since they would take longer than the operations."""
+        (kind, weights, credit), (x_TBd, inner_TBH, *walked) = ctx.around, ctx.saved_tensors
+        with torch._C.DisableTorchFunction(), torch.autocast(x_TBd.device.type, enabled=False):
+            own = _like(weights, grads[0].dtype)
+            found = kind.back(walked, own, *grads)
+            before_TBP, biases = walked[0][:-1], (weights.inputs_bias, weights.state_bias)
+            if kind.adds:
+                credit("gates", _GATES, (x_TBd, before_TBP, weights.inputs, weights.state, *biases), found.inputs_TBG)
+            else:
+                credit("linear", _LINEAR, (x_TBd, weights.inputs, biases[0]), found.inputs_TBG)
+                credit("linear", _LINEAR, (before_TBP, weights.state, biases[1]), found.states_TBG)
+            if weights.proj is not None:
+                credit("linear", _LINEAR, (inner_TBH, weights.proj), found.outputs_TBP)
+            x_grad = (found.inputs_TBG @ own.inputs).to(x_TBd.dtype) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, x_grad, *found.firsts
+
+
+def _like(weights: Weights, dtype: torch.dtype) -> Weights:
+    """The weights in the dtype of the gates: under autocast another than theirs."""
+    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in vars(weights).items()}
+    return Weights(**cast)
+
+
+def layers(
+    kind: Kind, credit: Credit, x_TBd: Tensor, states: Sequence[Tensor], params: Sequence[Tensor],
+    has_biases: bool, num_layers: int, bidirectional: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A recurrent function of torch on (T, B, d): outputs (T, B, P), then the last states (L, B, H)."""
+    directions = 2 if bidirectional else 1
+    each, no_biases = len(params) // (num_layers * directions), () if has_biases else (None, None)
+    lasts = []
+    for layer in range(num_layers):
+        outputs = []
+        for place in range(layer * directions, (layer + 1) * directions):
+            own, turned = params[place * each : (place + 1) * each], place % directions
+            weights, firsts = Weights(*own[:2], *no_biases, *own[2:]), (state[place] for state in states)
+            out, *cell = apply_node(
+                _Direction, kind, weights, credit, ANCHOR, x_TBd.flip(0) if turned else x_TBd, *firsts
+            )
+            lasts.append((out[-1], *cell))
+            outputs.append(out.flip(0) if turned else out)
+        x_TBd = torch.cat(outputs, 2) if bidirectional else outputs[0]
+    return (x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
+
 
 NAMES = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
 _PACKED = ("input", "batch_sizes", *NAMES[1:-1])
@@ -80,46 +354,24 @@ def layer_by_layer(func: Callable[..., Any], bound: Mapping[str, Any]) -> tuple[
     return (x, *(torch.cat(last) for last in zip(*lasts, strict=True)))
 
 
-@dataclass(frozen=True)
-class _Credited:
-    """Run an operation on parameters below both levels; the gradient of its result (T, B, ...) goes to its rule.
+def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
+    """Gives the gradients of plain parameters, whose names are known by their id, to their rules."""
 
-    Args:
-        names: id of a plain parameter -> its name.
-    """
-
-    owner: Pass
-    names: Mapping[int, str]
-
-    def __call__(self, func: Callable[..., Tensor], *args: Any) -> Tensor:
-        rule, out = RULES[func], func(*args)
+    def credit(op: str, rule: Rule, args: Sequence[Any], grad: Tensor) -> None:
         bound = rule.bind(args, {})
-        wanted = {name: (self.names[id(value)], value) for name, value in bound.items() if id(value) in self.names}
-        if not wanted:
-            return out
-        use = rule.use(func.__name__, self.owner.levels.rows, wanted, bound, out.shape, axis=1)
-        needed = {n: bound[n].detach() for name in wanted for n in rule.needs[name]}
-        self.owner.expect(use.wanted.values())
+        wanted = {name: (names[id(value)], value) for name, value in bound.items() if id(value) in names}
+        if wanted:
+            use = rule.use(op, owner.levels.rows, wanted, bound, grad.shape, axis=1)
+            with exact(grad.device):
+                credit_use(owner, use, grad, {n: bound[n].detach() for name in wanted for n in rule.needs[name]})
 
-        def credit(grad: Tensor) -> None:
-            with torch.no_grad(), exact(grad.device):
-                credit_use(self.owner, use, grad.reshape(use.output), needed)
-
-        # the result of a product is a view of one with two axes: a node of that one copies nothing
-        whole = out._base
-        same = whole is not None and whole.numel() == out.numel() and whole.is_contiguous() and out.is_contiguous()
-        base = whole if whole is not None and same else out
-        credited: Tensor = apply_node(Tap, base, ANCHOR, credit).view(out.shape)
-        return credited
+    return credit
 
 
-def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
-    """A recurrent layer over time: torch's own kernel and its derivatives below both levels, its gates by their rule.
+def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
+    """A recurrent layer of a row, a batch of one on the axis of the batch, by its walks below both levels.
 
-    A row is a batch of one, on the axis of the batch. NotImplemented for packed rows, and for dropout between layers.
-
-    Args:
-        bound: arguments by name.
+    NotImplemented where vmap and grad are to do it, and for dropout between layers.
     """
     given = bound["input"]
     if "batch_sizes" in bound or not owner.is_open() or not isinstance(given, Tensor):
@@ -137,9 +389,8 @@ def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -
         plain.append(inside(value) if known is None else known[1].detach())
         if known is not None:
             credited[id(plain[-1])] = known[0]
-    single = isinstance(bound["hx"], Tensor)
-    states = [bound["hx"]] if single else list(bound["hx"])
-    if any(state.ndim != 3 for state in states):
+    states = [bound["hx"]] if isinstance(bound["hx"], Tensor) else list(bound["hx"])
+    if any(state.ndim != 3 or len(state) != bound["num_layers"] * (1 + bound["bidirectional"]) for state in states):
         return NotImplemented
     with Below():
         zeros_B = given_B.new_zeros(owner.levels.rows, 1)
@@ -151,9 +402,9 @@ def _natively(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -
 
     def call(x_B: Tensor, *states_B: Tensor) -> Results:
         x = x_B.squeeze(1 + axis)  # (B, T, d)
-        first = [state_B.squeeze(2).transpose(0, 1).contiguous() for state_B in states_B]  # (L, B, H)
-        run, hx = _Credited(owner, credited), first[0] if single else first
-        out, *lasts = RECURRENT[func](run, x.transpose(0, 1), hx, plain, *options)
+        first = [state_B.squeeze(2).transpose(0, 1) for state_B in states_B]  # (L, B, H)
+        owner.expect(credited.values())
+        out, *lasts = layers(KINDS[func], _crediting(owner, credited), x.transpose(0, 1), first, plain, *options)
         out = out.transpose(0, 1)
         return (out.unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
 
@@ -167,7 +418,7 @@ def _recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     if bound["train"] and bound["dropout"] and bound["num_layers"] > 1 and "batch_sizes" not in bound:
         found = owner.seen(layer_by_layer, (func, bound), {})
     else:
-        found = _natively(owner, func, bound) if owner.rules else NotImplemented
+        found = _walked(owner, func, bound) if owner.rules else NotImplemented
         if found is NotImplemented and packed:
             found = func(*bound.values())
     if not packed or found is NotImplemented:
@@ -179,5 +430,5 @@ def _recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
 RECURRENT_LAYERS: Mapping[Any, Handler] = {
     torch._C._VariableFunctions._pack_padded_sequence: _pack,
     torch._C._VariableFunctions._pad_packed_sequence: _pad,
-    **dict.fromkeys(RECURRENT, _recurrent),
+    **dict.fromkeys(KINDS, _recurrent),
 }

@@ -37,7 +37,6 @@ from dpfunc.engines._levels import (
     inside,
     is_row,
     levels,
-    of_rows,
     opened,
     run_backward,
     transforms_seen,
@@ -356,17 +355,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             raise
         if mode.stopped is not None:
             raise mode.stopped
-        rest = {name: _all_rows(grad, num_rows) for name, grad in zip(params, found, strict=True) if grad is not None}
+        rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with Below():
-            losses_B = _all_rows(losses_1, num_rows)[:, 0].detach()
+            losses_B = over.all_rows(losses_1)[:, 0].detach()
     return Passed(losses_B, rest, params, mode.disagreed, mode.noted)
-
-
-def _all_rows(value: Tensor, num_rows: int) -> Tensor:
-    values_B = of_rows(value)
-    if values_B is None:
-        plain = inside(value)
-        with Below():
-            same: Tensor = plain.expand(num_rows, *plain.shape)
-            return same
-    return values_B

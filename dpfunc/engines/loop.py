@@ -40,8 +40,7 @@ from dpfunc.engines._guards.loss import (
 )
 from dpfunc.engines._levels import opened, run_backward
 from dpfunc.engines._per_sample import Dense, PerSample
-from dpfunc.engines._recurrent import NAMES, layer_by_layer
-from dpfunc.engines._rules.recurrent import RECURRENT
+from dpfunc.engines._recurrent import KINDS, NAMES, layer_by_layer
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
@@ -123,7 +122,7 @@ class RowAlone(TorchFunctionMode):
             found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        parts = partial(_recurrent, func) if func in RECURRENT and _has_dropout(args) else opened(func)
+        parts = partial(_recurrent, func) if func in KINDS and _has_dropout(args) else opened(func)
         if parts is None:
             return func(*args, **kwargs)
         with self:

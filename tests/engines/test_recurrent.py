@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
-from dpfunc.engines._rules.recurrent import RECURRENT
+from dpfunc.engines._recurrent import KINDS as KINDS_OF_LAYERS
+from dpfunc.engines._recurrent import layers
 from dpfunc.functional import functionalize, with_params
 
 # torch says once that projections are slower
@@ -40,9 +41,8 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 fast = pytest.mark.parametrize("engine", ["auto", "vmap"])
 
 
-def run(func, *args):
-    """An operation on parameters, as it is."""
-    return func(*args)
+def credit(op, rule, args, grad):
+    """Nobody asks for the gradients of parameters."""
 
 
 class Classifier(nn.Module):
@@ -110,7 +110,8 @@ def in_steps(layer, x, hx):
     weights = [getattr(layer, name) for name in layer._flat_weights_names]
     arguments = (x, hx if len(hx) > 1 else hx[0], weights, layer.bias, layer.num_layers)
     function = getattr(torch, layer.mode.lower())
-    return RECURRENT[function](run, *arguments, layer.bidirectional), function, arguments
+    found = layers(KINDS_OF_LAYERS[function], credit, x, hx, *arguments[2:], layer.bidirectional)
+    return found, function, arguments
 
 
 @every_layer

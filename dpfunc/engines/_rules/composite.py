@@ -1,11 +1,11 @@
 """Operations that are made of others: they are decomposed, so that the rules of their parts apply.
 
-Axis letters: N bags, L ids of the longest bag, d features.
+Axis letters: N bags, L ids of the longest bag, d features, B samples, H state, G gates times H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines._levels import without_dispatch
-from dpfunc.engines._rules.recurrent import CELLS
 
 
 def _embedding_bag(
@@ -71,8 +70,36 @@ def _largest(rows_NLd: Tensor, real_NL1: Tensor) -> Tensor:
     return torch.where(real_NL1.any(1), largest_Nd, 0.0)
 
 
+def _cell(update: Callable[[Tensor, Tensor, Any], Any]) -> Callable[..., Any]:
+    """A single step, from the shares of the input and of the state."""
+
+    def run(
+        input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+    ) -> Any:
+        state = hx if isinstance(hx, Tensor) else hx[0]
+        return update(F.linear(input, w_ih, b_ih), F.linear(state, w_hh, b_hh), hx)
+
+    return run
+
+
+def _lstm_cell(x_BG: Tensor, own_BG: Tensor, hx: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    i, f, g, o = (x_BG + own_BG).chunk(4, 1)
+    c_BH = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c_BH.tanh(), c_BH
+
+
+def _gru_cell(x_BG: Tensor, own_BG: Tensor, hx: Tensor) -> Tensor:
+    r, z, n = x_BG.chunk(3, 1)
+    own_r, own_z, own_n = own_BG.chunk(3, 1)
+    n = (n + (r + own_r).sigmoid() * own_n).tanh()
+    return n + (z + own_z).sigmoid() * (hx - n)
+
+
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: without_dispatch(F.multi_head_attention_forward),
     F.embedding_bag: _embedding_bag,
-    **CELLS,
+    torch.lstm_cell: _cell(_lstm_cell),
+    torch.gru_cell: _cell(_gru_cell),
+    torch.rnn_tanh_cell: _cell(lambda x_BH, own_BH, hx: torch.tanh(x_BH + own_BH)),
+    torch.rnn_relu_cell: _cell(lambda x_BH, own_BH, hx: torch.relu(x_BH + own_BH)),
 }

@@ -114,6 +114,11 @@ class Rule:
     def _defaults(self) -> dict[str, Any]:
         return {name: default for name, default in self.arguments.items() if default is not REQUIRED}
 
+    @cached_property
+    def reading(self) -> frozenset[str]:
+        """Arguments whose gradient, as parameters, needs the input."""
+        return frozenset(name for name, needed in self.needs.items() if self.form and self.form.input in needed)
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
         """The operation's arguments by name, defaults included."""
         return {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
