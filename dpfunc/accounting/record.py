@@ -266,6 +266,11 @@ def search_cost(
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
 
 
+def listed(values: Mapping[str, float]) -> str:
+    """The values of a candidate in one line."""
+    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+
+
 def refuse_replaced(name: str, adjacency: Adjacency) -> None:
     """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
     if adjacency == "replace_one":

@@ -25,9 +25,10 @@ from dpfunc.accounting.record import (
     Record,
     SelectionRecord,
     is_record,
+    listed,
 )
 from dpfunc.checkpoint.journal import journal_ledger, read_steps, steps_ledger
-from dpfunc.cli._output import describe, json_option, listed, print_json, print_list, print_rows, print_values
+from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
