@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import (
@@ -21,13 +20,12 @@ from dpfunc.accounting.record import (
     GUESSABLE,
     NEIGHBOURS,
     RECORD_FILE,
-    SELECTION,
     Record,
     SelectionRecord,
-    is_record,
     listed,
 )
-from dpfunc.checkpoint.journal import journal_ledger, read_steps, steps_ledger
+from dpfunc.checkpoint._prior_ledgers import read_cost
+from dpfunc.checkpoint.journal import read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
@@ -75,39 +73,16 @@ class _Source:
 
 
 def _read_source(path: Path) -> _Source:
-    """Read a record, a ledger or a journal, or what there is of them in the folder of a run.
-
-    Raises:
-        InvalidArgument: something else, or a file that cannot be read. CheckpointError: a journal that lost lines.
-    """
+    """Read a record, a ledger or a journal, or what there is of them in the folder of a run."""
     file = _file_of(path) if path.is_dir() else path
-    if file.suffix == ".jsonl":
-        return _Source(file, journal_ledger(file))
-    try:
-        values = unique_json(file.read_bytes())
-    except ValueError as error:  # of the encoding, or of JSON
-        if "occurs twice" in str(error):
-            raise InvalidArgument(f"The file {str(file)!r} cannot be read: {error}.") from error
-        values = None
-    schema = str(values.get("schema")) if isinstance(values, dict) else ""
-    if is_record(values):
-        record = Record.from_json(file.read_bytes())
-        runs = [
-            run for journal in file.parent.glob("*journal.jsonl")
-            for run in read_steps(journal, missing="empty").values()
-        ]  # fmt: skip
-        return _Source(file, record.ledger, record, record.ledger.lacks(steps_ledger(runs)) if runs else None)
-    if schema.startswith(SELECTION):
-        search = SelectionRecord.from_json(file.read_bytes())
-        return _Source(file, search.spent, search)
-    # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
-    if schema.startswith("dpfunc.ledger/"):
-        return _Source(file, Ledger.from_json(file.read_bytes()))
-    raise InvalidArgument(
-        f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run "
-        f"({RECORD_FILE}), got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
-        "privacy_journal.jsonl."
-    )
+    found = read_cost(file)
+    if isinstance(found, Ledger):
+        return _Source(file, found)
+    if isinstance(found, SelectionRecord):
+        return _Source(file, found.spent, found)
+    journals = file.parent.glob("*journal.jsonl")
+    runs = [run for journal in journals for run in read_steps(journal, missing="empty").values()]
+    return _Source(file, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
 
 
 def _file_of(folder: Path) -> Path:
