@@ -66,23 +66,21 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Model, records and plan of a job, loaded into memory.
-
-    Args:
-        job: with the values of its recipe. model: with what is trained requiring gradients.
-        processing: tokenizer or processor. records: private.
-        plan: None for the twin without privacy. num_steps: of the optimizer. spent: by earlier runs.
-        recipe: of the values that the job has left out; None if there were none.
-    """
+    """Model, private records and plan of a job, loaded into memory; what is trained requires gradients."""
 
     job: Job
+    """With the values of its recipe."""
     model: nn.Module = field(repr=False)
     processing: Any = field(repr=False)
+    """Tokenizer or processor."""
     records: Records = field(repr=False)
     plan: Plan | None
+    """None for the twin without privacy."""
     num_steps: int
     spent: Ledger | None = None
+    """By earlier runs."""
     recipe: Recipe | None = None
+    """Of the values that the job has left out; None if there were none."""
 
     @property
     def num_trained(self) -> int:
@@ -160,7 +158,9 @@ def run_job(
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
         continues = resume and (job.privacy.dp_enabled or has_checkpoint(job))
         trainer.train(resume_from_checkpoint=True if continues else None)
-        distributed.once(ranks, lambda: _save(prepared, folder, trainer.model))
+        if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
+            distributed.once(ranks, lambda: check_accounting(folder))
+        distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
         measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
@@ -172,26 +172,6 @@ def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -
     check_job(job, resume, insecure_seed)
     held.enter_context(only_process(Path(job.output_dir)))
     check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
-
-
-def _save(prepared: Prepared, folder: Path, model: Any) -> None:
-    """Save the trained model, if its accounting has all steps of the journal."""
-    if prepared.job.privacy.dp_enabled:
-        check_accounting(folder)
-    save_model(folder / MODEL, model, prepared.processing)
-
-
-def _finish(
-    prepared: Prepared, folder: Path, measured: Mapping[str, float], insecure_seed: int | None,
-    say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Write the metrics, report, and return the accounting."""
-    private = prepared.job.privacy.dp_enabled
-    accounting: dict[str, Any] = json.loads((folder / ACCOUNTING).read_text()) if private else {}
-    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
-    for line in _report(prepared, folder, accounting, measured, insecure_seed):
-        say(line)
-    return accounting
 
 
 def save_model(folder: Path, model: Any, processing: Any) -> None:
@@ -315,28 +295,30 @@ def _batches_of_twin(job: Job) -> tuple[int, int]:
     return at_once, share // at_once
 
 
-def _report(
-    prepared: Prepared, folder: Path, accounting: Mapping[str, Any], measured: Mapping[str, float],
-    insecure_seed: int | None,
-) -> list[str]:  # fmt: skip
-    """Lines to print at the end of a run: privacy cost, files and metrics."""
-    job, private = prepared.job, prepared.job.privacy.dp_enabled
+def _finish(
+    prepared: Prepared, folder: Path, measured: Mapping[str, float], insecure_seed: int | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Write the metrics, print privacy cost, files and metrics, and return the accounting."""
+    job, private, spent = prepared.job, prepared.job.privacy.dp_enabled, dict[str, Any]()
+    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
     if private:
-        lines = [
-            f"Spent: epsilon={accounting['epsilon']:.4g} at delta={accounting['delta']:g} "
-            f"({accounting['accountant']}; rdp says {accounting['epsilon_rdp']:.4g}), {accounting['global_step']} "
-            f"steps, {accounting['adjacency']}, one {'record' if job.data.unit_column is None else 'person'} protected."
-        ]
+        spent = json.loads((folder / ACCOUNTING).read_text())
+        unit = "record" if job.data.unit_column is None else "person"
+        say(
+            f"Spent: epsilon={spent['epsilon']:.4g} at delta={spent['delta']:g} ({spent['accountant']}; rdp says "
+            f"{spent['epsilon_rdp']:.4g}), {spent['global_step']} steps, {spent['adjacency']}, one {unit} protected."
+        )
         if insecure_seed is not None:
-            lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
+            say(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
     else:
-        lines = ["Spent: epsilon=inf. This is the twin without privacy."]
+        say("Spent: epsilon=inf. This is the twin without privacy.")
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
         base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
-    lines += [f"Saved: {folder / MODEL}, for {how}.", *metric_lines(measured, folder, private=private)]
-    if not private:
-        return lines
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
-    return [*lines, secret, NOT_COVERED]
+    say(f"Saved: {folder / MODEL}, for {how}.")
+    for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
+        say(line)
+    return spent
