@@ -24,21 +24,18 @@ _PADDING = 32  # few lengths of batches: engines look at each shape once
 
 @dataclass(frozen=True)
 class Records:
-    """Records to train on and to evaluate on, with what was left out. Private, numbers included.
-
-    Args:
-        train, evaluation: one item a record. duplicates: rows left out.
-        persons: positions in `train` of the records of each person, where people are the unit.
-        above_limit: records left out because their person has more than `data.max_records_per_unit`.
-        seen: evaluation records that are trained on as well.
-    """
+    """Records to train on and to evaluate on, with what was left out. Private, numbers included."""
 
     train: tuple[Mapping[str, Any], ...]
     evaluation: tuple[Mapping[str, Any], ...]
     duplicates: int
+    """Rows left out."""
     persons: tuple[range, ...] | None = None
+    """Positions in `train` of the records of each person, where people are the unit."""
     above_limit: int = 0
+    """Records left out because their person has more than `data.max_records_per_unit`."""
     seen: int = 0
+    """Evaluation records that are trained on as well."""
 
     @property
     def units(self) -> tuple[Any, ...]:
@@ -51,8 +48,6 @@ class Records:
 @dataclass(frozen=True)
 class PadRight:
     """A collator that pads on the right, to a multiple of `multiple` and at most to `max_length`.
-
-    Of records that `compute_frozen` has made it stacks the features as they are, and pads hidden states with zeros.
 
     >>> batch = PadRight(pad=0, max_length=8, multiple=4)([{"input_ids": [5, 6], "labels": [-100, 6]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -94,15 +89,10 @@ class PadRight:
 
 
 def read_records(job: Job, processing: Any) -> Records:
-    """Read the training and evaluation records of a job.
+    """Read the training and evaluation records of a job; messages name a row by its number.
 
-    Raises:
-        InvalidArgument: a table, a label, an image or a person that cannot be used; the row is named by its number.
-            Classes of texts of which the records to train on have one alone.
-
-    Guarantees:
-        tests/train/test_people.py: one person more changes nothing of the others
-        (test_one_person_more_changes_nothing_of_the_others).
+    One person more changes nothing of the others
+    (tests/train/test_people.py::test_one_person_more_changes_nothing_of_the_others).
     """
     data, unit = job.data, job.data.unit_column
     if job.task in CLASSIFIES and data.labels is None:
@@ -112,9 +102,25 @@ def read_records(job: Job, processing: Any) -> Records:
         )
     table = _table(job, data.train, unit, data.deduplicate)
     train, held_out = split(table.rows, data.eval_fraction, job.training.seed, unit)
-    evaluation = data.train if data.eval is None else data.eval
     if data.eval is not None:
         held_out = _table(job, data.eval, None, deduplicate=False).rows
+    _check_trainable(job, train)
+    columns = columns_of(job)
+    known = {tuple(row[column] for column in columns) for row in train}
+    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
+    persons, above = None, 0
+    if unit is not None:
+        train, persons, above = _by_person(job, train, unit)
+    trained_on, evaluated_on = (
+        tuple(record_of(job, processing, row, Path(file).parent) for row in rows)
+        for rows, file in ((train, data.train), (held_out, data.eval or data.train))
+    )
+    return Records(trained_on, evaluated_on, table.duplicates, persons, above, seen)
+
+
+def _check_trainable(job: Job, train: Sequence[Row]) -> None:
+    """Check that there are records to train on; classes of texts must be two or more."""
+    data = job.data
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
     if job.task == "text_classification" and len({row[data.label_column] for row in train}) == 1:
@@ -122,20 +128,6 @@ def read_records(job: Job, processing: Any) -> Records:
             f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
             "text would be given. Check data.label_column, and that the table is whole."
         )
-    columns = columns_of(job)
-    known = {tuple(row[column] for column in columns) for row in train}
-    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
-    persons, above = None, 0
-    if unit is not None:
-        train, persons, above = _by_person(job, train, unit)
-    return Records(
-        tuple(record_of(job, processing, row, Path(data.train).parent) for row in train),
-        tuple(record_of(job, processing, row, Path(evaluation).parent) for row in held_out),
-        table.duplicates,
-        persons,
-        above,
-        seen,
-    )
 
 
 def count_records(job: Job) -> int:
@@ -155,10 +147,7 @@ def _table(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
 
 
 def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...], int]:
-    """The rows that are used, the positions of each person's among them, and how many were left out.
-
-    Which rows of a person are used depends on a public key, on the person, and on this person's rows alone.
-    """
+    """The rows that are used, the positions of each person's among them, and how many were left out."""
     key = fold_in(insecure_key(job.training.seed), "records of a person")
     limit = job.data.max_records_per_unit or 1
     found = group_by_person([row[unit] for row in rows], max_texts=limit, key=key)

@@ -39,17 +39,30 @@ def lists_of(job: Job) -> tuple[str, ...]:
 def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row.
 
-    Guarantees:
-        tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number.
+    (tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number)
     """
+    data = job.data
     if job.task == "text_classification":
-        _check_known([row[job.data.label_column]], job.data, where)
+        _check_known([row[data.label_column]], data, where)
     elif job.task == "text_regression":
-        _check_number(row[job.data.label_column], job.data, where)
+        _check_number(row[data.label_column], data, where)
     elif job.task == "token_classification":
-        _check_words(_texts(row[job.data.text_column]), _texts(row[job.data.label_column]), job.data, where)
+        words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+        if not words or len(words) != len(given):
+            raise InvalidArgument(
+                f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
+                "Write two lists, or two texts with spaces between the words and between the labels."
+            )
+        _check_known(given, data, where)
     elif job.task == "vqa":
-        _check_images(_images(job.data, row), job.data, where, folder)
+        images = _images(data, row)
+        if len(images) > data.max_images:
+            raise InvalidArgument(
+                f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
+                "public: choose it for all records that there could be."
+            )
+        for image in images:
+            _check_image(folder / image, where)
 
 
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
@@ -69,25 +82,6 @@ def _check_number(text: str, data: DataSection, where: str) -> None:
         finite = False
     if not finite:
         raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
-
-
-def _check_words(words: list[str], given: list[str], data: DataSection, where: str) -> None:
-    if not words or len(words) != len(given):
-        raise InvalidArgument(
-            f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. Write "
-            "two lists, or two texts with spaces between the words and between the labels."
-        )
-    _check_known(given, data, where)
-
-
-def _check_images(images: list[str], data: DataSection, where: str, folder: Path) -> None:
-    if len(images) > data.max_images:
-        raise InvalidArgument(
-            f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is public: "
-            "choose it for all records that there could be."
-        )
-    for image in images:
-        _check_image(folder / image, where)
 
 
 def _check_image(image: Path, where: str) -> None:
@@ -132,18 +126,19 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str,
     }
 
 
-def _texts(value: str) -> list[str]:
-    """The list in a column of lists; words of a text."""
+def _texts(value: str, whole: bool = False) -> list[str]:
+    """The list in a column of lists; the words of a text, or the whole text alone."""
     found = json.loads(value)
-    return found.split() if isinstance(found, str) else list(found)
+    if isinstance(found, str):
+        return [found] if whole else found.split()
+    return list(found)
 
 
 def _images(data: DataSection, row: Row) -> list[str]:
     """The paths of the images of a row."""
     if data.max_images == 1:
         return [row[data.image_column]]
-    found = json.loads(row[data.image_column])
-    return [found] if isinstance(found, str) else list(found)
+    return _texts(row[data.image_column], whole=True)
 
 
 def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
@@ -168,10 +163,7 @@ def _translated(tokenizer: Any, prompt: str, response: str, limit: int) -> Mappi
 
 
 def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping[str, Any]:
-    """Question, answer and paths of the images; without a chat template the images are put before the question.
-
-    Marks of images that the texts have, as those of LLaVA's tables, are taken out: each image has one mark, put here.
-    """
+    """Question, answer and paths of the images; marks of images in the texts are taken out: each has one, put here."""
     images = [str(folder / image) for image in _images(data, row)]
     question, answer = (
         row[column].replace(processor.image_token, "").strip() for column in (data.question_column, data.answer_column)

@@ -16,9 +16,7 @@ _TWIN = "-no-dp"  # the end of the name of its folder
 
 
 def classification(prediction: Any) -> dict[str, float]:
-    """Share of the evaluation records whose most likely class is their label, and that of the most frequent label.
-
-    Where each word has a label, shares of the words; none if no word has one.
+    """Share of the evaluation records, or words, whose most likely class is their label, and of the most frequent one.
 
     >>> from types import SimpleNamespace
     >>> logits, labels = np.array([[1, 0], [0, 1], [1, 0]]), np.array([0, 1, 1])
