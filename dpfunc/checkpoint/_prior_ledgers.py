@@ -14,6 +14,7 @@ from dpfunc.accounting.record import RECORD_FILE, RUN, SELECTION, Record, Select
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
 
+_COST = f"a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run ({RECORD_FILE}),"
 _ROUNDING = 1e-4  # relative; as tight as the accountants are
 
 
@@ -46,7 +47,7 @@ def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
     if path.suffix == ".jsonl":
         return journal_ledger(path)
     text = path.read_bytes()
-    values = parsed(text, "a ledger, or the record or the journal of a run,")
+    values = parsed(text, _COST)
     schema = str(values.get("schema")) if isinstance(values, dict) else ""
     kinds: tuple[type[Ledger | Record | SelectionRecord], ...] = (Record, SelectionRecord, Ledger)
     for prefix, kind in zip((RUN, SELECTION, "dpfunc.ledger/"), kinds, strict=True):
@@ -54,8 +55,7 @@ def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
             return kind.from_json(text)
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
     raise InvalidArgument(
-        f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run "
-        f"({RECORD_FILE}), got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
+        f"Expected {_COST} got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
         f"privacy_journal.jsonl. {OTHER_VERSION}"
     )
 

@@ -57,11 +57,7 @@ class _Source:
     uncounted: int | None = None
 
     def guarantee(self, delta: float, method: str | None) -> accounting.Guarantee:
-        """The cost, computed again; without a method as it was recorded.
-
-        Raises:
-            UsageError: of click: an accountant other than that of a search.
-        """
+        """The cost, computed again; without a method as it was recorded. That of a search is counted by rdp alone."""
         if not isinstance(self.record, SelectionRecord):
             recorded = "auto" if self.record is None else self.record.accountant
             return accounting.epsilon(self.ledger, delta, method or recorded)

@@ -76,11 +76,7 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
 
 
 def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
-    """The `problem_type` of a configuration, or what Transformers takes if it is None.
-
-    >>> problem_of(None, num_outputs=3, labels=torch.tensor([2, 0]))
-    'single_label_classification'
-    """
+    """The `problem_type` of a configuration, or what Transformers takes if it is None."""
     if given is not None:
         return given
     if num_outputs == 1:
@@ -347,10 +343,7 @@ def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _refuse_packing(inputs: Mapping[str, Tensor]) -> None:
-    """Refuse rows in which several texts follow each other.
-
-    Transformers takes positions without a mask as the sign of such rows. TRL packs so, and DataCollatorWithFlattening.
-    """
+    """Refuse rows of several texts (TRL, DataCollatorWithFlattening); their sign: positions without a mask."""
     found = [name for name in _PACKED if name in inputs]
     if not found and "position_ids" in inputs and "attention_mask" not in inputs:
         found = ["position_ids without attention_mask"]

@@ -59,10 +59,7 @@ class PadRight:
     multiple: int = _PADDING
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch: input_ids (B, T) or hidden (B, T, width), with attention_mask (B, T); or features (B, width).
-
-        Labels are (B, L) or (B,). All are int64; hidden states, features and numbers as labels floating.
-        """
+        """The batch: input_ids (B, T) or hidden (B, T, D), with attention_mask; or features; labels (B, L) or (B,)."""
         first = records[0]
         if isinstance(first["labels"], int | float):
             labels = torch.tensor([record["labels"] for record in records])

@@ -37,10 +37,7 @@ def lists_of(job: Job) -> tuple[str, ...]:
 
 
 def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
-    """Check the label or the images of a row, before anything is spent; no message shows anything of the row.
-
-    (tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number)
-    """
+    """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
     if job.task == "text_classification":
         _check_known([row[data.label_column]], data, where)

@@ -30,13 +30,7 @@ _KINDS = {
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn errors of other libraries inside the block into one line that names what was expected.
-
-    >>> with one_line("a number"):
-    ...     int("x")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a number: invalid literal for int() with base 10: 'x'.
-    """
+    """Turn errors of other libraries inside the block into one line that names what was expected."""
     try:
         yield
     except (InvalidArgument, UnsupportedModel):
@@ -101,10 +95,7 @@ def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
 
 
 def load_base(job: Job, processing: Any) -> nn.Module:
-    """The model before training, in float32, or with the strategy `qlora` in 4 bits; new parameters by the job's seed.
-
-    (tests/train/test_qlora.py::test_without_bitsandbytes_nothing_is_done)
-    """
+    """The model before training, in float32, or with `qlora` in 4 bits; new parameters by the job's seed."""
     import transformers
 
     options, path, packed = _options(job), job.model.path, {}
@@ -177,10 +168,7 @@ def key_of(job: Job, purpose: str) -> Any:
 
 
 def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
-    """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
-
-    (tests/train/test_model.py::test_strategies_train_what_they_say)
-    """
+    """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients."""
     if job.task == "vqa":
         return _with_strategy(model, job)
     if job.strategy in ADAPTERS:

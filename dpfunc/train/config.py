@@ -360,14 +360,9 @@ def twin(job: Job) -> Job:
 
 
 def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
-    """The first problem of an error as an error of this library; an unknown key before all others.
+    """The first problem of an error of pydantic as an error of this library, about a key or a flag; unknown keys first.
 
-    Args:
-        error: of pydantic. flag: the flag with the value, if it is not in a file.
-
-    Returns:
-        The error to raise. A list or a section in a wrong place is not shown, since it may hold anything; nor is a long
-        text.
+    A list or a section in a wrong place is not shown, since it may hold anything; nor is a long text.
     """
     problems = error.errors(include_url=False)
     problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])

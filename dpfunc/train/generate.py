@@ -76,14 +76,10 @@ class Sampling:
 
 
 def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts: Path | None = None) -> Writer:
-    """The language model of a run folder, if its accounting is there.
+    """The language model that `dpfunc train` left in its output_dir, if its accounting is there.
 
-    Args:
-        folder: output_dir of `dpfunc train`. allow_non_private: take the twin without privacy as well, or a run whose
-            key anybody can guess; texts then come with epsilon null. prompts: file of prompts, which must be public.
-
-    Guarantees:
-        tests/train/test_generate.py::test_a_model_without_privacy_is_refused.
+    With `allow_non_private` also the twin without privacy, or a run whose key anybody can guess; texts then come with
+    epsilon null (tests/train/test_generate.py::test_a_model_without_privacy_is_refused).
     """
     root = Path(folder)
     job, insecure_seed = saved_job(root)
@@ -144,14 +140,9 @@ def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:
-    """Prompts, each with fields that go into its texts' lines, e.g. a label.
+    """Prompts, each with fields that go into its texts' lines, e.g. a label; without any, texts start with nothing.
 
-    Args:
-        prompt: one prompt; or None. file: .txt with one prompt a line, or .jsonl with `prompt` and other fields; or
-            None. With neither, texts start with nothing.
-
-    >>> read_prompts("Dear", None)
-    ({'prompt': 'Dear'},)
+    Of one text; or of a .txt with a prompt a line, or a .jsonl with `prompt` and other fields.
     """
     if prompt is not None and file is not None:
         raise InvalidArgument("Expected --prompt or --prompts, got both.")
@@ -233,16 +224,9 @@ def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str
 
 
 def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None = None) -> int:
-    """Write texts to a new .jsonl file as they come.
+    """Write texts to a new .jsonl file as they come, and count them. All processes iterate, and one of them writes.
 
-    Args:
-        path: of the file. texts: from `sample`. ranks: as given to `sample`; all iterate, and one of them writes.
-
-    Returns:
-        Their number.
-
-    Guarantees:
-        tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all.
+    (tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all)
     """
     if path.suffix != ".jsonl":
         raise fail("a .jsonl file", "out", str(path))

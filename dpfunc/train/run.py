@@ -183,8 +183,7 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
-    Guarantees:
-        tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses.
+    (tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses)
     """
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)

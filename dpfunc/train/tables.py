@@ -200,24 +200,11 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
 def split(
     rows: Sequence[Row], fraction: float, seed: int, unit: str | None = None
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training and held-out rows. Each row's side is decided by the row alone, or by whose it is.
+    """Training and held-out rows; each row's side is decided by the row alone, or, with `unit`, by whose it is.
 
     A shuffle of the whole table would let one row more move all others; here it moves none, so that neighbouring tables
-    have neighbouring training parts. Equal rows go to the same side.
-
-    Args:
-        rows: of one table. fraction: expected share of held-out rows, 0 <= fraction < 1. seed: public.
-        unit: column that says whose a row is; all rows of a person go to the same side.
-
-    Returns:
-        Two tuples of rows, in the order of the table; the number of held-out rows varies as that of coin flips.
-
-    Guarantees:
-        tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there.
-
-    >>> train, held_out = split([{"text": str(i)} for i in range(100)], 0.2, seed=0)
-    >>> len(train) + len(held_out), 5 < len(held_out) < 40
-    (100, True)
+    have neighbouring training parts. The number of held-out rows varies as that of coin flips
+    (tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there).
     """
     sides: tuple[list[Row], list[Row]] = [], []
     for row in rows:
@@ -228,11 +215,7 @@ def split(
 
 
 def json_values(path: Path) -> dict[str, Any]:
-    """The values of a JSON file with one object; none where it cannot be read, or has several lines.
-
-    >>> json_values(Path("missing.json"))
-    {}
-    """
+    """The values of a JSON file with one object; none where it cannot be read, or has several lines."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -241,11 +224,7 @@ def json_values(path: Path) -> dict[str, Any]:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """True if both are one file, or copies of one; False if either cannot be read.
-
-    >>> same_file(Path("missing.jsonl"), Path("missing.jsonl"))
-    False
-    """
+    """True if both are one file, or copies of one; False if either cannot be read."""
     try:
         if one.samefile(other):
             return True

@@ -82,11 +82,7 @@ def load_run(
 ) -> Checkpoint:
     """Read the part of a checkpoint that is not the Trainer's; its ledger also counts later steps in the journal.
 
-    All processes call it.
-
-    Raises:
-        CheckpointError: not complete, of another run, or a file of the Trainer (optimizer, scheduler, its state) is
-            missing or was changed, without which it would start anew.
+    All processes call it. It is refused if a file of the Trainer is missing or was changed: that part would start anew.
     """
 
     def check() -> None:
@@ -135,9 +131,6 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 
 def newest(output_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
-
-    Raises:
-        CheckpointError: there is none after a release, or it is not clear of which run.
 
     Guarantees:
         tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
@@ -213,11 +206,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) -> None:
-    """Compare the journal with what a run counts, and remove the accounting of an earlier end, which may be too small.
-
-    Raises:
-        LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
-    """
+    """Compare the journal with what a run counts, and remove the accounting of an earlier end, which may lack steps."""
     runs = read_steps(journal, missing="empty")
     if not resumed:
         check_counted(journal, runs, ledger)
@@ -235,8 +224,7 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
 def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
     """A state that is charged for every step of its run in the journal, and stands after the last of them.
 
-    Guarantees:
-        tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted.
+    (tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted)
     """
     later = max(_taken(journal, state), default=-1) + 1
     if later > state.charged:

@@ -70,16 +70,7 @@ class Sharding:
 def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     """The sharding that `TrainingArguments(fsdp=...)` or `accelerate launch --use_fsdp` asks for; None without.
 
-    Guarantees:
-        tests/hf/trainer/test_fsdp.py: each setting is followed, named or refused
-        (test_no_setting_is_ignored_in_silence).
-
-    >>> from types import SimpleNamespace
-    >>> sharding_of(SimpleNamespace(fsdp=True, fsdp_config={"version": 2}), {}).policy
-    'TRANSFORMER_BASED_WRAP'
-    >>> sharding_of(SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": True}), {})  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a setting of FSDP that a private run follows, got cpu_offload=True. ...
+    Each setting is followed, named or refused (tests/hf/trainer/test_fsdp.py::test_no_setting_is_ignored_in_silence).
     """
     config = getattr(args, "fsdp_config", None) or {}
     if not args.fsdp and config:
@@ -152,16 +143,8 @@ def shard(
 ) -> tuple[Division | None, Any]:
     """Shard the model in place, if the script asks for it; and the arguments with which nobody does so once more.
 
-    All processes get the values of the first one.
-
-    Raises:
-        InvalidArgument: a setting that is not followed; layers that the model has not. UnsupportedModel: quantised
-            parameters, or parameters without values; one tensor in several parts; an older torch. RankMismatch:
-            processes were told otherwise.
-
-    Guarantees:
-        tests/hf/trainer/test_fsdp.py: what is released is what one process releases
-        (test_a_sharded_trainer_gives_what_one_process_gives).
+    All processes get the values of the first one. What is released is what one process releases
+    (tests/hf/trainer/test_fsdp.py::test_a_sharded_trainer_gives_what_one_process_gives).
     """
     sharding = sharding_of(args, os.environ)
     if sharding is None:
@@ -198,14 +181,7 @@ def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: 
 
 
 def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
-    """The names of the modules that are put together at a time, inner ones first; the rest goes with the model.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(3, 3)))
-    >>> part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=7))
-    ['2.0', '2']
-    >>> part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=("Linear",)))
-    ['2.0', '0']
-    """
+    """The names of the modules that are put together at a time, inner ones first; the rest goes with the model."""
     inner = [*model.named_modules()][:0:-1]  # without the model itself, which comes first
     tied = _tied(model)
     if sharding.policy == _WHOLE:
@@ -281,20 +257,13 @@ def settled(model: nn.Module) -> Iterator[None]:
 
 
 def settle(model: nn.Module) -> None:
-    """Release what is still put together.
-
-    >>> settle(nn.Linear(1, 1))
-    """
+    """Release what is still put together."""
     for part in fsdp_parts(model).values():
         part.reshard()
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
-    """The state dict of a sharded model with whole tensors on the CPU, one put together at a time. All must call it.
-
-    Args:
-        model: sharded. keep: False on the processes that write nothing, which get None.
-    """
+    """The state dict of a sharded model on the CPU, put together one by one by all processes; None without `keep`."""
     settle(model)
     found: dict[int, Tensor] = {}
     result: dict[str, Tensor] = {}

@@ -14,15 +14,7 @@ _MOST_PIXELS = 2**26  # 192 MiB in memory
 
 
 def opened(image: Any, size: tuple[int, int] | None) -> Any:
-    """A picture or an array, read from a file if it is a path.
-
-    Args:
-        image: a path, a PIL image or an array. size: height and width to fit it into, or None.
-
-    >>> from PIL import Image
-    >>> opened(Image.new("RGB", (4, 8)), (16, 24)).size
-    (24, 16)
-    """
+    """A picture or an array, read from a file if it is a path, and fitted into a height and width, if given."""
     if isinstance(image, (str, Path)):
         with _opened_image(image) as file:
             image = file.convert("RGB")
@@ -56,14 +48,9 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
 
 @contextmanager
 def _opened_image(path: Path | str) -> Iterator[Any]:
-    """Open an image file, of which only the header is read so far.
+    """Open an image file, of which only the header is read so far; messages do not name it, which can be private.
 
-    Raises:
-        InvalidArgument: no image, damaged, or so large that a small file could take all memory. The message does not
-            name the file, which can be private.
-
-    Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused.
+    (tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused)
     """
     from PIL import Image, UnidentifiedImageError
 

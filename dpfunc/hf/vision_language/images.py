@@ -291,14 +291,9 @@ def _processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:
 def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict[str, Tensor]:
     """A batch with its images as models take them: those of all samples on axis 0, next to those of the same sample.
 
-    Args:
-        batch: with samples on axis 0 of all tensors. Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or
-            (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others
-            are left as they are, as are those with a `pixel_attention_mask`.
-        nested: the model takes (B, I, ...), so nothing is done.
-
-    >>> flatten_images({"pixel_values": torch.zeros(4, 2, 3, 8, 8)})["pixel_values"].shape
-    torch.Size([8, 3, 8, 8])
+    Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or (B, I, 3); several images (B, I, C, H, W), or
+    (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
+    `pixel_attention_mask`, and where the model takes (B, I, ...) itself: `nested`.
     """
     pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
     if pixels is None or nested or "pixel_attention_mask" in batch:
