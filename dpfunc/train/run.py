@@ -120,9 +120,7 @@ def prepare(job: Job) -> Prepared:
 def run_job(
     job: Job, *, resume: bool = False, insecure_seed: int | None = None, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Train, save, and report what was spent.
-
-    Of several processes under torchrun each calls it: they share each draw, and one of them writes and prints.
+    """Train, save, and report what was spent; of several processes each calls it, and one writes and prints.
 
     Args:
         job: what to do. resume: go on with the run in its output_dir after an interruption, bit for bit.
@@ -132,13 +130,8 @@ def run_job(
     Returns:
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
-    Raises:
-        InvalidArgument: the job cannot be run, or output_dir cannot be used, e.g. because another process trains there.
-        CheckpointError: resume without a checkpoint of this very job; or the ledger lacks steps of the journal.
-
     Guarantees:
-        tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit,
-        ::test_two_commands_at_the_same_time.
+        tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit, ::test_two_commands_at_the_same_time.
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:

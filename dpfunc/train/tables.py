@@ -17,11 +17,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a table, one a record, with the number of exact duplicates that were left out. Private.
-
-    Args:
-        rows: column -> text. numbers: where each row was in the file, from 1. duplicates: rows that were there before.
-    """
+    """Rows of a table, column -> text, and where each was in the file, from 1. Private, numbers included."""
 
     rows: tuple[Row, ...]
     numbers: tuple[int, ...]
@@ -36,32 +32,18 @@ def read_table(
     unit: str | None = None,
     lists: Sequence[str] = (),
 ) -> Table:
-    """The columns that a job needs, of a .jsonl, .csv or .txt file.
+    """The columns that a job needs, of a .jsonl with an object a line, a .csv with a header, or a .txt; UTF-8.
 
     Args:
-        path: .jsonl with one object a line, .csv with a header, or .txt with a record a line, whose column is
-            `text`; UTF-8. Empty lines of a .jsonl or .txt are no records.
+        path: of a .txt the column is `text`. Empty lines of a .jsonl or .txt are no records.
         columns: what each row must have; other columns are not read.
         deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
-            result by at most one row, so neighbouring tables stay neighbours.
-        unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then: a
-            person must not take a row from another one.
+            result by at most one row (tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row).
+        unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then.
         lists: those of the columns that may hold a list of texts; given back as JSON, a text as well.
 
     Raises:
-        InvalidArgument: no such file, another kind of file, a row without a column or with one of them twice, a row of
-            a .csv with more values than its header has names, a unit that is empty or is neither a text nor a whole
-            number, or no rows; the row is named by its number, never shown.
-
-    Guarantees:
-        tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "mails.jsonl"
-    ...     _ = path.write_text('{"text": "hello"}\\n{"text": "hello"}\\n')
-    ...     read_table(path, ["text"])
-    Table(rows=({'text': 'hello'},), numbers=(1,), duplicates=1)
+        InvalidArgument: what cannot be read, is missing or is there twice; rows are named by their number, never shown.
     """
     file, found = Path(path), []
     for number, row in _rows(file, columns):

@@ -136,13 +136,10 @@ def newest(output_dir: Path) -> Path | None:
         tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
         ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
     """
-    complete: list[Path] = []
-    for path in sorted(_numbered(output_dir), key=_number, reverse=True):
-        if is_complete(path):
-            complete.append(path)
-        else:
-            _logger.warning("The checkpoint %s is not complete and is passed over.", path)
-    if complete:
+    found = {path: is_complete(path) for path in _numbered(output_dir)}
+    for path in (path for path, whole in found.items() if not whole):
+        _logger.warning("The checkpoint %s is not complete and is passed over.", path)
+    if complete := [path for path, whole in found.items() if whole]:
         _check_one_run(complete, output_dir / JOURNAL)
         return complete[0]
     if not released(output_dir):
@@ -166,13 +163,9 @@ def released(output_dir: Path) -> bool:
 
 
 def _numbered(output_dir: Path) -> list[Path]:
-    return [path for path in output_dir.glob("checkpoint-*") if _number(path) >= 0]
-
-
-def _number(path: Path) -> int:
-    """Step of a checkpoint by its name; -1 for other names."""
-    number = path.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
+    """The checkpoints of a folder, the newest first."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
+    return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True)
 
 
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:

@@ -72,25 +72,16 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
 
     Each setting is followed, named or refused (tests/hf/trainer/test_fsdp.py::test_no_setting_is_ignored_in_silence).
     """
-    config = getattr(args, "fsdp_config", None) or {}
-    if not args.fsdp and config:
-        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
-    switch = environment.get(SWITCH, "")
-    if word(switch) not in (*OFF, *ON):
-        raise fail(f"{SWITCH} to be true or false", SWITCH, switch)
-    if not args.fsdp and word(switch) in OFF:
+    settings = _asked(args, environment)
+    if settings is None:
         return None
-    asked = _from_environment(environment) | config
-    if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
-        del asked["min_num_params"]
-    settings: dict[str, Any] = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
     for name, value in settings.items():
         if name not in SETTINGS[FSDP]:
             hint = f"Leave it out. {suggestion(name, SETTINGS[FSDP])}"
             raise fail("a setting of FSDP that is known", name, value, hint)
     refuse(FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
-    layers, size = settings.get("transformer_layer_cls_to_wrap"), settings.get("min_num_params", 0)
+    layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
     if layers and policy != _BY_LAYER:
         raise InvalidArgument(
             f"Expected transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only, got {layers!r} and "
@@ -103,7 +94,7 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
         )
     return Sharding(
         policy=policy,
-        layers=tuple(name.strip() for name in (layers.split(",") if isinstance(layers, str) else layers or ())),
+        layers=tuple(map(str.strip, layers.split(",") if isinstance(layers, str) else layers)),
         min_num_params=int(size),
         reshard=word(settings["reshard_after_forward"]) in ON,
         checkpointing=word(settings.get("activation_checkpointing")) in ON,
@@ -111,12 +102,23 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     )
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The settings that the script and the launcher make, over what is not said; None without FSDP."""
+    config, switch = getattr(args, "fsdp_config", None) or {}, environment.get(SWITCH, "")
+    if not args.fsdp and config:
+        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
+    if word(switch) not in (*OFF, *ON):
+        raise fail(f"{SWITCH} to be true or false", SWITCH, switch)
+    if not args.fsdp and word(switch) in OFF:
+        return None
     found = {name.removeprefix(_PREFIX).lower(): v for name, v in environment.items() if name.startswith(_PREFIX)}
-    settings = {_RENAMED.get(name, name): value for name, value in found.items()}
-    if str(settings.get("auto_wrap_policy", "")).upper() != _BY_SIZE:
-        settings.pop("min_num_params", None)  # accelerate sets it always
-    return settings
+    launched = {_RENAMED.get(name, name): value for name, value in found.items()}
+    if str(launched.get("auto_wrap_policy", "")).upper() != _BY_SIZE:
+        launched.pop("min_num_params", None)  # accelerate sets it always
+    asked = launched | config
+    if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
+        del asked["min_num_params"]
+    return {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
 
 
 @contextmanager

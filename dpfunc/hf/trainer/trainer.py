@@ -58,7 +58,6 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling._records import check_repeatable, data_name
-from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
 
 _logger = logging.getLogger(__name__)
@@ -271,21 +270,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._start = None
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
-                    self._write_accounting()
-        distributed.once(self._ranks, self._finish_accounting)
+                    self._write_accounting(ended=False)
+        distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
         return output._replace(training_loss=math.nan)
 
-    def _write_accounting(self) -> None:
+    def _write_accounting(self, *, ended: bool) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
+        if ended and self._run is not None:
+            files.check_journal(self._journal(), self._run.state)
         record = self._accounting(self._journal())
         if record.global_step:
             with writing(Path(self.args.output_dir) / RECORD_FILE, record.ledger, self.plan):
                 files.write_accounting(Path(self.args.output_dir), record)
-
-    def _finish_accounting(self) -> None:
-        if self._run is not None:
-            files.check_journal(self._journal(), self._run.state)
-        self._write_accounting()
 
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
@@ -301,7 +297,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
-        writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: files.clean(Path(self.args.output_dir)))
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
         if saved is None and self._run is not None and self._run.state.step:
@@ -323,11 +318,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             raise BudgetExhausted(
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
             )
-        if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
-            _logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
-        advice = self._advice()
-        if writes and advice is not None:
-            _logger.warning(advice)
+        if start.limit < self._num_steps(plan.sampler.dataset_size):
+            self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
+        self._warn(self._advice())
         self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
@@ -467,25 +460,25 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        mask_B = None
-        if self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks)):
-            # Without records this process runs a row of weight zero: all processes communicate.
-            mask_B = torch.zeros(batch_size(batch), dtype=torch.bool)
+        # Without records a process among others runs a row of weight zero: all of them communicate.
+        idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
+        mask_B = torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
         with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
         if state.step >= self._warn_at:
-            self._warn(state)
+            self._warn_at = math.inf  # once
+            self._warn(warning_text(self.plan, state))
         if self.privacy.dp_log_unreleased:
             return mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
 
-    def _warn(self, state: StepState) -> None:
-        self._warn_at = math.inf  # once
-        if distributed.is_writer(self._ranks):
-            _logger.warning(warning_text(self.plan, state))
+    def _warn(self, text: str | None) -> None:
+        """Warn of something, on one of the processes."""
+        if text is not None and distributed.is_writer(self._ranks):
+            _logger.warning("%s", text)
 
     def compute_loss(
         self,
@@ -517,8 +510,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True
-            if distributed.is_writer(self._ranks):
-                _logger.warning("%s %s", found, self._advice() or "Is the learning rate too small, or epsilon?")
+            self._warn(f"{found} {self._advice() or 'Is the learning rate too small, or epsilon?'}")
         return output
 
     # What is logged and saved
@@ -582,8 +574,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if self._division is None or self.args.should_save:
-            super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, but for the optimizer of a sharded model, which the folder `dpfunc` of a checkpoint has."""
@@ -609,17 +600,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))
 
-    def hyperparameter_search(
-        self,
-        hp_space: object = None,
-        compute_objective: object = None,
-        n_trials: int = 20,
-        direction: object = "minimize",
-        backend: object = None,
-        hp_name: object = None,
-    ) -> None:
-        """Refuse the search: each trial reads the private records."""
+    def _no_search(self, *_: object, **__: object) -> None:
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
+
+    hyperparameter_search = _no_search
 
 
 def _recipe_of(

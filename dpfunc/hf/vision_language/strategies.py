@@ -159,20 +159,24 @@ def prepare(
 
 
 def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: object, train_projector: bool) -> None:
-    """Check that the options fit the strategy, that the base is in 4 bits exactly where the strategy needs it, and that
-    layers trained whole are in float."""
+    """Check that the options and the model fit the strategy."""
     one_of("strategy", name, STRATEGIES)
-    missing = [option for option, value in needed.items() if value is None]
     given = {**needed, "targets": targets, "train_projector": train_projector or None}
-    useless = [option for option, value in given.items() if value is not None]
-    if name in _ADAPTERS and missing:
-        raise InvalidArgument(f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them.")
     if name in _ADAPTERS:
+        if missing := [option for option, value in needed.items() if value is None]:
+            raise InvalidArgument(
+                f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them."
+            )
         integer("rank", needed["rank"], minimum=1)
-    elif useless:
+    elif useless := [option for option, value in given.items() if value is not None]:
         raise InvalidArgument(
             f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
         )
+    _check_weights(model, name, train_projector)
+
+
+def _check_weights(model: nn.Module, name: str, train_projector: bool) -> None:
+    """Check that the base is in 4 bits exactly where the strategy needs it, and that what is trained is in float."""
     quantised = quantised_layers(model)
     if name == "qlora" and not quantised:
         raise UnsupportedModel(
