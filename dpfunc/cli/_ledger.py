@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +15,7 @@ import click
 from dpfunc import accounting
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.accounting.record import (
-    COVERED,
-    GUESSABLE,
-    NEIGHBOURS,
-    RECORD_FILE,
-    Record,
-    SelectionRecord,
-    listed,
-)
+from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint._prior_ledgers import read_cost
 from dpfunc.checkpoint.journal import read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
@@ -282,15 +274,17 @@ def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
 def _sampling(record: Record | SelectionRecord) -> _Row:
     """Compare the settings, of the last step or of each candidate, with the steps that were counted."""
     n = record.dataset_size
+
+    def is_counted(values: Mapping[str, float], ledger: Ledger) -> bool:
+        q, steps = values.get("batch_size", math.nan) / n, values.get("steps")
+        return any(
+            e.sampling_prob == 1 or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
+            for e in ledger.events
+        )
+
     if isinstance(record, SelectionRecord):
-        wrong = []
-        for values, ledger in zip(record.candidates, record.ledgers, strict=True):
-            q, steps = values.get("batch_size", math.nan) / n, values.get("steps")
-            counted = any(
-                e.sampling_prob == 1 or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
-                for e in ledger.events
-            )
-            wrong += [] if counted else [listed(values)]
+        own = zip(record.candidates, record.ledgers, strict=True)
+        wrong = [listed(values) for values, ledger in own if not is_counted(values, ledger)]
         found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
         return "sampling", not wrong, found
     size, q, sigma, events = (

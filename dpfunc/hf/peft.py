@@ -45,17 +45,14 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
         _refuse_methods(config, initialized_on_public_data)
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
     merged = [name for name, layer in layers if layer.merged_adapters]
-    if merged:
-        raise UnsupportedModel(
-            f"The adapter is merged into {shorten(merged)}: its parameters have no effect. Call "
-            "peft_model.unmerge_adapter()."
-        )
     off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
-    if off:
-        raise UnsupportedModel(
-            f"The adapter is switched off in {shorten(off)}: its parameters have no effect. Leave "
-            "`with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
-        )
+    for found, where, advice in (
+        (merged, "merged into", "Call peft_model.unmerge_adapter()."),
+        (off, "switched off in", "Leave `with peft_model.disable_adapter()`, or call "
+         "peft_model.base_model.enable_adapter_layers()."),
+    ):  # fmt: skip
+        if found:
+            raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
     asleep = _parameters_of_others(peft_model, active)
     names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
     if not names:

@@ -33,21 +33,12 @@ from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
+from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, left_out, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train._run_folder import (
-    MODEL,
-    check_accounting,
-    check_folder,
-    check_spent_units,
-    has_checkpoint,
-    recorded_job,
-    unit_of,
-    write_job,
-)
 from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
@@ -110,7 +101,7 @@ def prepare(job: Job) -> Prepared:
     num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
     spent = earlier if private else None
-    check_spent_units(job)
+    folders.check_spent_units(job)
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps
@@ -136,7 +127,9 @@ def run_job(
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
         distributed.once(ranks, lambda: _begin(job, resume, insecure_seed, held))
-        prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
+        prepared = all_or_none(
+            lambda: prepare(folders.recorded_job(job) if resume else job), ranks, "Nothing was trained"
+        )
         writes = distributed.is_writer(ranks)
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
         lines = [*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about]
@@ -147,13 +140,13 @@ def run_job(
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
             reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
-            distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
+            distributed.once(ranks, lambda: folders.write_job(job, prepared.job, reasons, folder, insecure_seed))
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
-        continues = resume and (job.privacy.dp_enabled or has_checkpoint(job))
+        continues = resume and (job.privacy.dp_enabled or folders.has_checkpoint(job))
         trainer.train(resume_from_checkpoint=True if continues else None)
         if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
-            distributed.once(ranks, lambda: check_accounting(folder))
-        distributed.once(ranks, lambda: save_model(folder / MODEL, trainer.model, prepared.processing))
+            distributed.once(ranks, lambda: folders.check_accounting(folder))
+        distributed.once(ranks, lambda: save_model(folder / folders.MODEL, trainer.model, prepared.processing))
         measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
@@ -164,7 +157,7 @@ def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -
     """Check the job, and take its folder, which no other process can use as long as `held` is open."""
     check_job(job, resume, insecure_seed)
     held.enter_context(only_process(Path(job.output_dir)))
-    check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
+    folders.check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
 
 
 def save_model(folder: Path, model: Any, processing: Any) -> None:
@@ -181,7 +174,7 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)
     _check_loggers(job.training.report_to)
-    check_folder(job, resume, insecure_seed)
+    folders.check_folder(job, resume, insecure_seed)
 
 
 def _check_loggers(names: Sequence[str] | None) -> None:
@@ -219,7 +212,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         args=training_arguments(prepared),
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
         loss=loss_of_job(job),
-        unit=unit_of(job),
+        unit=folders.unit_of(job),
         key=key,
         ledger=prepared.spent,
         train_dataset=records.units,
@@ -310,7 +303,7 @@ def _finish(
         base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
-    say(f"Saved: {folder / MODEL}, for {how}.")
+    say(f"Saved: {folder / folders.MODEL}, for {how}.")
     for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
         say(line)
     return spent

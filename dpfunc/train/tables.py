@@ -129,26 +129,27 @@ def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[
     """The texts of a row in the columns; lists and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
-    values: Row = {}
-    for column in columns:
-        value: Any = row.get(column)
-        several = column in lists and isinstance(value, list)
-        if any(each is None or isinstance(each, list | dict) for each in (value if several else [value])):
-            raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
-        if column == unit:
-            _check_unit(value, column, where)
-        text = [_text(each) for each in value] if several else _text(value)
-        values[column] = json.dumps(text, ensure_ascii=False) if column in lists else str(text)
-        if any("\ud800" <= sign <= "\udfff" for sign in values[column]):
-            raise InvalidArgument(
-                f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
-                "Write the table as UTF-8 again, or leave the row out."
-            )
+    values = {column: _text(row, column, column in lists, where) for column in columns}
+    if unit is not None:
+        _check_unit(row[unit], unit, where)
     return values
 
 
-def _text(value: object) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+def _text(row: Mapping[str, Any], column: str, may_be_list: bool, where: str) -> str:
+    """The text of a row in a column; where it may be a list, as JSON."""
+    value: Any = row.get(column)
+    several = may_be_list and isinstance(value, list)
+    each: list[Any] = value if several else [value]
+    if any(one is None or isinstance(one, list | dict) for one in each):
+        raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
+    texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
+    text = json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
+    if any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise InvalidArgument(
+            f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
+            "Write the table as UTF-8 again, or leave the row out."
+        )
+    return text
 
 
 def _check_unit(value: object, column: str, where: str) -> None:

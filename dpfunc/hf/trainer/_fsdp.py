@@ -22,21 +22,9 @@ from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import fsdp_parts
+from dpfunc.hf.trainer import _settings as rules
 from dpfunc.hf.trainer._run import ranks_of
-from dpfunc.hf.trainer._settings import (
-    FSDP,
-    OFF,
-    ON,
-    SETTINGS,
-    SHARDED,
-    SWITCH,
-    attributes,
-    changed,
-    recomputed,
-    refuse,
-    without_effect,
-    word,
-)
+from dpfunc.hf.trainer._settings import without_effect
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 
 _logger = logging.getLogger(__name__)
@@ -76,10 +64,10 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     if settings is None:
         return None
     for name, value in settings.items():
-        if name not in SETTINGS[FSDP]:
-            hint = f"Leave it out. {suggestion(name, SETTINGS[FSDP])}"
+        if name not in rules.SETTINGS[rules.FSDP]:
+            hint = f"Leave it out. {suggestion(name, rules.SETTINGS[rules.FSDP])}"
             raise fail("a setting of FSDP that is known", name, value, hint)
-    refuse(FSDP, settings.get)
+    rules.refuse(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
     layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
     if layers and policy != _BY_LAYER:
@@ -96,20 +84,20 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
         policy=policy,
         layers=tuple(map(str.strip, layers.split(",") if isinstance(layers, str) else layers)),
         min_num_params=int(size),
-        reshard=word(settings["reshard_after_forward"]) in ON,
-        checkpointing=word(settings.get("activation_checkpointing")) in ON,
-        without_effect=tuple(without_effect(FSDP, settings.get)),
+        reshard=rules.word(settings["reshard_after_forward"]) in rules.ON,
+        checkpointing=rules.word(settings.get("activation_checkpointing")) in rules.ON,
+        without_effect=tuple(without_effect(rules.FSDP, settings.get)),
     )
 
 
 def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The settings that the script and the launcher make, over what is not said; None without FSDP."""
-    config, switch = getattr(args, "fsdp_config", None) or {}, environment.get(SWITCH, "")
+    config, switch = getattr(args, "fsdp_config", None) or {}, environment.get(rules.SWITCH, "")
     if not args.fsdp and config:
         raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
-    if word(switch) not in (*OFF, *ON):
-        raise fail(f"{SWITCH} to be true or false", SWITCH, switch)
-    if not args.fsdp and word(switch) in OFF:
+    if rules.word(switch) not in (*rules.OFF, *rules.ON):
+        raise fail(f"{rules.SWITCH} to be true or false", rules.SWITCH, switch)
+    if not args.fsdp and rules.word(switch) in rules.OFF:
         return None
     found = {name.removeprefix(_PREFIX).lower(): v for name, v in environment.items() if name.startswith(_PREFIX)}
     launched = {_RENAMED.get(name, name): value for name, value in found.items()}
@@ -124,12 +112,12 @@ def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
 @contextmanager
 def without_fsdp() -> Iterator[None]:
     """Inside, Accelerate does not see that FSDP was asked for: it would wrap the model, or shard it once more."""
-    value = os.environ.pop(SWITCH, None)
+    value = os.environ.pop(rules.SWITCH, None)
     try:
         yield
     finally:
         if value is not None:
-            os.environ[SWITCH] = value
+            os.environ[rules.SWITCH] = value
 
 
 @dataclass(frozen=True)
@@ -151,16 +139,16 @@ def shard(
     sharding = sharding_of(args, os.environ)
     if sharding is None:
         return None, args
-    given, beside = attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
-    refuse(SHARDED, lambda name: beside[name] if name in beside else given(name))
+    given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
+    rules.refuse(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
     ranks = ranks_of(args)
     if distributed.is_writer(ranks) and sharding.without_effect:
         told = list(sharding.without_effect)
         _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
     values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
     if sharding.checkpointing:
-        values |= recomputed(args)
-    return _sharded(model, sharding, ranks, args.device), changed(args, values)
+        values |= rules.recomputed(args)
+    return _sharded(model, sharding, ranks, args.device), rules.changed(args, values)
 
 
 def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:

@@ -33,25 +33,10 @@ from dpfunc.hf._padding import refuse_padding
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
+from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._labels import refuse_labels
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
-from dpfunc.hf.trainer._run import (
-    Loss,
-    Replicas,
-    Run,
-    Start,
-    as_function,
-    mean_loss,
-    metrics,
-    place,
-    plan_text,
-    ranks_of,
-    trainable,
-    twin_loss,
-    warning_step,
-    warning_text,
-)
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -117,7 +102,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
         *,
         privacy: PrivacyArguments,
-        loss: Loss | None = None,
+        loss: runs.Loss | None = None,
         key: Key | None = None,
         ledger: Ledger | None = None,
         data_name: str | None = None,
@@ -143,8 +128,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._earlier = ledger
         self._data_name = data_name
         self._unit = unit
-        self._start: Start | None = None
-        self._run: Run | None = None
+        self._start: runs.Start | None = None
+        self._run: runs.Run | None = None
         self._plan: Plan | None = None
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
@@ -160,7 +145,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._division, args = fsdp.shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
-        self._ranks = ranks_of(args) if self._division is None else self._division.ranks
+        self._ranks = runs.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -178,7 +163,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             super().create_accelerator_and_postprocess()
         settings.refuse(settings.ACCELERATOR, settings.attributes(self.accelerator))
         if self._ranks is not None:
-            self.accelerator: Any = Replicas(self.accelerator)
+            self.accelerator: Any = runs.Replicas(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As in `Trainer`; a sharded model stays where it was sharded."""
@@ -220,7 +205,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, or the Adam of a recipe, in which a new head beside adapters has its own rate."""
         if self.optimizer is None and self.recipe is not None:
-            params, head = trainable(self.model), new_head(self.recipe.strategy, self.model)
+            params, head = runs.trainable(self.model), new_head(self.recipe.strategy, self.model)
             self.optimizer: Any = self.recipe.optimizer(params.values(), head.values())
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
@@ -285,7 +270,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
-            print(plan_text(self.plan, self.physical_batch_size))
+            print(runs.plan_text(self.plan, self.physical_batch_size))
         epsilon = self.plan.guarantee().epsilon
         return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
 
@@ -295,7 +280,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         fsdp.settle(self.model)
         self.model.train()
         settings.refuse_model(self.model)
-        settings.refuse_optimizer(self.optimizer, trainable(self.model))
+        settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
         distributed.once(self._ranks, lambda: files.clean(Path(self.args.output_dir)))
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
@@ -309,11 +294,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         distributed.once(self._ranks, lambda: files.begin_accounting(self._journal(), spent, resumed=resumed))
         if saved is not None:
             skipping = not self.args.ignore_data_skip
-            start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
+            start = runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
         else:
             key = self._given_key or secure_key()
             key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
-            start = Start(key, plan.step_limit(spent), data, self._earlier)
+            start = runs.Start(key, plan.step_limit(spent), data, self._earlier)
         if start.limit < 1:
             raise BudgetExhausted(
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
@@ -322,7 +307,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
         self._warn(self._advice())
         self.args = settings.changed(self.args, {"max_steps": start.limit})
-        self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
+        self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
     def _advice(self) -> str | None:
@@ -362,7 +347,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if not found:
             _logger.warning("No step was released in %s: the run begins.", folder)
             return None
-        params, journal = trainable(self.model), self._journal()
+        params, journal = runs.trainable(self.model), self._journal()
         saved = files.load_run(Path(found), params=params, plan=self.plan, data=data, journal=journal, ranks=ranks)
         all_or_none(check, ranks, _NOT_RESUMED)
         return saved
@@ -372,7 +357,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if not self.privacy.dp_enabled:
             return super().get_train_dataloader()  # type: ignore[no-any-return]  # of Trainer
         pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
-        start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
+        start = pending or runs.Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
         if pending is not None:
             self._run = self._begin(pending)
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
@@ -381,7 +366,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             first = self._first_step() if pending else 0
             return range(first, min(first + epoch, start.limit))
 
-        args, (rank, size) = self.args, place(self._ranks)
+        args, (rank, size) = self.args, runs.place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         return data_loader(
@@ -395,17 +380,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
-    def _begin(self, start: Start) -> Run:
+    def _begin(self, start: runs.Start) -> runs.Run:
         """The run, once the model is where it is trained. All processes begin with the model of the first one."""
         model, privacy = self.model, self.privacy
         if self._division is None:  # else parts differ, and are of the same values
             distributed.replicate((*model.parameters(), *model.buffers()), self._ranks)
-        params = trainable(model)
+        params = runs.trainable(model)
         if start.resumed is not None:
             with torch.no_grad():
                 for name, value in start.resumed.params.items():
                     params[name].copy_(value)
-        forward, engine, ranks = as_function(model, params, privacy.dp_engine, self._ranks)
+        forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
         loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
@@ -423,7 +408,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
         else:
             state = start.resumed.state
-        return Run(dp_step, params, state, state, start)
+        return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
         """Number of records, where the plan has a bound on it."""
@@ -470,9 +455,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._run = replace(run, state=state, previous=before)
         if state.step >= self._warn_at:
             self._warn_at = math.inf  # once
-            self._warn(warning_text(self.plan, state))
+            self._warn(runs.warning_text(self.plan, state))
         if self.privacy.dp_log_unreleased:
-            return mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
+            return runs.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
 
     def _warn(self, text: str | None) -> None:
@@ -491,7 +476,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
-            self._twin = twin_loss(self.model, model, self._task)
+            self._twin = runs.twin_loss(self.model, model, self._task)
         return self._twin(inputs)
 
     def evaluation_loop(
@@ -523,7 +508,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     loss = logs.pop(name)
                     if self.privacy.dp_log_unreleased:
                         logs[f"unreleased/{name}"] = loss
-                    logs.update(metrics(self._accounting()))
+                    logs.update(runs.metrics(self._accounting()))
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
