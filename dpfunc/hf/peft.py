@@ -43,6 +43,19 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     active = _active(peft_model)
     for config in active.values():
         _refuse_methods(config, initialized_on_public_data)
+    _refuse_without_effect(peft_model)
+    asleep = _parameters_of_others(peft_model, active)
+    names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
+    if not names:
+        raise InvalidArgument(
+            f"Expected at least one trainable parameter, got none in {shorten(list(active))}. It was loaded or frozen "
+            "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
+        )
+    return names
+
+
+def _refuse_without_effect(peft_model: nn.Module) -> None:
+    """Refuse adapters that are merged into their layers, or switched off."""
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
     merged = [name for name, layer in layers if layer.merged_adapters]
     off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
@@ -53,14 +66,6 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     ):  # fmt: skip
         if found:
             raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
-    asleep = _parameters_of_others(peft_model, active)
-    names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
-    if not names:
-        raise InvalidArgument(
-            f"Expected at least one trainable parameter, got none in {shorten(list(active))}. It was loaded or frozen "
-            "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
-        )
-    return names
 
 
 def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> Functional:

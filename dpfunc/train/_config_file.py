@@ -215,13 +215,9 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     """
     values: dict[str, tuple[str, ...]] = {}
     for text in texts:
-        name, _, listed = text.partition("=")
-        key = name.strip().rpartition(".")[2].replace("-", "_")
-        if key not in GRID_KEYS or name.strip() not in (key, ".".join(GRID_KEYS[key]), key.replace("_", "-")):
-            raise fail("key=value,value in --grid", "--grid", text, suggestion(key, GRID_KEYS))
-        found = tuple(part.strip() for part in listed.split(","))
-        if key in values or not all(found) or len(set(found)) != len(found):
-            raise fail("each key of --grid once, with different values", "--grid", text)
+        key, found = _searched(text)
+        if key in values:
+            raise fail("each key of --grid once", "--grid", text)
         values[key] = found
     if "learning_rate" in values and factors is not None:
         raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply the job's.")
@@ -230,6 +226,18 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     if size > _MOST_COMBINATIONS:
         raise fail(f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
     return Grid(values, chosen)
+
+
+def _searched(text: str) -> tuple[str, tuple[str, ...]]:
+    """A key of the grid, and its values."""
+    name, _, listed = text.partition("=")
+    key = name.strip().rpartition(".")[2].replace("-", "_")
+    if key not in GRID_KEYS or name.strip() not in (key, ".".join(GRID_KEYS[key]), key.replace("_", "-")):
+        raise fail("key=value,value in --grid", "--grid", text, suggestion(key, GRID_KEYS))
+    found = tuple(part.strip() for part in listed.split(","))
+    if not all(found) or len(set(found)) != len(found):
+        raise fail("different values in --grid", "--grid", text)
+    return key, found
 
 
 def _factors(text: str) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,13 +45,7 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
             f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
             f"training.cache_mib={job.training.cache_mib}."
         )
-    if torch.accelerator.is_available():
-        base.to(torch.accelerator.current_accelerator())
-    was_training = base.training
-    base.train(False)
-    rows = track(everything, "frozen layers", console=Console(stderr=True), disable=not shows)
-    computed = [_computed(base, kind, record) for record in rows]
-    base.train(was_training)
+    computed = _computed(base, kind, everything, shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
     return kept, f"Frozen layers were computed once for each record and take at most {needed} MiB."
@@ -66,9 +60,20 @@ def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Mo
     return all(id(p) in known for p in model.parameters() if p.requires_grad)
 
 
-def _computed(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
-    ids = torch.tensor([record["input_ids"]], device=base.device)
-    mask = torch.ones_like(ids)
-    with torch.no_grad():
-        found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
-    return {kind: found.cpu(), "labels": record["labels"]}
+def _computed(
+    base: MeanPooledClassifier, kind: str, records: Sequence[Mapping[str, Any]], shows: bool
+) -> list[Mapping[str, Any]]:
+    """The records as the frozen part gives them, each alone, on the device that there is."""
+    if torch.accelerator.is_available():
+        base.to(torch.accelerator.current_accelerator())
+    was_training = base.training
+    computed: list[Mapping[str, Any]] = []
+    base.train(False)
+    for record in track(records, "frozen layers", console=Console(stderr=True), disable=not shows):
+        ids = torch.tensor([record["input_ids"]], device=base.device)
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
+        computed.append({kind: found.cpu(), "labels": record["labels"]})
+    base.train(was_training)
+    return computed

@@ -90,8 +90,8 @@ def prepare_search(
     """Load everything, and find the noise of each candidate; write nothing.
 
     On public records each candidate has noise, batch size and steps of the private run, on as many records at most
-    (tests/train/test_search.py::test_public_runs_have_the_noise_of_the_private_run); on private ones the noise with
-    which it costs the budget (tests/train/test_private_search.py::test_the_whole_search_costs_the_budget).
+    (tests/train/test_search.py::test_public_runs_have_the_noise_of_the_private_run). On private records the whole
+    search costs the budget of the job (tests/train/test_private_search.py::test_the_whole_search_costs_the_budget).
     """
     job = trials[0].job
     _check_scored(job)

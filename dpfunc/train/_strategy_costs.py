@@ -53,13 +53,15 @@ def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
     in_4_bits = weights - sum(own[name].nbytes - own[name].numel() // 2 for name in packed.keys() & own.keys())
     item = max(map(Tensor.element_size, own.values()))
     adapters = sum(rank * sum(weight.shape) for weight in packed.values())
-    whole = {
-        name: sum(own[at].numel() for at in trained_parameters(model, name)) for name in ("full", "projector")
-    }  # fmt: skip
+
+    def whole(name: str) -> int:
+        return sum(own[parameter].numel() for parameter in trained_parameters(model, name))
+
+    trained = {"full": whole("full"), "lora": adapters, "qlora": adapters, "projector": whole("projector")}
     return tuple(
         StrategyCost(name, size, in_4_bits if name == "qlora" else weights, size * (4 * item + 8))
-        for name in _MEANING for size in [whole.get(name, adapters)]
-    )  # fmt: skip
+        for name, size in trained.items()
+    )
 
 
 def strategy_table(model: nn.Module, *, rank: int, noise_multiplier: float, expected_batch_size: float) -> str:

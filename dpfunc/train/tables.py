@@ -130,6 +130,12 @@ def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
     values = {column: _text(row, column, column in lists, where) for column in columns}
+    for column, text in values.items():
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
+                "Write the table as UTF-8 again, or leave the row out."
+            )
     if unit is not None:
         _check_unit(row[unit], unit, where)
     return values
@@ -143,13 +149,7 @@ def _text(row: Mapping[str, Any], column: str, may_be_list: bool, where: str) ->
     if any(one is None or isinstance(one, list | dict) for one in each):
         raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
     texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
-    text = json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
-    if any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise InvalidArgument(
-            f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
-            "Write the table as UTF-8 again, or leave the row out."
-        )
-    return text
+    return json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
 
 
 def _check_unit(value: object, column: str, where: str) -> None:

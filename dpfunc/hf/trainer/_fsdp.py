@@ -99,14 +99,18 @@ def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
         raise fail(f"{rules.SWITCH} to be true or false", rules.SWITCH, switch)
     if not args.fsdp and rules.word(switch) in rules.OFF:
         return None
-    found = {name.removeprefix(_PREFIX).lower(): v for name, v in environment.items() if name.startswith(_PREFIX)}
-    launched = {_RENAMED.get(name, name): value for name, value in found.items()}
-    if str(launched.get("auto_wrap_policy", "")).upper() != _BY_SIZE:
-        launched.pop("min_num_params", None)  # accelerate sets it always
-    asked = launched | config
+    asked = _from_environment(environment) | config
     if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
         del asked["min_num_params"]
     return {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {name.removeprefix(_PREFIX).lower(): v for name, v in environment.items() if name.startswith(_PREFIX)}
+    settings = {_RENAMED.get(name, name): value for name, value in found.items()}
+    if str(settings.get("auto_wrap_policy", "")).upper() != _BY_SIZE:
+        settings.pop("min_num_params", None)  # accelerate sets it always
+    return settings
 
 
 @contextmanager
