@@ -177,8 +177,7 @@ def load(
             model = choose_parameters(load_base(job, processing), job)
             models[job.lora.rank] = model, compute_frozen(job, model, records, shows=shows)[0]
     alone = [_alone(job, models[job.lora.rank][0], size, spent if runs is None else None) for job in jobs]
-    before = spent or Ledger(adjacency=jobs[0].privacy.adjacency)
-    plans = alone if runs is None else _within_budget(jobs[0], alone, runs, score_noise, before)
+    plans = alone if runs is None else _within_budget(jobs[0], alone, runs, score_noise, spent)
     found = []
     for trial, job, own, plan in zip(trials, jobs, alone, plans, strict=True):
         model, kept = models[job.lora.rank]
@@ -197,16 +196,17 @@ def _alone(job: Job, model: nn.Module, size: int, spent: Ledger | None) -> Plan:
     return filled.privacy.plan(size, filled.batch_size, filled.training.num_steps(size), spent)
 
 
-def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: float, spent: Ledger) -> list[Plan]:
+def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: float, spent: Ledger | None) -> list[Plan]:
     """Plans with more noise: the best of a random number of runs, each with a score, costs the budget of the job."""
-    score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
+    before = spent or Ledger(adjacency=job.privacy.adjacency)
+    score = Ledger((Event(1.0, score_noise, 1),), before.adjacency)
 
     def scaled(scale: float) -> list[Plan]:
         return [dataclasses.replace(plan, noise_multiplier=scale * noise_of(plan), epsilon=None) for plan in alone]
 
     scale = calibrate_search(
         runs, lambda scale: [*(plan.ledger() for plan in scaled(scale)), score],
-        epsilon=job.privacy.dp_epsilon or 0.0, delta=alone[0].delta, spent=spent,
+        epsilon=job.privacy.dp_epsilon or 0.0, delta=alone[0].delta, spent=before,
     )  # fmt: skip
     return scaled(scale)
 

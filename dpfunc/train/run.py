@@ -127,15 +127,19 @@ def run_job(
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
         distributed.once(ranks, lambda: _begin(job, resume, insecure_seed, held))
-        prepared = all_or_none(
-            lambda: prepare(folders.recorded_job(job) if resume else job), ranks, "Nothing was trained"
-        )
         writes = distributed.is_writer(ranks)
+
+        def load() -> Prepared:
+            return prepare(folders.recorded_job(job) if resume else job)
+
+        def tell(*lines: str | None) -> None:
+            for line in lines if writes else ():
+                if line is not None:
+                    say(line)
+
+        prepared = all_or_none(load, ranks, "Nothing was trained")
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        lines = [*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about]
-        for line in lines if writes else ():
-            if line is not None:
-                say(line)
+        tell(*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about)
         prepared = dataclasses.replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
