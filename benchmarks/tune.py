@@ -24,8 +24,8 @@ from benchmarks.recipes.trainer import write_parts
 from benchmarks.results import FOLDER, write
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
+from dpfunc.train._config_file import FACTORS, parse_grid, trials
 from dpfunc.train._dataset import read_records
-from dpfunc.train._grid import FACTORS, parse_grid, trials
 from dpfunc.train._model import load_processing
 from dpfunc.train._private_search import run_search
 from dpfunc.train._search import Candidate, load, noise_of, prepare_search, run_public, score, train_candidate

@@ -31,7 +31,6 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
 
 RECORD_FILE = "privacy_accounting.json"
-_ROUNDING = 1e-4  # relative; as tight as the accountants are
 RUN, SELECTION = "dpfunc.accounting/", "dpfunc.selection/"  # schemas, before their version
 _VERSION = "2"
 
@@ -98,7 +97,7 @@ class _Published:
                 there twice or outside its domain.
         """
         values = parsed(text, f"the record of a {cls.what}")
-        if not _has_schema(values, cls.kind):
+        if not isinstance(values, dict) or not str(values.get("schema")).startswith(cls.kind):
             raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
         schema = values["schema"]
         if schema != cls.kind + _VERSION:
@@ -266,6 +265,11 @@ def search_cost(
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
 
 
+def listed(values: Mapping[str, float]) -> str:
+    """The values of a candidate in one line."""
+    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+
+
 def refuse_replaced(name: str, adjacency: Adjacency) -> None:
     """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
     if adjacency == "replace_one":
@@ -273,51 +277,6 @@ def refuse_replaced(name: str, adjacency: Adjacency) -> None:
             f"{name} add_remove or zero_out", name, adjacency,
             "A record that is replaced may go from those that are trained on to those that are scored.",
         )  # fmt: skip
-
-
-def _has_schema(values: object, kind: str) -> bool:
-    return isinstance(values, dict) and str(values.get("schema")).startswith(kind)
-
-
-def is_record(values: object) -> bool:
-    """True for the JSON values of the record of a run, of any version.
-
-    >>> is_record({"schema": "dpfunc.accounting/2"}), is_record({"schema": "dpfunc.ledger/2"})
-    (True, False)
-    """
-    return _has_schema(values, RUN)
-
-
-def read_ledger(text: str | bytes) -> Ledger:
-    """The ledger in the text of a file: a ledger, or the record of a run.
-
-    Raises:
-        InvalidArgument: something else, a ledger or record that cannot be read, or a record whose epsilon is not that
-            of its ledger, up to a relative 1e-4 (tests/checkpoint/test_prior_ledgers.py).
-
-    >>> ledger = Ledger()
-    >>> read_ledger(ledger.to_json()) == ledger
-    True
-    """
-    values = parsed(text, "a ledger or the record of a run")
-    if not isinstance(values, dict):
-        raise InvalidArgument("Expected a ledger or the record of a run, got other JSON.")
-    if _has_schema(values, SELECTION):
-        raise InvalidArgument(
-            "Expected a ledger or the record of a run, got the record of a search: its cost is no sum over steps. Its "
-            "epsilon and delta add to those of other runs on the same records: leave them out of the budget of this "
-            "one, and publish the sums."
-        )
-    if not is_record(values):
-        return Ledger.from_json(text)
-    record = Record.from_json(text)
-    found = record.ledger.epsilon(record.delta, record.accountant).epsilon
-    if not math.isclose(record.epsilon, found, rel_tol=_ROUNDING):
-        raise fail(
-            f"a record whose epsilon is that of its ledger, {found:.6g} by {record.accountant}", "epsilon",
-            record.epsilon, "One of them was changed. Restore the file, or name its journal.",
-        )  # fmt: skip
-    return record.ledger
 
 
 def _plain(value: Any) -> Any:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpfunc._utils.validation import fail
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import read_ledger
+from dpfunc.accounting.events import OTHER_VERSION
+from dpfunc.accounting.ledger import parsed
+from dpfunc.accounting.record import RECORD_FILE, RUN, SELECTION, Record, SelectionRecord
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
+
+_COST = f"a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run ({RECORD_FILE}),"
+_ROUNDING = 1e-4  # relative; as tight as the accountants are
 
 
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
@@ -32,34 +38,67 @@ def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a journal or ledger of a run, got 'nowhere.jsonl', which is no file.
     """
-    ledgers = [_read(Path(path)) for path in paths or ()]
+    ledgers = [_spent(Path(path)) for path in paths or ()]
     return ledgers[0].compose(*ledgers[1:]) if ledgers else None
 
 
-def _read(path: Path) -> Ledger:
+def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
+    """What a file says about the cost of runs: a record, a ledger, or a journal (.jsonl), whose ledger it is."""
+    if path.suffix == ".jsonl":
+        return journal_ledger(path)
+    text = path.read_bytes()
+    values = parsed(text, _COST)
+    schema = str(values.get("schema")) if isinstance(values, dict) else ""
+    kinds: tuple[type[Ledger | Record | SelectionRecord], ...] = (Record, SelectionRecord, Ledger)
+    for prefix, kind in zip((RUN, SELECTION, "dpfunc.ledger/"), kinds, strict=True):
+        if schema.startswith(prefix):
+            return kind.from_json(text)
+    # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
+    raise InvalidArgument(
+        f"Expected {_COST} got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
+        f"privacy_journal.jsonl. {OTHER_VERSION}"
+    )
+
+
+def _spent(path: Path) -> Ledger:
+    """What a run has spent, with at least one step, and with all that the journals beside its record have."""
     expected = "Expected a journal or ledger of a run"
     if not path.is_file():
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which is no file.")
     try:
-        ledger = journal_ledger(path) if path.suffix == ".jsonl" else read_ledger(path.read_bytes())
+        found = read_cost(path)
+        ledger = found if isinstance(found, Ledger) else _of_run(found)
     except (DPFuncError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which cannot be read: {error}") from error
     if not ledger.num_steps:
         raise InvalidArgument(f"{expected}, got {str(path)!r}, which has no steps.")
-    _check_newest(path)
+    if isinstance(found, Record):
+        _check_newest(path, found.global_step)
     return ledger
 
 
-def _check_newest(path: Path) -> None:
-    """Refuse a record written before the last steps of its run: it does not contain their cost.
+def _of_run(record: Record | SelectionRecord) -> Ledger:
+    """The ledger of the record of a run, whose epsilon must be that of its ledger."""
+    if isinstance(record, SelectionRecord):
+        raise InvalidArgument(
+            "Expected a ledger or the record of a run, got the record of a search: its cost is no sum over steps. Its "
+            "epsilon and delta add to those of other runs on the same records: leave them out of the budget of this "
+            "one, and publish the sums."
+        )
+    found = record.ledger.epsilon(record.delta, record.accountant).epsilon
+    if not math.isclose(record.epsilon, found, rel_tol=_ROUNDING):
+        raise fail(
+            f"a record whose epsilon is that of its ledger, {found:.6g} by {record.accountant}", "epsilon",
+            record.epsilon, "One of them was changed. Restore the file, or name its journal.",
+        )  # fmt: skip
+    return record.ledger
 
-    Raises:
-        InvalidArgument: the journal beside it has more.
-    """
-    steps = json.loads(path.read_text("utf-8")).get("global_step") if path.suffix == ".json" else None
+
+def _check_newest(path: Path, steps: int) -> None:
+    """Refuse a record written before the last steps of its run, which the journal beside it has."""
     for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
         taken = count_steps(journal)
-        if isinstance(steps, int) and taken > steps:
+        if taken > steps:
             raise InvalidArgument(
                 f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
                 f"{str(journal)!r}, which also has what that run counted when it began."

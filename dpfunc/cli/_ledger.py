@@ -6,28 +6,19 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.accounting.record import (
-    COVERED,
-    GUESSABLE,
-    NEIGHBOURS,
-    RECORD_FILE,
-    SELECTION,
-    Record,
-    SelectionRecord,
-    is_record,
-)
-from dpfunc.checkpoint.journal import journal_ledger, read_steps, steps_ledger
-from dpfunc.cli._output import describe, json_option, listed, print_json, print_list, print_rows, print_values
+from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
+from dpfunc.checkpoint._prior_ledgers import read_cost
+from dpfunc.checkpoint.journal import read_steps, steps_ledger
+from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
@@ -58,11 +49,7 @@ class _Source:
     uncounted: int | None = None
 
     def guarantee(self, delta: float, method: str | None) -> accounting.Guarantee:
-        """The cost, computed again; without a method as it was recorded.
-
-        Raises:
-            UsageError: of click: an accountant other than that of a search.
-        """
+        """The cost, computed again; without a method as it was recorded. That of a search is counted by rdp alone."""
         if not isinstance(self.record, SelectionRecord):
             recorded = "auto" if self.record is None else self.record.accountant
             return accounting.epsilon(self.ledger, delta, method or recorded)
@@ -74,39 +61,16 @@ class _Source:
 
 
 def _read_source(path: Path) -> _Source:
-    """Read a record, a ledger or a journal, or what there is of them in the folder of a run.
-
-    Raises:
-        InvalidArgument: something else, or a file that cannot be read. CheckpointError: a journal that lost lines.
-    """
+    """Read a record, a ledger or a journal, or what there is of them in the folder of a run."""
     file = _file_of(path) if path.is_dir() else path
-    if file.suffix == ".jsonl":
-        return _Source(file, journal_ledger(file))
-    try:
-        values = unique_json(file.read_bytes())
-    except ValueError as error:  # of the encoding, or of JSON
-        if "occurs twice" in str(error):
-            raise InvalidArgument(f"The file {str(file)!r} cannot be read: {error}.") from error
-        values = None
-    schema = str(values.get("schema")) if isinstance(values, dict) else ""
-    if is_record(values):
-        record = Record.from_json(file.read_bytes())
-        runs = [
-            run for journal in file.parent.glob("*journal.jsonl")
-            for run in read_steps(journal, missing="empty").values()
-        ]  # fmt: skip
-        return _Source(file, record.ledger, record, record.ledger.lacks(steps_ledger(runs)) if runs else None)
-    if schema.startswith(SELECTION):
-        search = SelectionRecord.from_json(file.read_bytes())
-        return _Source(file, search.spent, search)
-    # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
-    if schema.startswith("dpfunc.ledger/"):
-        return _Source(file, Ledger.from_json(file.read_bytes()))
-    raise InvalidArgument(
-        f"Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run "
-        f"({RECORD_FILE}), got {str(path)!r}, which is none of them. The journal of a run of dpfunc train is "
-        "privacy_journal.jsonl."
-    )
+    found = read_cost(file)
+    if isinstance(found, Ledger):
+        return _Source(file, found)
+    if isinstance(found, SelectionRecord):
+        return _Source(file, found.spent, found)
+    journals = file.parent.glob("*journal.jsonl")
+    runs = [run for journal in journals for run in read_steps(journal, missing="empty").values()]
+    return _Source(file, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
 
 
 def _file_of(folder: Path) -> Path:
@@ -310,15 +274,17 @@ def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
 def _sampling(record: Record | SelectionRecord) -> _Row:
     """Compare the settings, of the last step or of each candidate, with the steps that were counted."""
     n = record.dataset_size
+
+    def is_counted(values: Mapping[str, float], ledger: Ledger) -> bool:
+        q, steps = values.get("batch_size", math.nan) / n, values.get("steps")
+        return any(
+            e.sampling_prob == 1 or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
+            for e in ledger.events
+        )
+
     if isinstance(record, SelectionRecord):
-        wrong = []
-        for values, ledger in zip(record.candidates, record.ledgers, strict=True):
-            q, steps = values.get("batch_size", math.nan) / n, values.get("steps")
-            counted = any(
-                e.sampling_prob == 1 or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
-                for e in ledger.events
-            )
-            wrong += [] if counted else [listed(values)]
+        own = zip(record.candidates, record.ledgers, strict=True)
+        wrong = [listed(values) for values, ledger in own if not is_counted(values, ledger)]
         found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
         return "sampling", not wrong, found
     size, q, sigma, events = (

@@ -30,11 +30,6 @@ def describe(guarantee: Guarantee) -> dict[str, Any]:
     return {**values, "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
 
 
-def listed(values: Mapping[str, float]) -> str:
-    """Numbers with their names in one line."""
-    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
-
-
 @dataclass(frozen=True)
 class Report:
     """Lines that a command prints while it works, kept with what else it prints as JSON."""

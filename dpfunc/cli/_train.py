@@ -52,16 +52,7 @@ def without_noise() -> Iterator[None]:
 
 @contextmanager
 def keys_of_the_file() -> Iterator[None]:
-    """Report errors with the keys that the user has written, instead of the names of the library.
-
-    Raises:
-        ClickException: for every error of dpfunc.
-
-    >>> with keys_of_the_file():
-    ...     raise InvalidArgument("got expected_batch_size=3.0 (dp_delta=1)")
-    Traceback (most recent call last):
-    click.exceptions.ClickException: got batch_size=3.0 (dp_delta=1)
-    """
+    """Report errors of dpfunc with the keys that the user has written, instead of the names of the library."""
     try:
         yield
     except DPFuncError as error:
@@ -73,11 +64,7 @@ def keys_of_the_file() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Say how to install a package that an import inside needs.
-
-    Raises:
-        ClickException: a package of the extra `hf` is not installed.
-    """
+    """Say how to install a package that an import inside needs."""
     try:
         yield
     except ImportError as error:
@@ -105,10 +92,7 @@ def _interruptible(job: Job, writes: bool) -> Iterator[None]:
 
 @contextmanager
 def _processes() -> Iterator[tuple[Ranks | None, bool]]:
-    """Yield the processes of this run under torchrun, or None, and True for the one that writes and prints.
-
-    A process that loses the others ends with an error.
-    """
+    """Yield the processes under torchrun, or None, and True for the one that writes; see that none is lost."""
     from dpfunc import distributed
     from dpfunc.train.run import LONGEST_WAIT
 

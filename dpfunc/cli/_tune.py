@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpfunc.accounting import RunCount
+from dpfunc.accounting.record import listed
 from dpfunc.accounting.selection import SHAPES
 from dpfunc.cli._output import Report, json_option, print_rows, reporting
 from dpfunc.cli._train import FILE, FLAGS_OF_A_JOB, check_new, importing, keys_of_the_file, seed_option, without_noise
@@ -70,9 +71,8 @@ def tune(
         raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
     with importing():
         from dpfunc.train import _config_file as config_file
-        from dpfunc.train._grid import parse_grid, trials
     given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
-    found = trials(values, given, parse_grid(grid, factors))
+    found = config_file.trials(values, given, config_file.parse_grid(grid, factors))
     dry_run = dry_run or found[0].job.privacy.dp_dry_run
     with keys_of_the_file(), without_noise(), reporting(as_json) as report:
         from dpfunc.train._private_search import check_search_folder
@@ -112,7 +112,7 @@ def _search_public(
     from rich.console import Console
     from rich.progress import track
 
-    from dpfunc.train._search import MEANING, listed, run_public, tuned
+    from dpfunc.train._search import MEANING, run_public, tuned
 
     there, held_out = len(search.records.train), len(search.records.evaluation)
     report.say(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")

@@ -51,10 +51,9 @@ class Tables:
     positions: int | None = None
 
     def explain(self, error: Exception, ids: object) -> InvalidArgument | None:
-        """The error for token ids that are not in these tables, or rows too long, if that is what torch reports.
+        """The error for token ids that are not in these tables, or rows too long, if torch reports that on a CPU.
 
-        On a CPU: accelerators find a wrong index later, with an error of their own. It tells by the message of torch
-        and by shapes, since engines compute rows under `vmap`, where no number can be read.
+        It tells by the message and by shapes: engines compute rows under `vmap`, where no number can be read.
         """
         if not isinstance(ids, Tensor) or self.tokens is None:
             return None
@@ -136,23 +135,14 @@ class Caller:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model of Transformers inside of a PEFT model; any other model as it is.
-
-    >>> layer = nn.Linear(1, 1)
-    >>> base_model(layer) is layer
-    True
-    """
+    """The model of Transformers inside of a PEFT model; any other model as it is."""
     inside = getattr(model, "get_base_model", None)
     found = inside() if callable(inside) and hasattr(model, "peft_config") else model
     return found if isinstance(found, nn.Module) else model
 
 
 def quantised_layers(model: nn.Module) -> tuple[str, ...]:
-    """The names of the linear layers whose weight is not an ordinary tensor of floats.
-
-    >>> quantised_layers(nn.Sequential(nn.Linear(2, 2)))
-    ()
-    """
+    """The names of the linear layers whose weight is not an ordinary tensor of floats."""
     kinds = (Tensor, nn.Parameter)  # packed formats are subclasses of tensor, or hold bytes
 
     def is_plain(weight: Tensor) -> bool:
@@ -163,12 +153,7 @@ def quantised_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def facts_of(forward: AnyForward) -> Facts:
-    """Facts about the model behind a forward function; the defaults for an ordinary function.
-
-    >>> facts_of(lambda params, x: x)  # doctest: +NORMALIZE_WHITESPACE
-    Facts(options=mappingproxy({}), soft_prompt=0, counts_padding=False, problem=None, decoder_inputs=None,
-          speech=None, blocks=False, nested_images=False)
-    """
+    """Facts about the model behind a forward function; the defaults for an ordinary function."""
     if isinstance(forward, Caller):
         return forward.facts
     module = getattr(forward, "module", getattr(getattr(forward, "__self__", None), "module", None))
@@ -214,11 +199,7 @@ def _tables(base: nn.Module) -> Tables:
 
 
 def augments(config: object) -> bool:
-    """True if a configuration asks for SpecAugment, whose default in speech models is on.
-
-    >>> augments(object())
-    False
-    """
+    """True if a configuration asks for SpecAugment, whose default in speech models is on."""
     names = ("mask_time_prob", "mask_feature_prob")
     return bool(getattr(config, "apply_spec_augment", False)) and any(getattr(config, name, 0) for name in names)
 

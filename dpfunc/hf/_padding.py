@@ -27,20 +27,12 @@ _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
 def positions_of_tokens(mask_BT: Tensor) -> Tensor:
-    """Positions (B, T) that count tokens only, from 0.
-
-    >>> positions_of_tokens(torch.tensor([[0, 1, 1]]))
-    tensor([[0, 0, 1]])
-    """
+    """Positions (B, T) that count tokens only, from 0."""
     return (mask_BT.long().cumsum(1) - 1).clamp(min=0)
 
 
 def without_labels_after_padding(labels_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Labels of the tokens that follow a token: what comes after padding would be predicted from it.
-
-    >>> without_labels_after_padding(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]]))
-    tensor([[   5, -100,    7]])
-    """
+    """Labels of the tokens that follow a token: what comes after padding would be predicted from it."""
     before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
     return torch.where(before_BT == 0, IGNORED, labels_BT)
 
@@ -70,15 +62,8 @@ def refuse_padding(
     """Refuse a model whose gradient of a short row changes when the row is padded to a longer one.
 
     Of 64 records that are spread over the data set the shortest that has a gradient is computed alone, and in a batch
-    with the longest. Where all have one length or cannot be copied, or the collator draws random numbers, nothing is
-    compared. No number is in the message.
-
-    Args:
-        loss_fn: one loss a sample. params: of `model`, which is in evaluation mode meanwhile: no dropout.
-        dataset: of the private records. collate: list of records -> batch. prepare: moves a batch to the model.
-
-    Guarantees:
-        tests/hf/test_padding.py: FNet is refused, and models with a mask are not (test_models).
+    with the longest, in evaluation mode. Where all have one length or cannot be copied, or the collator draws random
+    numbers, nothing is compared. No number is in the message (tests/hf/test_padding.py::test_models).
     """
     with cpu_seeds(insecure_key(0)):
         records = read(dataset, spread(len(dataset), _READ))

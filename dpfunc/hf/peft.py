@@ -43,19 +43,7 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     active = _active(peft_model)
     for config in active.values():
         _refuse_methods(config, initialized_on_public_data)
-    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
-    merged = [name for name, layer in layers if layer.merged_adapters]
-    if merged:
-        raise UnsupportedModel(
-            f"The adapter is merged into {shorten(merged)}: its parameters have no effect. Call "
-            "peft_model.unmerge_adapter()."
-        )
-    off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
-    if off:
-        raise UnsupportedModel(
-            f"The adapter is switched off in {shorten(off)}: its parameters have no effect. Leave "
-            "`with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
-        )
+    _refuse_without_effect(peft_model)
     asleep = _parameters_of_others(peft_model, active)
     names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
     if not names:
@@ -64,6 +52,20 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
             "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
         )
     return names
+
+
+def _refuse_without_effect(peft_model: nn.Module) -> None:
+    """Refuse adapters that are merged into their layers, or switched off."""
+    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
+    merged = [name for name, layer in layers if layer.merged_adapters]
+    off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
+    for found, where, advice in (
+        (merged, "merged into", "Call peft_model.unmerge_adapter()."),
+        (off, "switched off in", "Leave `with peft_model.disable_adapter()`, or call "
+         "peft_model.base_model.enable_adapter_layers()."),
+    ):  # fmt: skip
+        if found:
+            raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
 
 
 def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> Functional:

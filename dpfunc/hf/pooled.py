@@ -144,11 +144,7 @@ def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = 
 
 
 def wants_mean(path: str) -> bool:
-    """True if `1_Pooling/config.json` in the folder of a model says that it averages tokens (Sentence Transformers).
-
-    >>> wants_mean("no-such-folder")
-    False
-    """
+    """True if `1_Pooling/config.json` in the folder of a model says that it averages tokens (Sentence Transformers)."""
     file = Path(path) / "1_Pooling" / "config.json"
     try:
         return json.loads(file.read_text("utf-8")).get("pooling_mode_mean_tokens") is True

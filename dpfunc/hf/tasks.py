@@ -76,11 +76,7 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
 
 
 def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
-    """The `problem_type` of a configuration, or what Transformers takes if it is None.
-
-    >>> problem_of(None, num_outputs=3, labels=torch.tensor([2, 0]))
-    'single_label_classification'
-    """
+    """The `problem_type` of a configuration, or what Transformers takes if it is None."""
     if given is not None:
         return given
     if num_outputs == 1:
@@ -123,25 +119,26 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
         tests/hf/test_tasks.py: a row that is padded to another length has the same loss
         (test_answers_do_not_depend_on_padding).
     """
-    answer = ("start_positions", "end_positions")
-    if all(name in batch for name in answer):
-        inputs, positions = {**batch}, [batch[name] for name in answer]
-    else:
-        inputs, labels = _split(batch)
-        if labels.dim() != 2 or labels.shape[1] != 2:
-            raise InvalidArgument(
-                "Expected 'start_positions' and 'end_positions', or 'labels' (B, 2) with both, got labels "
-                f'{tuple(labels.shape)}. Where answers are classes (ViLT) name the task "sequence_classification".'
-            )
-        positions = list(labels.unbind(1))
-    inputs = {name: value for name, value in inputs.items() if name not in ("labels", *answer)}
-    output = forward(params, **inputs)
-    scores = [output.start_logits, output.end_logits]
-    mask_BT = inputs.get("attention_mask")
-    if mask_BT is not None and mask_BT.shape == scores[0].shape:
-        ends = [padding.scores_of_tokens(*end, mask_BT) for end in zip(scores, positions, strict=True)]
-        scores, positions = [score_BT for score_BT, _ in ends], [position_B for _, position_B in ends]
-    return losses.question_answering(*scores, *positions)
+    first_B, last_B = _answers(batch)
+    output = forward(params, **{name: value for name, value in batch.items() if name not in ("labels", *_ANSWER)})
+    start_BT, end_BT, mask_BT = output.start_logits, output.end_logits, batch.get("attention_mask")
+    if mask_BT is not None and mask_BT.shape == start_BT.shape:
+        start_BT, first_B = padding.scores_of_tokens(start_BT, first_B, mask_BT)
+        end_BT, last_B = padding.scores_of_tokens(end_BT, last_B, mask_BT)
+    return losses.question_answering(start_BT, end_BT, first_B, last_B)
+
+
+def _answers(batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    """First and last position of each answer."""
+    if all(name in batch for name in _ANSWER):
+        return [batch[name] for name in _ANSWER]
+    _, labels = _split(batch)
+    if labels.dim() != 2 or labels.shape[1] != 2:
+        raise InvalidArgument(
+            "Expected 'start_positions' and 'end_positions', or 'labels' (B, 2) with both, got labels "
+            f'{tuple(labels.shape)}. Where answers are classes (ViLT) name the task "sequence_classification".'
+        )
+    return labels.unbind(1)
 
 
 def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -220,6 +217,7 @@ _NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "Prophe
 _ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 """Decoders whose configuration has `is_decoder`, and does not use it."""
 
+_ANSWER = ("start_positions", "end_positions")
 _SENTENCE_LABELS = ("label", "labels", "score")
 _IDS = "_input_ids"
 
@@ -347,10 +345,7 @@ def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _refuse_packing(inputs: Mapping[str, Tensor]) -> None:
-    """Refuse rows in which several texts follow each other.
-
-    Transformers takes positions without a mask as the sign of such rows. TRL packs so, and DataCollatorWithFlattening.
-    """
+    """Refuse rows of several texts (TRL, DataCollatorWithFlattening); their sign: positions without a mask."""
     found = [name for name in _PACKED if name in inputs]
     if not found and "position_ids" in inputs and "attention_mask" not in inputs:
         found = ["position_ids without attention_mask"]

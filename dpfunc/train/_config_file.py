@@ -1,18 +1,21 @@
-"""A job from a YAML file and from flags that override it; what is not understood is refused, never dropped."""
+"""Jobs from a YAML file, flags that override it, and a grid; what is not understood is refused, never dropped."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import click
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from dpfunc._utils.validation import fail, suggestion
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
 from dpfunc.train.config import SECTIONS, TOP, Job, explained, job_from_dict
@@ -25,17 +28,17 @@ _ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval":
 _ALTERNATIVES |= {other: key for key, other in _ALTERNATIVES.items()}
 _NOTHING = ("null", "none")
 
+GRID_KEYS = {
+    "learning_rate": ("training", "learning_rate"), "batch_size": ("training", "batch_size"),
+    "steps": ("training", "steps"), "rank": ("lora", "rank"),
+}  # fmt: skip
+"""Keys of a job that can be searched, with their sections."""
+FACTORS = (0.3, 1.0, 3.0)
+_MOST_COMBINATIONS = 1000
+
 
 def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
-    """The job of a YAML file, with flags over it.
-
-    Args:
-        path: the file. flags: as on a command line, see `parse_flags`.
-
-    Guarantees:
-        tests/train/test_config.py: a key twice is refused (test_a_key_twice_is_refused), flags win
-        (test_flags_override_the_file).
-    """
+    """The job of a YAML file, with flags over it (test_a_key_twice_is_refused, test_flags_override_the_file)."""
     return job_from_dict(override(read_yaml(path), parse_flags(flags)))
 
 
@@ -49,13 +52,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[e
 def read_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file. Only plain values: no tags, no key twice, and no more than a job can have.
 
-    Raises:
-        InvalidArgument: it cannot be read; the message names the line, and shows nothing of it. Or it is too large,
-            also by aliases of aliases, which a few lines can multiply to any size.
-
-    Guarantees:
-        tests/train/test_config.py::test_a_file_that_multiplies_itself_is_refused,
-        ::test_errors_show_no_value_of_the_file.
+    Errors name the line and show nothing of it (tests/train/test_config.py::test_errors_show_no_value_of_the_file).
     """
     try:
         with open(path, "rb") as file:
@@ -124,9 +121,7 @@ def _places() -> dict[tuple[str, str], object]:
 def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
     """Flags as (section, key) -> text; the section of `task`, `strategy` and `output_dir` is empty.
 
-    Args:
-        arguments: `--training.steps 10`, `--steps=10`, `--dp-epsilon 3`: the section may be left out where the key
-            is unique, dashes are underscores, and true may be left out.
+    The section may be left out where the key is unique, dashes are underscores, and true may be left out.
 
     >>> parse_flags(["--dp-epsilon", "3", "--training.steps=10", "--bf16"])
     {('privacy', 'dp_epsilon'): '3', ('training', 'steps'): '10', ('training', 'bf16'): 'true'}
@@ -163,12 +158,7 @@ def _options() -> dict[click.Option, tuple[str, str]]:
 
 
 def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """The values of a file with those of flags over them.
-
-    Args:
-        values: as from `read_yaml`. flags: as from `parse_flags`; for one of two alternatives (steps and epochs, budget
-            and noise multiplier) it replaces the other one of the file.
-    """
+    """The values of a file with those of flags over them; of two alternatives a flag replaces the other one."""
     kinds = _places()
     given: dict[str, dict[str, Any]] = {}
     for (section, key), text in flags.items():
@@ -198,3 +188,73 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
         return adapter.validate_strings(text)
     except ValidationError as error:
         raise explained(error, flag) from None
+
+
+class Grid(NamedTuple):
+    """Values to try, all combinations: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate."""
+
+    values: Mapping[str, tuple[str, ...]]
+    factors: tuple[float, ...]
+
+
+class Trial(NamedTuple):
+    """One combination: a job, and the factor of its learning rate, which may still come from a recipe."""
+
+    job: Job
+    factor: float
+
+
+def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
+    """The grid of `key=value,value` with or without sections, and of `0.3,1,3`; None for `FACTORS`.
+
+    >>> parse_grid(["batch_size=64,128"], None)
+    Grid(values={'batch_size': ('64', '128')}, factors=(0.3, 1.0, 3.0))
+    >>> parse_grid(["ranks=4"], None)
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected key=value,value in --grid, got --grid='ranks=4'. Did you mean 'rank'?
+    """
+    values: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        key, found = _searched(text)
+        if key in values:
+            raise fail("each key of --grid once", "--grid", text)
+        values[key] = found
+    if "learning_rate" in values and factors is not None:
+        raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply the job's.")
+    chosen = (1.0,) if "learning_rate" in values else FACTORS if factors is None else _factors(factors)
+    size = len(chosen) * math.prod(map(len, values.values()))
+    if size > _MOST_COMBINATIONS:
+        raise fail(f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
+    return Grid(values, chosen)
+
+
+def _searched(text: str) -> tuple[str, tuple[str, ...]]:
+    """A key of the grid, and its values."""
+    name, _, listed = text.partition("=")
+    key = name.strip().rpartition(".")[2].replace("-", "_")
+    if key not in GRID_KEYS or name.strip() not in (key, ".".join(GRID_KEYS[key]), key.replace("_", "-")):
+        raise fail("key=value,value in --grid", "--grid", text, suggestion(key, GRID_KEYS))
+    found = tuple(part.strip() for part in listed.split(","))
+    if not all(found) or len(set(found)) != len(found):
+        raise fail("different values in --grid", "--grid", text)
+    return key, found
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < each < math.inf for each in found) or len(set(found)) != len(found):
+        raise fail("different numbers > 0 in --factors, with commas", "--factors", text)
+    return found
+
+
+def trials(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str], grid: Grid) -> tuple[Trial, ...]:
+    """All combinations of a grid over a job, which is made of the values of its file and of flags over them."""
+    found = []
+    for combination in itertools.product(*grid.values.values()):
+        chosen = {GRID_KEYS[key]: text for key, text in zip(grid.values, combination, strict=True)}
+        job = job_from_dict(override(values, {**flags, **chosen}))
+        found += [Trial(job, factor) for factor in grid.factors]
+    return tuple(found)

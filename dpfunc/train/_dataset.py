@@ -1,9 +1,12 @@
-"""Records of a job: what is trained on and evaluated on, one by one or by person, and their collation into batches."""
+"""Records of a job: rows of a table, what is refused, what the model gets, one by one or by person, and batches."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.losses import IGNORED
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
-from dpfunc.train._inputs import check_row, columns_of, lists_of, record_of
-from dpfunc.train.config import CLASSIFIES, Job
+from dpfunc.train.config import CLASSIFIES, DataSection, Job
 from dpfunc.train.tables import Row, Table, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
@@ -24,21 +26,18 @@ _PADDING = 32  # few lengths of batches: engines look at each shape once
 
 @dataclass(frozen=True)
 class Records:
-    """Records to train on and to evaluate on, with what was left out. Private, numbers included.
-
-    Args:
-        train, evaluation: one item a record. duplicates: rows left out.
-        persons: positions in `train` of the records of each person, where people are the unit.
-        above_limit: records left out because their person has more than `data.max_records_per_unit`.
-        seen: evaluation records that are trained on as well.
-    """
+    """Records to train on and to evaluate on, with what was left out. Private, numbers included."""
 
     train: tuple[Mapping[str, Any], ...]
     evaluation: tuple[Mapping[str, Any], ...]
     duplicates: int
+    """Rows left out."""
     persons: tuple[range, ...] | None = None
+    """Positions in `train` of the records of each person, where people are the unit."""
     above_limit: int = 0
+    """Records left out because their person has more than `data.max_records_per_unit`."""
     seen: int = 0
+    """Evaluation records that are trained on as well."""
 
     @property
     def units(self) -> tuple[Any, ...]:
@@ -52,8 +51,6 @@ class Records:
 class PadRight:
     """A collator that pads on the right, to a multiple of `multiple` and at most to `max_length`.
 
-    Of records that `compute_frozen` has made it stacks the features as they are, and pads hidden states with zeros.
-
     >>> batch = PadRight(pad=0, max_length=8, multiple=4)([{"input_ids": [5, 6], "labels": [-100, 6]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 0, 0]], [[-100, 6, -100, -100]])
@@ -64,10 +61,7 @@ class PadRight:
     multiple: int = _PADDING
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch: input_ids (B, T) or hidden (B, T, width), with attention_mask (B, T); or features (B, width).
-
-        Labels are (B, L) or (B,). All are int64; hidden states, features and numbers as labels floating.
-        """
+        """The batch: input_ids (B, T) or hidden (B, T, D), with attention_mask; or features; labels (B, L) or (B,)."""
         first = records[0]
         if isinstance(first["labels"], int | float):
             labels = torch.tensor([record["labels"] for record in records])
@@ -94,15 +88,10 @@ class PadRight:
 
 
 def read_records(job: Job, processing: Any) -> Records:
-    """Read the training and evaluation records of a job.
+    """Read the training and evaluation records of a job; messages name a row by its number.
 
-    Raises:
-        InvalidArgument: a table, a label, an image or a person that cannot be used; the row is named by its number.
-            Classes of texts of which the records to train on have one alone.
-
-    Guarantees:
-        tests/train/test_people.py: one person more changes nothing of the others
-        (test_one_person_more_changes_nothing_of_the_others).
+    One person more changes nothing of the others
+    (tests/train/test_people.py::test_one_person_more_changes_nothing_of_the_others).
     """
     data, unit = job.data, job.data.unit_column
     if job.task in CLASSIFIES and data.labels is None:
@@ -112,9 +101,25 @@ def read_records(job: Job, processing: Any) -> Records:
         )
     table = _table(job, data.train, unit, data.deduplicate)
     train, held_out = split(table.rows, data.eval_fraction, job.training.seed, unit)
-    evaluation = data.train if data.eval is None else data.eval
     if data.eval is not None:
         held_out = _table(job, data.eval, None, deduplicate=False).rows
+    _check_trainable(job, train)
+    columns = columns_of(job)
+    known = {tuple(row[column] for column in columns) for row in train}
+    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
+    persons, above = None, 0
+    if unit is not None:
+        train, persons, above = _by_person(job, train, unit)
+    trained_on, evaluated_on = (
+        tuple(record_of(job, processing, row, Path(file).parent) for row in rows)
+        for rows, file in ((train, data.train), (held_out, data.eval or data.train))
+    )
+    return Records(trained_on, evaluated_on, table.duplicates, persons, above, seen)
+
+
+def _check_trainable(job: Job, train: Sequence[Row]) -> None:
+    """Check that there are records to train on; classes of texts must be two or more."""
+    data = job.data
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
     if job.task == "text_classification" and len({row[data.label_column] for row in train}) == 1:
@@ -122,20 +127,6 @@ def read_records(job: Job, processing: Any) -> Records:
             f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
             "text would be given. Check data.label_column, and that the table is whole."
         )
-    columns = columns_of(job)
-    known = {tuple(row[column] for column in columns) for row in train}
-    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
-    persons, above = None, 0
-    if unit is not None:
-        train, persons, above = _by_person(job, train, unit)
-    return Records(
-        tuple(record_of(job, processing, row, Path(data.train).parent) for row in train),
-        tuple(record_of(job, processing, row, Path(evaluation).parent) for row in held_out),
-        table.duplicates,
-        persons,
-        above,
-        seen,
-    )
 
 
 def count_records(job: Job) -> int:
@@ -155,10 +146,7 @@ def _table(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
 
 
 def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...], int]:
-    """The rows that are used, the positions of each person's among them, and how many were left out.
-
-    Which rows of a person are used depends on a public key, on the person, and on this person's rows alone.
-    """
+    """The rows that are used, the positions of each person's among them, and how many were left out."""
     key = fold_in(insecure_key(job.training.seed), "records of a person")
     limit = job.data.max_records_per_unit or 1
     found = group_by_person([row[unit] for row in rows], max_texts=limit, key=key)
@@ -203,3 +191,183 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
         collate = PadRight(processing.pad_token_id, data.max_length, data.max_length if longest else _PADDING)
     limit = data.max_records_per_unit
     return collate if limit is None else CollatePersons(collate, limit)
+
+
+def columns_of(job: Job) -> tuple[str, ...]:
+    """The columns that the job reads, besides that of its unit."""
+    data = job.data
+    if job.task == "vqa":
+        return data.image_column, data.question_column, data.answer_column
+    if job.task in ("causal_lm", "seq2seq"):
+        if data.prompt_column is not None and data.response_column is not None:
+            return data.prompt_column, data.response_column
+        return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
+    pair = () if data.text_pair_column is None else (data.text_pair_column,)
+    return (data.text_column, *pair, data.label_column)
+
+
+def lists_of(job: Job) -> tuple[str, ...]:
+    """The columns that may hold a list of texts."""
+    data = job.data
+    if job.task == "token_classification":
+        return data.text_column, data.label_column
+    return (data.image_column,) if job.task == "vqa" and data.max_images > 1 else ()
+
+
+def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
+    """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
+    data = job.data
+    if job.task == "text_classification":
+        _check_known([row[data.label_column]], data, where)
+    elif job.task == "text_regression":
+        _check_number(row[data.label_column], data, where)
+    elif job.task == "token_classification":
+        words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+        if not words or len(words) != len(given):
+            raise InvalidArgument(
+                f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
+                "Write two lists, or two texts with spaces between the words and between the labels."
+            )
+        _check_known(given, data, where)
+    elif job.task == "vqa":
+        images = _images(data, row)
+        if len(images) > data.max_images:
+            raise InvalidArgument(
+                f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
+                "public: choose it for all records that there could be."
+            )
+        for image in images:
+            _check_image(folder / image, where)
+
+
+def _check_known(given: list[str], data: DataSection, where: str) -> None:
+    labels = data.labels or ()
+    others = set(given) - set(labels)
+    if others:
+        alike = {label.strip().casefold() for label in labels} & {label.strip().casefold() for label in others}
+        hint = "an empty one" if others == {""} else "another"
+        hint += ", which differs in capitals or in spaces around it" if alike else ""
+        raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got {hint}.")
+
+
+def _check_number(text: str, data: DataSection, where: str) -> None:
+    try:
+        finite = math.isfinite(float(text))
+    except ValueError:
+        finite = False
+    if not finite:
+        raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
+
+
+def _check_image(image: Path, where: str) -> None:
+    """Check that an image can be read to its end: a run must not die when it draws the record."""
+    if not image.is_file():
+        raise InvalidArgument(f"Expected an image file for {where}, which is missing.")
+    error = _unreadable(image, image.stat().st_mtime_ns, image.stat().st_size)
+    if error is not None:
+        raise InvalidArgument(f"The image of {where} cannot be used. {error}")
+
+
+@lru_cache(maxsize=2**20)
+def _unreadable(image: Path, changed: int, size: int) -> str | None:
+    """The reason why an image cannot be read, if so. One that many rows show is read once."""
+    from dpfunc.hf.vision_language.images import check_readable
+
+    try:
+        check_readable(image)
+    except InvalidArgument as error:
+        return str(error)
+    return None
+
+
+def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
+    """Make the record of a row: token ids and labels, or what the collator of images takes."""
+    data = job.data
+    if job.task == "causal_lm":
+        return language_record(processing, *_prompt_and_response(data, row), data)
+    if job.task == "seq2seq":
+        return _translated(processing, *_prompt_and_response(data, row), data.max_length)
+    if job.task == "vqa":
+        return _asked(processing, row, data, folder)
+    if job.task == "token_classification":
+        return _labelled(processing, row, data)
+    label = row[data.label_column]
+    pair = () if data.text_pair_column is None else (row[data.text_pair_column],)
+    encoded = processing(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
+    return {
+        "input_ids": list(encoded["input_ids"]),
+        **({"token_type_ids": list(encoded["token_type_ids"])} if pair and "token_type_ids" in encoded else {}),
+        "labels": float(label) if job.task == "text_regression" else (data.labels or ()).index(label),
+    }
+
+
+def _texts(value: str, whole: bool = False) -> list[str]:
+    """The list in a column of lists; the words of a text, or the whole text alone."""
+    found = json.loads(value)
+    if isinstance(found, str):
+        return [found] if whole else found.split()
+    return list(found)
+
+
+def _images(data: DataSection, row: Row) -> list[str]:
+    """The paths of the images of a row."""
+    if data.max_images == 1:
+        return [row[data.image_column]]
+    return _texts(row[data.image_column], whole=True)
+
+
+def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
+    """Words with a label at the first token of each; what is cut off has none."""
+    given = [(data.labels or ()).index(label) for label in _texts(row[data.label_column])]
+    encoded = tokenizer(
+        _texts(row[data.text_column]), is_split_into_words=True, truncation=True, max_length=data.max_length
+    )
+    words = encoded.word_ids()
+    first = [word is not None and word != before for word, before in zip(words, [None, *words], strict=False)]
+    labels = [given[word] if begins else IGNORED for word, begins in zip(words, first, strict=True)]
+    return {"input_ids": list(encoded["input_ids"]), "labels": labels}
+
+
+def _translated(tokenizer: Any, prompt: str, response: str, limit: int) -> Mapping[str, Any]:
+    """Tokens that the encoder reads, and those that the decoder learns, with an end token."""
+    ids = tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]
+    learnt = list(tokenizer(text_target=response, truncation=True, max_length=limit)["input_ids"])
+    if tokenizer.eos_token_id not in learnt:
+        learnt = [*learnt[: limit - 1], tokenizer.eos_token_id]
+    return {"input_ids": list(ids), "labels": learnt}
+
+
+def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping[str, Any]:
+    """Question, answer and paths of the images; marks of images in the texts are taken out: each has one, put here."""
+    images = [str(folder / image) for image in _images(data, row)]
+    question, answer = (
+        row[column].replace(processor.image_token, "").strip() for column in (data.question_column, data.answer_column)
+    )
+    if not processor.chat_template:
+        question = " ".join([*[processor.image_token] * len(images), question])
+    shown = {"image": images[0]} if data.max_images == 1 else {"images": images}
+    return {"prompt": question, "answer": answer, **shown}
+
+
+def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
+    """Prompt of a row, and the response that the model learns."""
+    if data.prompt_column is not None and data.response_column is not None:
+        return row[data.prompt_column], row[data.response_column]
+    prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
+    return prompt, row[data.text_column]
+
+
+def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:
+    """Tokens of a prompt after a start token: the same in training and in generation. A long prompt loses its start."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    return [first, *ids[len(ids) - min(len(ids), limit - 1) :]]
+
+
+def language_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
+    """Start token, prompt, response and end token, at most max_length; the prompt takes at most half of it."""
+    before = prompt_ids(tokenizer, prompt, max(1, data.max_length // 2))
+    after = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = [*before, *after][: data.max_length]
+    hidden = len(before) if data.loss_on == "response" else 1
+    return {"input_ids": ids, "labels": [IGNORED] * hidden + ids[hidden:]}

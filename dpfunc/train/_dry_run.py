@@ -27,11 +27,7 @@ _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
 
 def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None) -> list[str]:
-    """The plan, the trained parameters and an estimate of memory, as lines, after the checks of training.
-
-    Guarantees:
-        tests/cli/test_train.py::test_dry_run_writes_nothing.
-    """
+    """The plan and an estimate of memory, as lines (tests/cli/test_train.py::test_dry_run_writes_nothing)."""
     check_job(job, resume, insecure_seed)
     job = recorded_job(job) if resume else job
     missing, prepared = job.training.missing, prepare(job)
@@ -137,6 +133,5 @@ def _saved_bytes(loss_fn: LossFn, params: Params, batch: Mapping[str, Any], mode
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        losses_B = loss_fn(params, batch)
-    del losses_B
+        loss_fn(params, batch)
     return sum(kept.values())

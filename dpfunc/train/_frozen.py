@@ -20,14 +20,10 @@ _BYTES = {"features": 4, "hidden": 2}  # of a number
 
 
 def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, str | None]:
-    """Records with the outputs of the frozen part in the place of their tokens, where that part is known.
+    """Records with the outputs of the frozen part in the place of their tokens, where that part is known; and a line.
 
     Each record is computed alone and without dropout: what is kept is a function of this record, and costs no privacy.
     A head is trained on features; adapters in the highest layers on the hidden states below them.
-
-    Args:
-        job: strategy and `training.cache_mib`. model: with what is trained requiring gradients.
-        records: as they were read. shows: draw a progress bar on stderr.
 
     Guarantees:
         tests/train/test_frozen.py: the model gives the same logits (test_logits_are_those_of_the_whole_model), also
@@ -67,20 +63,17 @@ def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Mo
 def _computed(
     base: MeanPooledClassifier, kind: str, records: Sequence[Mapping[str, Any]], shows: bool
 ) -> list[Mapping[str, Any]]:
-    """The records as the frozen part gives them, on the device that there is; the mode of the model stays."""
+    """The records as the frozen part gives them, each alone, on the device that there is."""
     if torch.accelerator.is_available():
         base.to(torch.accelerator.current_accelerator())
     was_training = base.training
+    computed: list[Mapping[str, Any]] = []
     base.train(False)
-    rows = track(records, "frozen layers", console=Console(stderr=True), disable=not shows)
-    computed = [_computed_record(base, kind, record) for record in rows]
+    for record in track(records, "frozen layers", console=Console(stderr=True), disable=not shows):
+        ids = torch.tensor([record["input_ids"]], device=base.device)
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
+        computed.append({kind: found.cpu(), "labels": record["labels"]})
     base.train(was_training)
     return computed
-
-
-def _computed_record(base: MeanPooledClassifier, kind: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
-    ids = torch.tensor([record["input_ids"]], device=base.device)
-    mask = torch.ones_like(ids)
-    with torch.no_grad():
-        found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
-    return {kind: found.cpu(), "labels": record["labels"]}

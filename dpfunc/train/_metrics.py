@@ -16,15 +16,7 @@ _TWIN = "-no-dp"  # the end of the name of its folder
 
 
 def classification(prediction: Any) -> dict[str, float]:
-    """Share of the evaluation records whose most likely class is their label, and that of the most frequent label.
-
-    Where each word has a label, shares of the words; none if no word has one.
-
-    >>> from types import SimpleNamespace
-    >>> logits, labels = np.array([[1, 0], [0, 1], [1, 0]]), np.array([0, 1, 1])
-    >>> {k: round(v, 2) for k, v in classification(SimpleNamespace(predictions=logits, label_ids=labels)).items()}
-    {'accuracy': 0.67, 'majority': 0.67}
-    """
+    """Share of evaluation records, or words, whose most likely class is their label; and of the most frequent one."""
     labels = prediction.label_ids
     known = labels != IGNORED
     if not known.any():
@@ -35,13 +27,7 @@ def classification(prediction: Any) -> dict[str, float]:
 
 
 def regression(prediction: Any) -> dict[str, float]:
-    """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all.
-
-    >>> from types import SimpleNamespace
-    >>> predictions, labels = np.array([[1.0], [2.0]]), np.array([1.0, 4.0])
-    >>> {k: round(v, 2) for k, v in regression(SimpleNamespace(predictions=predictions, label_ids=labels)).items()}
-    {'rmse': 1.41, 'rmse_of_mean': 1.5}
-    """
+    """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all."""
     labels = np.asarray(prediction.label_ids, dtype=np.float64)
     errors = np.asarray(prediction.predictions, dtype=np.float64).reshape(labels.shape) - labels
     return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}

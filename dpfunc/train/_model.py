@@ -30,13 +30,7 @@ _KINDS = {
 
 @contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turn errors of other libraries inside the block into one line that names what was expected.
-
-    >>> with one_line("a number"):
-    ...     int("x")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a number: invalid literal for int() with base 10: 'x'.
-    """
+    """Turn errors of other libraries inside the block into one line that names what was expected."""
     try:
         yield
     except (InvalidArgument, UnsupportedModel):
@@ -47,10 +41,7 @@ def one_line(what: str) -> Iterator[None]:
 
 @contextmanager
 def _loading(what: str, job: Job, path: str) -> Iterator[None]:
-    """As `one_line`; a folder that is missing is reported as missing where downloads are not allowed.
-
-    Transformers takes a path that is no folder for a name on the hub, and its error is about the internet connection.
-    """
+    """As `one_line`; about a missing folder the error of Transformers is one of the connection to the hub."""
     offline = ", without download (model.local_files_only)" if job.model.local_files_only else ""
     try:
         with one_line(f"{what} in {path!r}{offline}"):
@@ -104,13 +95,7 @@ def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
 
 
 def load_base(job: Job, processing: Any) -> nn.Module:
-    """The model before training, in float32, or with the strategy `qlora` in 4 bits.
-
-    New parameters are drawn from the job's seed, which is public.
-
-    Guarantees:
-        tests/train/test_qlora.py::test_without_bitsandbytes_nothing_is_done.
-    """
+    """The model before training, in float32, or with `qlora` in 4 bits; new parameters by the job's seed."""
     import transformers
 
     options, path, packed = _options(job), job.model.path, {}
@@ -183,11 +168,7 @@ def key_of(job: Job, purpose: str) -> Any:
 
 
 def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
-    """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients.
-
-    Guarantees:
-        tests/train/test_model.py::test_strategies_train_what_they_say.
-    """
+    """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients."""
     if job.task == "vqa":
         return _with_strategy(model, job)
     if job.strategy in ADAPTERS:
@@ -222,18 +203,13 @@ def _targets(lora: LoraSection) -> str | list[str] | None:
     return None if lora.targets is None else list(lora.targets)
 
 
-def _highest(model: nn.Module, count: int) -> list[int]:
-    """Numbers of the highest layers."""
-    total = int(getattr(model.config, "num_hidden_layers", 0))
-    if count > total:
-        raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {count}.")
-    return list(range(total - count, total))
-
-
 def _with_lora(model: nn.Module, job: Job) -> nn.Module:
     with one_line('peft, from pip install "dpfunc[hf]"'):
         from peft import LoraConfig, get_peft_model
-    lora = job.lora
+    lora, total = job.lora, int(getattr(model.config, "num_hidden_layers", 0))
+    highest = range(total - (lora.top_layers or 0), total)
+    if highest.start < 0:
+        raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}.")
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
         config = LoraConfig(
             task_type=_KINDS[job.task][1],
@@ -242,7 +218,7 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
             target_modules=_targets(lora),
             lora_dropout=lora.dropout,
             use_rslora=lora.rslora,
-            layers_to_transform=None if lora.top_layers is None else _highest(model, lora.top_layers),
+            layers_to_transform=list(highest) or None,
             modules_to_save=None if lora.modules_to_save is None else list(lora.modules_to_save),
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         )

@@ -21,6 +21,7 @@ from dpfunc.accounting.record import (
     SECRET,
     SIZES,
     SelectionRecord,
+    listed,
 )
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.checkpoint._folder import remove, sweep
@@ -29,7 +30,7 @@ from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWrit
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling._records import data_name
 from dpfunc.train._run_folder import MODEL, check_folder, write_job
-from dpfunc.train._search import MEANING, Search, evaluate, listed, noisy
+from dpfunc.train._search import MEANING, Search, evaluate, noisy
 from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.run import check_job
 
@@ -51,19 +52,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _State:
-    """Progress of a search. Secret.
-
-    Args:
-        key: of all that is random in it. done: number of finished runs.
-        slot: name of the folder of the best one. candidate, score: of it. failure: of the first run that failed.
-    """
+    """Progress of a search, and the key of all that is random in it. Secret."""
 
     key: Key
     done: int = 0
+    """Number of finished runs."""
     slot: str | None = None
+    """Name of the folder of the best one, whose candidate and score follow."""
     candidate: int | None = None
     score: float | None = None
     failure: str | None = None
+    """Of the first run that failed."""
 
 
 def search_lines(search: Search) -> list[str]:
@@ -126,15 +125,7 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
 
     How many runs there are, and what the others were, is not told, and their files are deleted. A run that fails has
     the lowest score. Until the end nothing is released: an interrupted search has cost nothing, if nobody read its
-    folder.
-
-    Args:
-        search: from `prepare_search`. resume: go on with the interrupted search in output_dir: the same key, and with
-            it the same number of runs, candidates, batches and noise.
-        insecure_seed: a key that anybody can guess, for tests and public data.
-
-    Returns:
-        The record, which is in output_dir as well; and a message if no model was released.
+    folder; it is resumed with the same key, number of runs, candidates, batches and noise.
 
     Guarantees:
         tests/train/test_private_search.py::test_the_best_run_alone_is_released,

@@ -48,12 +48,8 @@ def with_recipe(
 ) -> tuple[Job, Recipe | None]:
     """The job with the values that it leaves out, and the recipe they come from; None if it leaves out nothing.
 
-    Args:
-        job: what is given stays. model: with what is trained requiring gradients. dataset_size: public number.
-        spent: by earlier runs; the recipe is for what is left of the budget.
-
-    Guarantees:
-        tests/train/test_recipe.py::test_what_is_given_stays.
+    What is given stays (tests/train/test_recipe.py::test_what_is_given_stays). The recipe is for what earlier runs have
+    left of the budget.
     """
     training, missing = job.training, job.training.missing
     if not missing:

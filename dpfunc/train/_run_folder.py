@@ -70,12 +70,10 @@ def trained_on(folder: Path) -> Path:
 
 
 def recorded_job(job: Job) -> Job:
-    """The job of a run that is resumed, with the values that its recipe gave when it began.
+    """The job of a run that is resumed, with the values that its recipe gave when it began, whatever it gives now.
 
-    A later version of the recipe does not change a run under way. What changes nothing that is trained is as in `job`.
-
-    Guarantees:
-        tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values.
+    What changes nothing that is trained is as in `job`
+    (tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values).
     """
     given = job_to_dict(job)
     _, filled, _ = _read_job_file(Path(job.output_dir))
@@ -90,10 +88,8 @@ def recorded_job(job: Job) -> Job:
 def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check that a run can begin in the output folder, or that it holds the run to resume.
 
-    A run that was killed before its first step begins again, with --resume or without.
-
-    Guarantees:
-        tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again.
+    Without a released step it begins again, with --resume or without
+    (tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again).
     """
     folder = Path(job.output_dir)
     _check_writable(folder)
@@ -148,19 +144,14 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     >>> _differences({"task": "vqa", "training": {"steps": 1}}, {"task": "vqa", "training": {"steps": 2, "seed": 0}})
     ['training.seed was None, now 0', 'training.steps was 1, now 2']
     """
-    before, after = (
-        {
-            (f"{section}.{key}" if key else section): value
-            for section, values in job.items()
-            for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-        }
-        for job in (saved, now)
-    )
-    return [
-        f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
-        for name in sorted({*before, *after})
-        if name.rpartition(".")[2] not in _FREE and before.get(name) != after.get(name)
-    ]
+    found: list[str] = []
+    for name in sorted({*saved, *now} - {*_FREE}):
+        before, after = saved.get(name), now.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += [f"{name}.{difference}" for difference in _differences(before, after)]
+        elif before != after:
+            found.append(f"{name} was {before!r}, now {after!r}")
+    return found
 
 
 def has_checkpoint(job: Job) -> bool:
@@ -192,8 +183,7 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
 def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder.
 
-    Guarantees:
-        tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
+    (tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal)
     """
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken = journal_ledger(journal)
@@ -211,12 +201,10 @@ def unit_of(job: Job) -> str:
 
 
 def check_spent_units(job: Job) -> None:
-    """Check that the earlier runs that the job counts protected what it protects: costs of others do not add up.
+    """Check that the earlier runs that the job counts protected what it protects.
 
-    Under noise for people, a record may move a step by more than it may under noise for records, and the reverse.
-
-    Guarantees:
-        tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up.
+    Under noise for people, a record may move a step by more than it may under noise for records, and the reverse
+    (tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up).
     """
     for name in job.data.spent or () if job.privacy.dp_enabled else ():
         found = _unit_of_run(Path(name))

@@ -28,9 +28,9 @@ from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
+from dpfunc.train._config_file import GRID_KEYS, Trial
 from dpfunc.train._dataset import Records, collator, count_records, read_records
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._grid import KEYS, Trial
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train._run_folder import MODEL, check_spent_units
@@ -51,40 +51,31 @@ _HELD_OUT = 0.2  # of public records, where the job has no share
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination of a grid, with all values of its job.
-
-    Args:
-        values: what distinguishes it, by the keys of the grid. prepared: model and records. plan: of one run.
-        alone: noise multiplier with which it alone, without a search, would spend the budget.
-    """
+    """One combination of a grid: what distinguishes it, by the keys of the grid; and the plan of one run."""
 
     values: dict[str, float]
     prepared: Prepared
     plan: Plan
     alone: float
+    """Noise multiplier with which it alone, without a search, would spend the budget."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search, ready to begin.
-
-    Args:
-        job: as it was given. candidates: with the noise of one run.
-        records: public; or private, the held-out ones included. size: public number of private records.
-        spent: by earlier runs on the private records.
-        runs: distribution of the number of private runs; None for a search on public records.
-        score_noise: standard deviation of the noise of a score; 0 on public records.
-        cost: of the private search, earlier runs included; None on public records, where it costs nothing.
-    """
+    """A search, ready to begin. The last three are of one on private records alone; another one costs nothing."""
 
     job: Job
     candidates: tuple[Candidate, ...]
     records: Records
+    """Public; or private, the held-out ones included."""
     size: int
+    """Public number of private records."""
     spent: Ledger
+    """By earlier runs on the private records."""
     runs: RunCount | None = None
     score_noise: float = 0.0
     cost: Guarantee | None = None
+    """Of all runs, the earlier ones included."""
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
@@ -98,21 +89,9 @@ def prepare_search(
 ) -> Search:  # fmt: skip
     """Load everything, and find the noise of each candidate; write nothing.
 
-    On public records each candidate has the noise, batch size and steps of the private run. Of the private table the
-    records are counted, since their number is in the plan; with `dp_dataset_size` it is not read. Of a larger public
-    table as many records are used. On a smaller one batches and noise stay the same, and so each step has the same
-    ratio of noise to signal; but records are seen more often.
-
-    On private records the noise is such that the whole search costs the budget of the job.
-
-    Args:
-        trials: combinations of a public grid. public: table with the columns of the job; or else:
-        runs: distribution of the number of private runs. score_noise: standard deviation, > 0, in held-out records.
-        shows: draw progress bars.
-
-    Guarantees:
-        tests/train/test_private_search.py::test_the_whole_search_costs_the_budget;
-        tests/train/test_search.py::test_public_runs_have_the_noise_of_the_private_run.
+    On public records each candidate has noise, batch size and steps of the private run, on as many records at most
+    (tests/train/test_search.py::test_public_runs_have_the_noise_of_the_private_run). On private records the whole
+    search costs the budget of the job (tests/train/test_private_search.py::test_the_whole_search_costs_the_budget).
     """
     job = trials[0].job
     _check_scored(job)
@@ -159,9 +138,7 @@ def _check_private(job: Job) -> None:
             "private table, e.g. eval_fraction: 0.1. With a public table to compare on, search with --public."
         )
     if job.training.report_to is not None:
-        raise fail(
-            "no training.report_to for --private", "report_to", list(job.training.report_to), "It shows each run."
-        )
+        raise fail("no training.report_to for --private", "report_to", job.training.report_to, "It shows each run.")
     if job.privacy.dp_log_unreleased:
         raise fail("no dp_log_unreleased for --private", "dp_log_unreleased", True)
 
@@ -190,16 +167,8 @@ def load(
 ) -> tuple[Candidate, ...]:  # fmt: skip
     """Load the models of a grid, find the noise, and fill in what the recipe gives.
 
-    Args:
-        trials: of one job. processing: of its model. records: to train on and to score.
-        size: public number of private records. spent: by earlier runs on them.
-        runs, score_noise: of a private search, whose candidates have the noise with which all of it costs the budget;
-            without them each has the noise with which it alone would cost that.
-        shows: draw a progress bar while frozen layers are computed.
-
-    Returns:
-        Candidates whose privacy arguments have a noise multiplier instead of an epsilon. A learning rate that the
-        recipe gives is that for the epsilon of one run.
+    Candidates have a noise multiplier instead of an epsilon: with which all runs together cost the budget, or, without
+    `runs`, each alone. A learning rate that the recipe gives is that for the epsilon of one run.
     """
     models: dict[int, tuple[nn.Module, Records]] = {}
     jobs = [with_shape(trial.job) for trial in trials]
@@ -213,7 +182,7 @@ def load(
     for trial, job, own, plan in zip(trials, jobs, alone, plans, strict=True):
         model, kept = models[job.lora.rank]
         filled = _filled(job, trial.factor, model, size, plan)
-        values = {key: getattr(getattr(filled, section), name) for key, (section, name) in KEYS.items()}
+        values = {key: getattr(getattr(filled, section), name) for key, (section, name) in GRID_KEYS.items()}
         if filled.strategy not in ADAPTERS:
             del values["rank"]
         prepared = Prepared(filled, model, processing, kept, plan, plan.num_steps)
@@ -229,16 +198,15 @@ def _alone(job: Job, model: nn.Module, size: int, spent: Ledger | None) -> Plan:
 
 def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: float, spent: Ledger | None) -> list[Plan]:
     """Plans with more noise: the best of a random number of runs, each with a score, costs the budget of the job."""
-    adjacency = job.privacy.adjacency
-    score = Ledger((Event(1.0, score_noise, 1),), adjacency)
+    before = spent or Ledger(adjacency=job.privacy.adjacency)
+    score = Ledger((Event(1.0, score_noise, 1),), before.adjacency)
 
     def scaled(scale: float) -> list[Plan]:
         return [dataclasses.replace(plan, noise_multiplier=scale * noise_of(plan), epsilon=None) for plan in alone]
 
     scale = calibrate_search(
         runs, lambda scale: [*(plan.ledger() for plan in scaled(scale)), score],
-        epsilon=job.privacy.dp_epsilon or 0.0, delta=alone[0].delta,
-        spent=spent or Ledger(adjacency=adjacency),
+        epsilon=job.privacy.dp_epsilon or 0.0, delta=alone[0].delta, spent=before,
     )  # fmt: skip
     return scaled(scale)
 
@@ -269,11 +237,6 @@ def _on_public(candidate: Candidate) -> Candidate:
     privacy = dataclasses.replace(prepared.job.privacy, dp_dataset_size=None, dp_allow_large_delta=True)
     job = dataclasses.replace(prepared.job, privacy=privacy)
     return dataclasses.replace(candidate, prepared=dataclasses.replace(prepared, job=job))
-
-
-def listed(values: Mapping[str, float]) -> str:
-    """The values of a candidate in one line."""
-    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
 def noise_of(plan: Plan) -> float:
@@ -323,13 +286,10 @@ def _quiet() -> Iterator[None]:
 
 
 def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, Any]]) -> float:
-    """The sum of the scores of records, each of them between 0 and 1. It is private: see `noisy`.
+    """The sum of the scores of records, each of them between 0 and 1; private, see `noisy`.
 
-    Each record is computed alone, so that one record more or less changes no other summand: the sum changes by at most
-    1. A loss that is not finite scores 0.
-
-    Guarantees:
-        tests/train/test_search.py::test_one_record_changes_the_score_by_at_most_one.
+    Each is computed alone, so one more changes no other summand
+    (tests/train/test_search.py::test_one_record_changes_the_score_by_at_most_one).
     """
     model.train(False)
     device = next(model.parameters()).device
@@ -352,12 +312,7 @@ def _score_of_one(task: str, model: Any, batch: Mapping[str, Any]) -> float:
 
 
 def noisy(value: float, noise: float, key: Key) -> float:
-    """A score with Gaussian noise of standard deviation `noise`; so it costs `Event(1.0, noise, 1)`.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> noisy(100.0, 5.0, insecure_key(7)) == noisy(100.0, 5.0, insecure_key(7))
-    True
-    """
+    """A score with Gaussian noise of standard deviation `noise`; so it costs `Event(1.0, noise, 1)`."""
     return value + noise * float(stream(key).standard_normal())
 
 

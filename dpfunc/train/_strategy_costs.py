@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import quantised_layers
-from dpfunc.hf.vision_language.strategies import STRATEGIES, language_layers, trained_parameters
+from dpfunc.hf.vision_language.strategies import language_layers, trained_parameters
 
 _GIB = 2**30
+_MEANING = {
+    "full": "noise in every weight; for large batches and much data",
+    "lora": "noise in the adapters only; the usual choice",
+    "qlora": "as lora; the base is rounded once, without data",
+    "projector": "adapts what is seen, not what is said",
+}
 
 
-@dataclass(frozen=True)
-class StrategyCost:
-    """Trained parameters and memory of one strategy.
-
-    Args:
-        name: of the strategy. trained: number of trained parameters d.
-        base_bytes: all weights, with half a byte for each of those that `"qlora"` packs.
-        training_bytes: what the trained parameters add: the copy that is trained, the released gradient and Adam's two
-            moments in the model's dtype, and the sum before and after the noise in float32. Activations come on top.
-    """
+class StrategyCost(NamedTuple):
+    """Trained parameters d and memory of one strategy; activations come on top."""
 
     name: str
     trained: int
     base_bytes: int
+    """All weights, with half a byte for each of those that `"qlora"` packs."""
     training_bytes: int
+    """The trained copy, the released gradient and two moments of Adam; in float32 the sum before and after the noise"""
 
     @property
     def noise_norm(self) -> float:
@@ -38,16 +38,7 @@ class StrategyCost:
 
 
 def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
-    """Costs of the strategies for a model, by arithmetic on its shapes: a model on the meta device is enough.
-
-    Args:
-        model: see `vision_language.strategy`, with weights in float. rank: of the adapters of `"lora"` and `"qlora"`.
-
-    Returns:
-        One `StrategyCost` for each of `STRATEGIES`.
-
-    Raises:
-        InvalidArgument: rank < 1, or quantised weights, whose shapes are not those of the layers.
+    """Costs of each strategy for a model, with adapters of a rank; a model on the meta device is enough.
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> {cost.name: cost.trained for cost in strategy_costs(tiny_llava(), rank=2)}
@@ -59,37 +50,25 @@ def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
     own = dict(model.named_parameters())
     packed = {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in language_layers(model)}
     weights = sum(parameter.nbytes for parameter in own.values())
-    saved = sum(own[name].nbytes - own[name].numel() // 2 for name in packed.keys() & own.keys())
-    in_4_bits = weights - saved
+    in_4_bits = weights - sum(own[name].nbytes - own[name].numel() // 2 for name in packed.keys() & own.keys())
     item = max(map(Tensor.element_size, own.values()))
     adapters = sum(rank * sum(weight.shape) for weight in packed.values())
-    full, projector = (
-        sum(own[name].numel() for name in trained_parameters(model, strategy)) for strategy in ("full", "projector")
-    )
-    trained = {"full": full, "lora": adapters, "qlora": adapters, "projector": projector}
+
+    def whole(name: str) -> int:
+        return sum(own[parameter].numel() for parameter in trained_parameters(model, name))
+
+    trained = {"full": whole("full"), "lora": adapters, "qlora": adapters, "projector": whole("projector")}
     return tuple(
-        StrategyCost(name, trained[name], in_4_bits if name == "qlora" else weights, trained[name] * (4 * item + 8))
-        for name in STRATEGIES
+        StrategyCost(name, size, in_4_bits if name == "qlora" else weights, size * (4 * item + 8))
+        for name, size in trained.items()
     )
-
-
-_MEANING = {
-    "full": "noise in every weight; for large batches and much data",
-    "lora": "noise in the adapters only; the usual choice",
-    "qlora": "as lora; the base is rounded once, without data",
-    "projector": "adapts what is seen, not what is said",
-}
 
 
 def strategy_table(model: nn.Module, *, rank: int, noise_multiplier: float, expected_batch_size: float) -> str:
     """The strategies side by side, as a table in Markdown.
 
     The last number is `noise_multiplier * sqrt(d) / expected_batch_size`: the norm of the noise in a step, over the
-    norm that the clipped sum has if all samples agree. It is how much a single step is noise; the average over steps
-    is less. It depends on the strategy; epsilon does not.
-
-    Args:
-        model, rank: see `strategy_costs`. noise_multiplier, expected_batch_size: of the plan.
+    norm that the clipped sum has if all samples agree. It depends on the strategy; epsilon does not.
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> print(strategy_table(tiny_llava(), rank=2, noise_multiplier=1.0, expected_batch_size=10).splitlines()[-1])

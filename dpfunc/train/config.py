@@ -159,10 +159,7 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """Optimizer, length and memory. None of it decides the guarantee, but steps and batch size decide the noise.
-
-    What is left out of learning_rate, batch_size and steps comes from a recipe, see `dpfunc.train._recipe`.
-    """
+    """Optimizer, length and memory; what is left out of rate, batch size and steps comes from a recipe."""
 
     learning_rate: _Positive | None = _key("Peak learning rate; by default that of the recipe.", None)
     head_rate: _Positive | None = _key(
@@ -218,11 +215,7 @@ def _required(value: int | None) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """A whole job; see docs/guides/train.md for every key.
-
-    Raises:
-        InvalidArgument: a strategy that the task does not have, or keys that contradict each other.
-    """
+    """A whole job; see docs/guides/train.md for every key. Values that contradict each other are refused."""
 
     # For pydantic, which also applies it to the sections: no key is dropped, and no value is taken for another type.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
@@ -316,16 +309,9 @@ TOP = ("task", "strategy", "output_dir")
 
 
 def job_from_dict(values: Mapping[str, Any]) -> Job:
-    """A job from the values of a YAML file; every name and every type is checked.
+    """A job from the values of a YAML file, as JSON can hold them; every name and every type is checked.
 
-    Args:
-        values: sections as mappings, besides `task`, `strategy` and `output_dir`; what JSON can hold.
-
-    Raises:
-        InvalidArgument: an unknown name, with the nearest known one; a missing one; or a value of another type.
-
-    Guarantees:
-        tests/train/test_config.py::test_misspelt_names_are_refused.
+    (tests/train/test_config.py::test_misspelt_names_are_refused)
 
     >>> job_from_dict({"taks": "causal_lm"})
     Traceback (most recent call last):
@@ -360,14 +346,9 @@ def twin(job: Job) -> Job:
 
 
 def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
-    """The first problem of an error as an error of this library; an unknown key before all others.
+    """The first problem of an error of pydantic as an error of this library, about a key or a flag; unknown keys first.
 
-    Args:
-        error: of pydantic. flag: the flag with the value, if it is not in a file.
-
-    Returns:
-        The error to raise. A list or a section in a wrong place is not shown, since it may hold anything; nor is a long
-        text.
+    A list or a section in a wrong place is not shown, since it may hold anything; nor is a long text.
     """
     problems = error.errors(include_url=False)
     problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])

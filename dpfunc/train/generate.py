@@ -22,7 +22,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer._run import place
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train._inputs import prompt_ids
+from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_base, load_processing, one_line
 from dpfunc.train._run_folder import MODEL, saved_job, trained_on
 from dpfunc.train.config import ADAPTERS, Job
@@ -48,16 +48,9 @@ class Writer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing texts from a language model.
+    """Settings for drawing texts: `num` in all, spread evenly over the prompts; the same texts again for the same seed.
 
-    Args:
-        num: texts in all, spread evenly over the prompts. max_new_tokens: of each text. temperature: > 0.
-        top_p: nucleus sampling, 0 < top_p <= 1 (Holtzman et al. 2020). seed: public; the same texts again.
-        batch_size: texts drawn at once, for memory only.
-
-    >>> Sampling(num=10, temperature=0.0)
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected 0 < temperature < inf, got temperature=0.0.
+    `top_p` is that of nucleus sampling (Holtzman et al. 2020); `batch_size` is for memory only.
     """
 
     num: int
@@ -76,14 +69,10 @@ class Sampling:
 
 
 def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts: Path | None = None) -> Writer:
-    """The language model of a run folder, if its accounting is there.
+    """The language model that `dpfunc train` left in its output_dir, if its accounting is there.
 
-    Args:
-        folder: output_dir of `dpfunc train`. allow_non_private: take the twin without privacy as well, or a run whose
-            key anybody can guess; texts then come with epsilon null. prompts: file of prompts, which must be public.
-
-    Guarantees:
-        tests/train/test_generate.py::test_a_model_without_privacy_is_refused.
+    With `allow_non_private` also the twin without privacy, or a run whose key anybody can guess; texts then come with
+    epsilon null (tests/train/test_generate.py::test_a_model_without_privacy_is_refused).
     """
     root = Path(folder)
     job, insecure_seed = saved_job(root)
@@ -144,14 +133,9 @@ def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:
-    """Prompts, each with fields that go into its texts' lines, e.g. a label.
+    """Prompts, each with fields that go into its texts' lines, e.g. a label; without any, texts start with nothing.
 
-    Args:
-        prompt: one prompt; or None. file: .txt with one prompt a line, or .jsonl with `prompt` and other fields; or
-            None. With neither, texts start with nothing.
-
-    >>> read_prompts("Dear", None)
-    ({'prompt': 'Dear'},)
+    Of one text; or of a .txt with a prompt a line, or a .jsonl with `prompt` and other fields.
     """
     if prompt is not None and file is not None:
         raise InvalidArgument("Expected --prompt or --prompts, got both.")
@@ -173,18 +157,11 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
 def sample(
     writer: Writer, prompts: Sequence[Mapping[str, str]], how: Sampling, ranks: Ranks | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Draw texts, a batch at a time.
+    """Draw texts, a batch at a time: `{"text", the fields of its prompt, "epsilon", "delta"}`, the same for a seed.
 
-    Args:
-        writer: from `load_writer`. prompts: from `read_prompts`. how: number, length and randomness.
-        ranks: processes that share the batches: all iterate, and each gets all texts, those of one process.
-
-    Yields:
-        `{"text", the fields of its prompt, "epsilon", "delta"}`: what is drawn from released parameters costs no more
-        than they did (Dwork and Roth 2014, Proposition 2.1), however many texts there are.
-
-    Guarantees:
-        tests/train/test_generate.py::test_the_same_seed_gives_the_same_texts.
+    What is drawn from released parameters costs no more than they did (Dwork and Roth 2014, Proposition 2.1), however
+    many texts there are. Processes share the batches: all iterate, and each gets all texts, those of one process
+    (tests/train/test_generate.py::test_the_same_seed_gives_the_same_texts).
     """
     wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
     starts, (rank, size) = range(0, how.num, how.batch_size), place(ranks)
@@ -233,16 +210,9 @@ def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str
 
 
 def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None = None) -> int:
-    """Write texts to a new .jsonl file as they come.
+    """Write texts to a new .jsonl file as they come, and count them. All processes iterate, and one of them writes.
 
-    Args:
-        path: of the file. texts: from `sample`. ranks: as given to `sample`; all iterate, and one of them writes.
-
-    Returns:
-        Their number.
-
-    Guarantees:
-        tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all.
+    (tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all)
     """
     if path.suffix != ".jsonl":
         raise fail("a .jsonl file", "out", str(path))

@@ -33,21 +33,12 @@ from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
+from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, left_out, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train._run_folder import (
-    MODEL,
-    check_accounting,
-    check_folder,
-    check_spent_units,
-    has_checkpoint,
-    recorded_job,
-    unit_of,
-    write_job,
-)
 from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
@@ -66,23 +57,21 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Model, records and plan of a job, loaded into memory.
-
-    Args:
-        job: with the values of its recipe. model: with what is trained requiring gradients.
-        processing: tokenizer or processor. records: private.
-        plan: None for the twin without privacy. num_steps: of the optimizer. spent: by earlier runs.
-        recipe: of the values that the job has left out; None if there were none.
-    """
+    """Model, private records and plan of a job, loaded into memory; what is trained requires gradients."""
 
     job: Job
+    """With the values of its recipe."""
     model: nn.Module = field(repr=False)
     processing: Any = field(repr=False)
+    """Tokenizer or processor."""
     records: Records = field(repr=False)
     plan: Plan | None
+    """None for the twin without privacy."""
     num_steps: int
     spent: Ledger | None = None
+    """By earlier runs."""
     recipe: Recipe | None = None
+    """Of the values that the job has left out; None if there were none."""
 
     @property
     def num_trained(self) -> int:
@@ -112,7 +101,7 @@ def prepare(job: Job) -> Prepared:
     num_steps = job.training.num_steps(size)
     private = job.privacy.dp_enabled
     spent = earlier if private else None
-    check_spent_units(job)
+    folders.check_spent_units(job)
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps
@@ -122,9 +111,7 @@ def prepare(job: Job) -> Prepared:
 def run_job(
     job: Job, *, resume: bool = False, insecure_seed: int | None = None, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Train, save, and report what was spent.
-
-    Of several processes under torchrun each calls it: they share each draw, and one of them writes and prints.
+    """Train, save, and report what was spent; of several processes each calls it, and one writes and prints.
 
     Args:
         job: what to do. resume: go on with the run in its output_dir after an interruption, bit for bit.
@@ -134,33 +121,36 @@ def run_job(
     Returns:
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
-    Raises:
-        InvalidArgument: the job cannot be run, or output_dir cannot be used, e.g. because another process trains there.
-        CheckpointError: resume without a checkpoint of this very job; or the ledger lacks steps of the journal.
-
     Guarantees:
-        tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit,
-        ::test_two_commands_at_the_same_time.
+        tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit, ::test_two_commands_at_the_same_time.
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
         distributed.once(ranks, lambda: _begin(job, resume, insecure_seed, held))
-        prepared = all_or_none(lambda: prepare(recorded_job(job) if resume else job), ranks, "Nothing was trained")
         writes = distributed.is_writer(ranks)
+
+        def load() -> Prepared:
+            return prepare(folders.recorded_job(job) if resume else job)
+
+        def tell(*lines: str | None) -> None:
+            for line in lines if writes else ():
+                if line is not None:
+                    say(line)
+
+        prepared = all_or_none(load, ranks, "Nothing was trained")
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        lines = [*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about]
-        for line in lines if writes else ():
-            if line is not None:
-                say(line)
+        tell(*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about)
         prepared = dataclasses.replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
             reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
-            distributed.once(ranks, lambda: write_job(job, prepared.job, reasons, folder, insecure_seed))
+            distributed.once(ranks, lambda: folders.write_job(job, prepared.job, reasons, folder, insecure_seed))
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
-        continues = resume and (job.privacy.dp_enabled or has_checkpoint(job))
+        continues = resume and (job.privacy.dp_enabled or folders.has_checkpoint(job))
         trainer.train(resume_from_checkpoint=True if continues else None)
-        distributed.once(ranks, lambda: _save(prepared, folder, trainer.model))
+        if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
+            distributed.once(ranks, lambda: folders.check_accounting(folder))
+        distributed.once(ranks, lambda: save_model(folder / folders.MODEL, trainer.model, prepared.processing))
         measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
@@ -171,27 +161,7 @@ def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -
     """Check the job, and take its folder, which no other process can use as long as `held` is open."""
     check_job(job, resume, insecure_seed)
     held.enter_context(only_process(Path(job.output_dir)))
-    check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
-
-
-def _save(prepared: Prepared, folder: Path, model: Any) -> None:
-    """Save the trained model, if its accounting has all steps of the journal."""
-    if prepared.job.privacy.dp_enabled:
-        check_accounting(folder)
-    save_model(folder / MODEL, model, prepared.processing)
-
-
-def _finish(
-    prepared: Prepared, folder: Path, measured: Mapping[str, float], insecure_seed: int | None,
-    say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Write the metrics, report, and return the accounting."""
-    private = prepared.job.privacy.dp_enabled
-    accounting: dict[str, Any] = json.loads((folder / ACCOUNTING).read_text()) if private else {}
-    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
-    for line in _report(prepared, folder, accounting, measured, insecure_seed):
-        say(line)
-    return accounting
+    folders.check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
 
 
 def save_model(folder: Path, model: Any, processing: Any) -> None:
@@ -203,13 +173,12 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
-    Guarantees:
-        tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses.
+    (tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses)
     """
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)
     _check_loggers(job.training.report_to)
-    check_folder(job, resume, insecure_seed)
+    folders.check_folder(job, resume, insecure_seed)
 
 
 def _check_loggers(names: Sequence[str] | None) -> None:
@@ -247,7 +216,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         args=training_arguments(prepared),
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
         loss=loss_of_job(job),
-        unit=unit_of(job),
+        unit=folders.unit_of(job),
         key=key,
         ledger=prepared.spent,
         train_dataset=records.units,
@@ -315,28 +284,30 @@ def _batches_of_twin(job: Job) -> tuple[int, int]:
     return at_once, share // at_once
 
 
-def _report(
-    prepared: Prepared, folder: Path, accounting: Mapping[str, Any], measured: Mapping[str, float],
-    insecure_seed: int | None,
-) -> list[str]:  # fmt: skip
-    """Lines to print at the end of a run: privacy cost, files and metrics."""
-    job, private = prepared.job, prepared.job.privacy.dp_enabled
+def _finish(
+    prepared: Prepared, folder: Path, measured: Mapping[str, float], insecure_seed: int | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Write the metrics, print privacy cost, files and metrics, and return the accounting."""
+    job, private, spent = prepared.job, prepared.job.privacy.dp_enabled, dict[str, Any]()
+    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
     if private:
-        lines = [
-            f"Spent: epsilon={accounting['epsilon']:.4g} at delta={accounting['delta']:g} "
-            f"({accounting['accountant']}; rdp says {accounting['epsilon_rdp']:.4g}), {accounting['global_step']} "
-            f"steps, {accounting['adjacency']}, one {'record' if job.data.unit_column is None else 'person'} protected."
-        ]
+        spent = json.loads((folder / ACCOUNTING).read_text())
+        unit = "record" if job.data.unit_column is None else "person"
+        say(
+            f"Spent: epsilon={spent['epsilon']:.4g} at delta={spent['delta']:g} ({spent['accountant']}; rdp says "
+            f"{spent['epsilon_rdp']:.4g}), {spent['global_step']} steps, {spent['adjacency']}, one {unit} protected."
+        )
         if insecure_seed is not None:
-            lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
+            say(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
     else:
-        lines = ["Spent: epsilon=inf. This is the twin without privacy."]
+        say("Spent: epsilon=inf. This is the twin without privacy.")
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
         base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
-    lines += [f"Saved: {folder / MODEL}, for {how}.", *metric_lines(measured, folder, private=private)]
-    if not private:
-        return lines
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
-    return [*lines, secret, NOT_COVERED]
+    say(f"Saved: {folder / folders.MODEL}, for {how}.")
+    for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
+        say(line)
+    return spent

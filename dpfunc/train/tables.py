@@ -17,11 +17,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a table, one a record, with the number of exact duplicates that were left out. Private.
-
-    Args:
-        rows: column -> text. numbers: where each row was in the file, from 1. duplicates: rows that were there before.
-    """
+    """Rows of a table, column -> text, and where each was in the file, from 1. Private, numbers included."""
 
     rows: tuple[Row, ...]
     numbers: tuple[int, ...]
@@ -36,32 +32,18 @@ def read_table(
     unit: str | None = None,
     lists: Sequence[str] = (),
 ) -> Table:
-    """The columns that a job needs, of a .jsonl, .csv or .txt file.
+    """The columns that a job needs, of a .jsonl with an object a line, a .csv with a header, or a .txt; UTF-8.
 
     Args:
-        path: .jsonl with one object a line, .csv with a header, or .txt with a record a line, whose column is
-            `text`; UTF-8. Empty lines of a .jsonl or .txt are no records.
+        path: of a .txt the column is `text`. Empty lines of a .jsonl or .txt are no records.
         columns: what each row must have; other columns are not read.
         deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
-            result by at most one row, so neighbouring tables stay neighbours.
-        unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then: a
-            person must not take a row from another one.
+            result by at most one row (tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row).
+        unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then.
         lists: those of the columns that may hold a list of texts; given back as JSON, a text as well.
 
     Raises:
-        InvalidArgument: no such file, another kind of file, a row without a column or with one of them twice, a row of
-            a .csv with more values than its header has names, a unit that is empty or is neither a text nor a whole
-            number, or no rows; the row is named by its number, never shown.
-
-    Guarantees:
-        tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder) / "mails.jsonl"
-    ...     _ = path.write_text('{"text": "hello"}\\n{"text": "hello"}\\n')
-    ...     read_table(path, ["text"])
-    Table(rows=({'text': 'hello'},), numbers=(1,), duplicates=1)
+        InvalidArgument: what cannot be read, is missing or is there twice; rows are named by their number, never shown.
     """
     file, found = Path(path), []
     for number, row in _rows(file, columns):
@@ -147,26 +129,27 @@ def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[
     """The texts of a row in the columns; lists and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
-    values: Row = {}
-    for column in columns:
-        value: Any = row.get(column)
-        several = column in lists and isinstance(value, list)
-        if any(each is None or isinstance(each, list | dict) for each in (value if several else [value])):
-            raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
-        if column == unit:
-            _check_unit(value, column, where)
-        text = [_text(each) for each in value] if several else _text(value)
-        values[column] = json.dumps(text, ensure_ascii=False) if column in lists else str(text)
-        if any("\ud800" <= sign <= "\udfff" for sign in values[column]):
+    values = {column: _text(row, column, column in lists, where) for column in columns}
+    for column, text in values.items():
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
             raise InvalidArgument(
                 f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
                 "Write the table as UTF-8 again, or leave the row out."
             )
+    if unit is not None:
+        _check_unit(row[unit], unit, where)
     return values
 
 
-def _text(value: object) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+def _text(row: Mapping[str, Any], column: str, may_be_list: bool, where: str) -> str:
+    """The text of a row in a column; where it may be a list, as JSON."""
+    value: Any = row.get(column)
+    several = may_be_list and isinstance(value, list)
+    each: list[Any] = value if several else [value]
+    if any(one is None or isinstance(one, list | dict) for one in each):
+        raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
+    texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
+    return json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
 
 
 def _check_unit(value: object, column: str, where: str) -> None:
@@ -200,24 +183,11 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
 def split(
     rows: Sequence[Row], fraction: float, seed: int, unit: str | None = None
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training and held-out rows. Each row's side is decided by the row alone, or by whose it is.
+    """Training and held-out rows; each row's side is decided by the row alone, or, with `unit`, by whose it is.
 
     A shuffle of the whole table would let one row more move all others; here it moves none, so that neighbouring tables
-    have neighbouring training parts. Equal rows go to the same side.
-
-    Args:
-        rows: of one table. fraction: expected share of held-out rows, 0 <= fraction < 1. seed: public.
-        unit: column that says whose a row is; all rows of a person go to the same side.
-
-    Returns:
-        Two tuples of rows, in the order of the table; the number of held-out rows varies as that of coin flips.
-
-    Guarantees:
-        tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there.
-
-    >>> train, held_out = split([{"text": str(i)} for i in range(100)], 0.2, seed=0)
-    >>> len(train) + len(held_out), 5 < len(held_out) < 40
-    (100, True)
+    have neighbouring training parts. The number of held-out rows varies as that of coin flips
+    (tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there).
     """
     sides: tuple[list[Row], list[Row]] = [], []
     for row in rows:
@@ -228,11 +198,7 @@ def split(
 
 
 def json_values(path: Path) -> dict[str, Any]:
-    """The values of a JSON file with one object; none where it cannot be read, or has several lines.
-
-    >>> json_values(Path("missing.json"))
-    {}
-    """
+    """The values of a JSON file with one object; none where it cannot be read, or has several lines."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -241,11 +207,7 @@ def json_values(path: Path) -> dict[str, Any]:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """True if both are one file, or copies of one; False if either cannot be read.
-
-    >>> same_file(Path("missing.jsonl"), Path("missing.jsonl"))
-    False
-    """
+    """True if both are one file, or copies of one; False if either cannot be read."""
     try:
         if one.samefile(other):
             return True

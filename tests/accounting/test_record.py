@@ -18,9 +18,6 @@ from dpfunc.accounting.record import (
     GUESSABLE,
     NEIGHBOURS,
     NOT_COVERED,
-    Record,
-    is_record,
-    read_ledger,
     search_cost,
 )
 from dpfunc.cli.main import main
@@ -46,8 +43,6 @@ def test_a_record_reads_back_exactly(name):
     assert type(written).from_json(text) == written
     json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert json.loads(text)["neighbours"] == NEIGHBOURS["add_remove"]
-    if isinstance(written, Record):
-        assert read_ledger(text) == written.ledger
 
 
 def test_each_adjacency_has_its_sentence():
@@ -133,21 +128,6 @@ def test_a_name_that_occurs_twice_is_refused(whole):
 def test_each_field_is_checked(whole, name):
     with pytest.raises(InvalidArgument, match=r"Expected|adjacency"):
         dataclasses.replace(whole, **{name: object()})
-
-
-def test_a_ledger_that_is_read_from_other_files():
-    """Not of the state of a checkpoint, which lacks the steps after it, nor of records before they had a schema."""
-    ledger = json.loads(RECORD.ledger.to_json())
-    old = {"epsilon": 1.0, "delta": 1e-5, "global_step": 3, "ledger": ledger}
-    with pytest.raises(InvalidArgument, match="or name its journal: before version 2 files had no digest"):
-        read_ledger(json.dumps(old))
-    assert is_record({"schema": "dpfunc.accounting/1"})
-    assert not any(map(is_record, (old, json.loads(Ledger().to_json()), json.loads(SEARCH.to_json()))))
-    for other in ({"schema": 1, "ledger": ledger}, {"schema": "dpfunc.accounting/2", "ledger": ledger}, 3):
-        with pytest.raises(InvalidArgument):
-            read_ledger(json.dumps(signed(other) if isinstance(other, dict) else [other]))
-    with pytest.raises(InvalidArgument, match="the record of a search"):  # whose cost is no sum over events
-        read_ledger(SEARCH.to_json())
 
 
 def test_the_score_is_counted_and_replaced_records_are_refused():

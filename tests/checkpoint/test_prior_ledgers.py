@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import search_cases
 import torch
 from record_cases import LEDGER, RECORD, record
 
 from dpfunc import clipping, sampling
 from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger
-from dpfunc.checkpoint._prior_ledgers import read_spent
+from dpfunc.checkpoint._prior_ledgers import read_cost, read_spent
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.plan import Plan
@@ -128,3 +129,26 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, content, message):
         (tmp_path / name).write_text(content)
     with pytest.raises(InvalidArgument, match=message):
         read_spent([tmp_path / name])
+
+
+def test_what_holds_a_ledger_and_is_none_is_refused(tmp_path):
+    """The state of a checkpoint, which lacks the steps after it, and records before they had a schema."""
+    path, inside = tmp_path / "x.json", json.loads(LEDGER.to_json())
+    old = {"epsilon": 1.0, "delta": 1e-5, "global_step": 3, "ledger": inside}
+    path.write_text(json.dumps(old))
+    with pytest.raises(
+        InvalidArgument, match=r"none of them.* or name its journal: before version 2 files had no digest"
+    ):
+        read_spent([path])
+    for other in (
+        signed({"schema": 1, "ledger": inside}),
+        signed({"schema": RECORD.kind + "2", "ledger": inside}),
+        [3],
+    ):
+        path.write_text(json.dumps(other))
+        with pytest.raises(InvalidArgument):
+            read_spent([path])
+    path.write_text(search_cases.RECORD.to_json())
+    with pytest.raises(InvalidArgument, match="the record of a search"):  # whose cost is no sum over events
+        read_spent([path])
+    assert read_cost(path) == search_cases.RECORD

@@ -28,6 +28,7 @@ from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
 from dpfunc.cli._train import _interruptible
 from dpfunc.hf.trainer._files import is_complete
 from dpfunc.rng import insecure_key, secure_key
+from dpfunc.train import _run_folder as run_folder
 from dpfunc.train import run as train_job
 from dpfunc.train._config_file import read_job
 from dpfunc.train._model import load_base, load_processing
@@ -574,7 +575,8 @@ FULL = {  # when the disk is full, for files of how many bytes, what could not b
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, name):
     when, size, said, steps = FULL[name]
-    folder, real = tmp_path / "full", getattr(train_job, when, None)
+    folder, owner = tmp_path / "full", next((each for each in (train_job, run_folder) if hasattr(each, when)), None)
+    real = getattr(owner, when, None)
     flags = ["--output_dir", folder, "--insecure-seed", 3]
 
     def filled(*given):
@@ -587,7 +589,7 @@ def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkey
         if real is None:
             at_events(patch, **{when: lambda *given: allow(size)})
         else:
-            patch.setattr(train_job, when, filled)
+            patch.setattr(owner, when, filled)
         try:
             result = train(*flags)
         finally:

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import PadRight, read_records
-from dpfunc.train._inputs import language_record, prompt_ids
+from dpfunc.train._dataset import PadRight, language_record, prompt_ids, read_records
 from dpfunc.train._model import load_processing
 from dpfunc.train.config import DataSection
 

@@ -6,8 +6,7 @@ import pytest
 from text_job import write_job
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train._config_file import parse_flags, read_yaml
-from dpfunc.train._grid import FACTORS, Grid, parse_grid, trials
+from dpfunc.train._config_file import FACTORS, Grid, parse_flags, parse_grid, read_yaml, trials
 
 WRONG = {
     "unknown key": (["rate=1"], None), "no value": (["steps="], None), "no key": (["steps"], None),

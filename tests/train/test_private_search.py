@@ -21,8 +21,7 @@ from dpfunc.accounting.record import SelectionRecord
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import _search as searches
-from dpfunc.train._config_file import parse_flags, read_yaml
-from dpfunc.train._grid import parse_grid, trials
+from dpfunc.train._config_file import parse_flags, parse_grid, read_yaml, trials
 from dpfunc.train._private_search import check_search_folder, interrupted_search, run_search, search_lines
 from dpfunc.train._search import noise_of, noisy, prepare_search
 

@@ -15,9 +15,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.train import _search as searches
-from dpfunc.train._config_file import parse_flags, read_job, read_yaml
+from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._grid import parse_grid, trials
 from dpfunc.train._search import MEANING, noise_of, noisy, prepare_search, run_public, score, tuned
 from dpfunc.train.config import TASKS, job_from_dict
 from dpfunc.train.run import prepare

@@ -82,11 +82,7 @@ def load_run(
 ) -> Checkpoint:
     """Read the part of a checkpoint that is not the Trainer's; its ledger also counts later steps in the journal.
 
-    All processes call it.
-
-    Raises:
-        CheckpointError: not complete, of another run, or a file of the Trainer (optimizer, scheduler, its state) is
-            missing or was changed, without which it would start anew.
+    All processes call it. It is refused if a file of the Trainer is missing or was changed: that part would start anew.
     """
 
     def check() -> None:
@@ -136,20 +132,14 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 def newest(output_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
 
-    Raises:
-        CheckpointError: there is none after a release, or it is not clear of which run.
-
     Guarantees:
         tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
         ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
     """
-    complete: list[Path] = []
-    for path in sorted(_numbered(output_dir), key=_number, reverse=True):
-        if is_complete(path):
-            complete.append(path)
-        else:
-            _logger.warning("The checkpoint %s is not complete and is passed over.", path)
-    if complete:
+    found = {path: is_complete(path) for path in _numbered(output_dir)}
+    for path in (path for path, whole in found.items() if not whole):
+        _logger.warning("The checkpoint %s is not complete and is passed over.", path)
+    if complete := [path for path, whole in found.items() if whole]:
         _check_one_run(complete, output_dir / JOURNAL)
         return complete[0]
     if not released(output_dir):
@@ -173,13 +163,9 @@ def released(output_dir: Path) -> bool:
 
 
 def _numbered(output_dir: Path) -> list[Path]:
-    return [path for path in output_dir.glob("checkpoint-*") if _number(path) >= 0]
-
-
-def _number(path: Path) -> int:
-    """Step of a checkpoint by its name; -1 for other names."""
-    number = path.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
+    """The checkpoints of a folder, the newest first."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
+    return sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True)
 
 
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
@@ -213,11 +199,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) -> None:
-    """Compare the journal with what a run counts, and remove the accounting of an earlier end, which may be too small.
-
-    Raises:
-        LedgerConflict: a run that begins does not count the steps of earlier runs in the journal.
-    """
+    """Compare the journal with what a run counts, and remove the accounting of an earlier end, which may lack steps."""
     runs = read_steps(journal, missing="empty")
     if not resumed:
         check_counted(journal, runs, ledger)
@@ -235,8 +217,7 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
 def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
     """A state that is charged for every step of its run in the journal, and stands after the last of them.
 
-    Guarantees:
-        tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted.
+    (tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted)
     """
     later = max(_taken(journal, state), default=-1) + 1
     if later > state.charged:

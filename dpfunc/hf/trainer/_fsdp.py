@@ -22,21 +22,9 @@ from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import fsdp_parts
+from dpfunc.hf.trainer import _settings as rules
 from dpfunc.hf.trainer._run import ranks_of
-from dpfunc.hf.trainer._settings import (
-    FSDP,
-    OFF,
-    ON,
-    SETTINGS,
-    SHARDED,
-    SWITCH,
-    attributes,
-    changed,
-    recomputed,
-    refuse,
-    without_effect,
-    word,
-)
+from dpfunc.hf.trainer._settings import without_effect
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 
 _logger = logging.getLogger(__name__)
@@ -70,36 +58,18 @@ class Sharding:
 def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     """The sharding that `TrainingArguments(fsdp=...)` or `accelerate launch --use_fsdp` asks for; None without.
 
-    Guarantees:
-        tests/hf/trainer/test_fsdp.py: each setting is followed, named or refused
-        (test_no_setting_is_ignored_in_silence).
-
-    >>> from types import SimpleNamespace
-    >>> sharding_of(SimpleNamespace(fsdp=True, fsdp_config={"version": 2}), {}).policy
-    'TRANSFORMER_BASED_WRAP'
-    >>> sharding_of(SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": True}), {})  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a setting of FSDP that a private run follows, got cpu_offload=True. ...
+    Each setting is followed, named or refused (tests/hf/trainer/test_fsdp.py::test_no_setting_is_ignored_in_silence).
     """
-    config = getattr(args, "fsdp_config", None) or {}
-    if not args.fsdp and config:
-        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
-    switch = environment.get(SWITCH, "")
-    if word(switch) not in (*OFF, *ON):
-        raise fail(f"{SWITCH} to be true or false", SWITCH, switch)
-    if not args.fsdp and word(switch) in OFF:
+    settings = _asked(args, environment)
+    if settings is None:
         return None
-    asked = _from_environment(environment) | config
-    if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
-        del asked["min_num_params"]
-    settings: dict[str, Any] = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
     for name, value in settings.items():
-        if name not in SETTINGS[FSDP]:
-            hint = f"Leave it out. {suggestion(name, SETTINGS[FSDP])}"
+        if name not in rules.SETTINGS[rules.FSDP]:
+            hint = f"Leave it out. {suggestion(name, rules.SETTINGS[rules.FSDP])}"
             raise fail("a setting of FSDP that is known", name, value, hint)
-    refuse(FSDP, settings.get)
+    rules.refuse(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
-    layers, size = settings.get("transformer_layer_cls_to_wrap"), settings.get("min_num_params", 0)
+    layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
     if layers and policy != _BY_LAYER:
         raise InvalidArgument(
             f"Expected transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only, got {layers!r} and "
@@ -112,12 +82,27 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
         )
     return Sharding(
         policy=policy,
-        layers=tuple(name.strip() for name in (layers.split(",") if isinstance(layers, str) else layers or ())),
+        layers=tuple(map(str.strip, layers.split(",") if isinstance(layers, str) else layers)),
         min_num_params=int(size),
-        reshard=word(settings["reshard_after_forward"]) in ON,
-        checkpointing=word(settings.get("activation_checkpointing")) in ON,
-        without_effect=tuple(without_effect(FSDP, settings.get)),
+        reshard=rules.word(settings["reshard_after_forward"]) in rules.ON,
+        checkpointing=rules.word(settings.get("activation_checkpointing")) in rules.ON,
+        without_effect=tuple(without_effect(rules.FSDP, settings.get)),
     )
+
+
+def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The settings that the script and the launcher make, over what is not said; None without FSDP."""
+    config, switch = getattr(args, "fsdp_config", None) or {}, environment.get(rules.SWITCH, "")
+    if not args.fsdp and config:
+        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
+    if rules.word(switch) not in (*rules.OFF, *rules.ON):
+        raise fail(f"{rules.SWITCH} to be true or false", rules.SWITCH, switch)
+    if not args.fsdp and rules.word(switch) in rules.OFF:
+        return None
+    asked = _from_environment(environment) | config
+    if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
+        del asked["min_num_params"]
+    return {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -131,12 +116,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 @contextmanager
 def without_fsdp() -> Iterator[None]:
     """Inside, Accelerate does not see that FSDP was asked for: it would wrap the model, or shard it once more."""
-    value = os.environ.pop(SWITCH, None)
+    value = os.environ.pop(rules.SWITCH, None)
     try:
         yield
     finally:
         if value is not None:
-            os.environ[SWITCH] = value
+            os.environ[rules.SWITCH] = value
 
 
 @dataclass(frozen=True)
@@ -152,30 +137,22 @@ def shard(
 ) -> tuple[Division | None, Any]:
     """Shard the model in place, if the script asks for it; and the arguments with which nobody does so once more.
 
-    All processes get the values of the first one.
-
-    Raises:
-        InvalidArgument: a setting that is not followed; layers that the model has not. UnsupportedModel: quantised
-            parameters, or parameters without values; one tensor in several parts; an older torch. RankMismatch:
-            processes were told otherwise.
-
-    Guarantees:
-        tests/hf/trainer/test_fsdp.py: what is released is what one process releases
-        (test_a_sharded_trainer_gives_what_one_process_gives).
+    All processes get the values of the first one. What is released is what one process releases
+    (tests/hf/trainer/test_fsdp.py::test_a_sharded_trainer_gives_what_one_process_gives).
     """
     sharding = sharding_of(args, os.environ)
     if sharding is None:
         return None, args
-    given, beside = attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
-    refuse(SHARDED, lambda name: beside[name] if name in beside else given(name))
+    given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
+    rules.refuse(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
     ranks = ranks_of(args)
     if distributed.is_writer(ranks) and sharding.without_effect:
         told = list(sharding.without_effect)
         _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
     values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
     if sharding.checkpointing:
-        values |= recomputed(args)
-    return _sharded(model, sharding, ranks, args.device), changed(args, values)
+        values |= rules.recomputed(args)
+    return _sharded(model, sharding, ranks, args.device), rules.changed(args, values)
 
 
 def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
@@ -198,14 +175,7 @@ def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: 
 
 
 def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
-    """The names of the modules that are put together at a time, inner ones first; the rest goes with the model.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(3, 3)))
-    >>> part_names(model, Sharding("SIZE_BASED_WRAP", min_num_params=7))
-    ['2.0', '2']
-    >>> part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=("Linear",)))
-    ['2.0', '0']
-    """
+    """The names of the modules that are put together at a time, inner ones first; the rest goes with the model."""
     inner = [*model.named_modules()][:0:-1]  # without the model itself, which comes first
     tied = _tied(model)
     if sharding.policy == _WHOLE:
@@ -281,20 +251,13 @@ def settled(model: nn.Module) -> Iterator[None]:
 
 
 def settle(model: nn.Module) -> None:
-    """Release what is still put together.
-
-    >>> settle(nn.Linear(1, 1))
-    """
+    """Release what is still put together."""
     for part in fsdp_parts(model).values():
         part.reshard()
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
-    """The state dict of a sharded model with whole tensors on the CPU, one put together at a time. All must call it.
-
-    Args:
-        model: sharded. keep: False on the processes that write nothing, which get None.
-    """
+    """The state dict of a sharded model on the CPU, put together one by one by all processes; None without `keep`."""
     settle(model)
     found: dict[int, Tensor] = {}
     result: dict[str, Tensor] = {}

@@ -30,12 +30,7 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
     A class that does not exist ends a step in an error of torch or of the GPU. A number that is not finite has no
     gradient: its record would count as zero, and nobody would see it. Labels are read from all records of a list, a
     tuple or a data set of Hugging Face, and from 1024 records that are spread over any other; where the collator makes
-    them of something else, from 16. No label is in the message.
-
-    Args:
-        dataset: of the private records. collate: list of records -> batch.
-        model: of Transformers, or a PEFT model around one.
-        task: its name. A function may read labels in another way, so then nothing is checked.
+    them of something else, from 16. No label is in the message. A function as loss may read them in another way.
     """
     base = base_model(model)
     classes = _num_classes(base)
@@ -101,11 +96,7 @@ def _labels(dataset: Any, column: str) -> Iterator[list[Any]]:
 
 
 def _flat(labels: Any) -> npt.NDArray[np.float64]:
-    """Numbers in nested lists, arrays and tensors, in their order.
-
-    >>> _flat([[0, 1], [2]])
-    array([0., 1., 2.])
-    """
+    """Numbers in nested lists, arrays and tensors, in their order."""
     if hasattr(labels, "tolist"):
         labels = labels.tolist()
     nested = isinstance(labels, (list, tuple)) and any(

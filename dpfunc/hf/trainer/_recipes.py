@@ -34,14 +34,8 @@ def model_recipe(
 ) -> Recipe:
     """The recipe for the parameters of a model that require gradients.
 
-    Args:
-        strategy: see `dpfunc.recipes.recipe`. model: of Transformers or PEFT.
-        dataset_size: public number of records. epsilon, delta: the budget.
-        measure: find the norm of a head's inputs on made-up tokens; without, it is that behind a layer norm.
-
-    Guarantees:
-        tests/hf/trainer/test_recipes.py: the length of a head's inputs is measured on made-up tokens
-        (test_the_length_of_features_is_measured_without_data).
+    The norm of a head's inputs is measured on made-up tokens, or, without `measure`, that behind a layer norm
+    (tests/hf/trainer/test_recipes.py::test_the_length_of_features_is_measured_without_data).
     """
     head = new_head(strategy, model)
     weight = _weight_of_linear([*head.values()])
@@ -80,10 +74,7 @@ def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
-    """Norm of the inputs of a linear head, on made-up tokens; None for models that cannot take these.
-
-    The gradient of one logit for the head is its input, and 1 for the bias. No record is read.
-    """
+    """Norm of the inputs of a linear head, the gradient of a logit, on made-up tokens; None where there are none."""
     config: Any = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
@@ -107,13 +98,9 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
 
 
 def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:
-    """Values of `TrainingArguments` that a recipe decides.
+    """Values of `TrainingArguments` that a recipe decides; the twin without privacy accumulates a batch.
 
-    A value that is not the default of Transformers was given, and is not replaced in silence. One that equals the
-    default cannot be told from one that was not given, and is replaced.
-
-    Args:
-        physical: records differentiated at once. private: False for the twin, which accumulates a batch.
+    A given value is not replaced in silence; one that equals the default of Transformers cannot be told from none.
     """
     values = found.training_arguments()
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -171,12 +158,7 @@ def _guessed(model: nn.Module) -> Strategy | None:
 
 
 def one_class(predictions: object, labels: object) -> str | None:
-    """A sentence if all predictions (n, classes) are one class while the labels (n,) are several; else None.
-
-    >>> one_class(np.array([[0.0, 1.0], [0.2, 0.3]]), np.array([0, 1]))
-    'All 2 predictions are class 1, which 1 of the records have: the model learnt no more than that.'
-    >>> one_class(np.array([[0.0, 1.0], [0.4, 0.3]]), np.array([0, 1]))
-    """
+    """A sentence if all predictions (n, classes) are one class while the labels (n,) are several; else None."""
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray):
         return None
     if predictions.ndim != 2 or predictions.shape[1] < 2 or labels.shape != predictions.shape[:1]:

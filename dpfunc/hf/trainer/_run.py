@@ -175,14 +175,10 @@ def warning_step(plan: Plan, start: Start, share: float) -> float:
     if plan.epsilon is None:
         return math.inf
     before = Ledger(adjacency=plan.adjacency) if start.ledger is None else start.ledger
-    within = affordable_steps(
+    return 1 + affordable_steps(
         lambda steps: before.compose(plan.ledger(steps)),
-        epsilon=share * plan.epsilon,
-        delta=plan.delta,
-        limit=start.limit,
-        method=plan.accountant,
-    )
-    return 1 + within
+        epsilon=share * plan.epsilon, delta=plan.delta, limit=start.limit, method=plan.accountant,
+    )  # fmt: skip
 
 
 def warning_text(plan: Plan, state: StepState) -> str:

@@ -258,15 +258,7 @@ def _outside(expected: str, given: Callable[[str], Any]) -> list[tuple[str, Any,
 
 
 def refuse(expected: str, given: Callable[[str], Any], place: str = "") -> None:
-    """Refuse the first setting whose value a private run does not follow.
-
-    Args:
-        expected: first level of the table. given: name -> value, None where there is none. place: for the message.
-
-    >>> refuse(FSDP, {"version": 1}.get)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a setting of FSDP that a private run follows, got version=1. ...
-    """
+    """Refuse the first setting whose value is outside of its domain; `expected` is the first level of the table."""
     for name, value, reason in _outside(expected, given):
         if reason != _NO_EFFECT:
             raise InvalidArgument(f"Expected {expected}, got {name}={value!r}{place}. {reason}")
@@ -319,17 +311,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
-    """Check the variables that `accelerate launch` sets.
-
-    Args:
-        environment: `os.environ`. fsdp: those about FSDP are followed, see `fsdp.sharding_of`.
-
-    >>> refuse_environment({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "False"})
-    >>> refuse_environment({"ACCELERATE_USE_DEEPSPEED": "true"})  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a launcher that keeps differential privacy, got \
-ACCELERATE_USE_DEEPSPEED='true' in the environment. ...
-    """
+    """Check the variables that `accelerate launch` sets; with `fsdp` those about FSDP are followed, see `_fsdp.py`."""
     known = {**environment, **({SWITCH: ""} if fsdp else {})}
     refuse(LAUNCHER, known.get, " in the environment")
 

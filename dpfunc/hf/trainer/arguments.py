@@ -243,11 +243,7 @@ class PrivacyArguments:
 
 
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them.
-
-    >>> own_names({"target_epsilon": 8.0, "disable_dp": False})
-    {'dp_epsilon': 8.0, 'dp_enabled': True}
-    """
+    """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them."""
     known = [f.name for f in fields(PrivacyArguments)]
     chosen: dict[str, Any] = {}
     origin: dict[str, str] = {}

@@ -33,32 +33,16 @@ from dpfunc.hf._padding import refuse_padding
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
+from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._labels import refuse_labels
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
-from dpfunc.hf.trainer._run import (
-    Loss,
-    Replicas,
-    Run,
-    Start,
-    as_function,
-    mean_loss,
-    metrics,
-    place,
-    plan_text,
-    ranks_of,
-    trainable,
-    twin_loss,
-    warning_step,
-    warning_text,
-)
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling._records import check_repeatable, data_name
-from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
 
 _logger = logging.getLogger(__name__)
@@ -118,7 +102,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
         *,
         privacy: PrivacyArguments,
-        loss: Loss | None = None,
+        loss: runs.Loss | None = None,
         key: Key | None = None,
         ledger: Ledger | None = None,
         data_name: str | None = None,
@@ -144,8 +128,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._earlier = ledger
         self._data_name = data_name
         self._unit = unit
-        self._start: Start | None = None
-        self._run: Run | None = None
+        self._start: runs.Start | None = None
+        self._run: runs.Run | None = None
         self._plan: Plan | None = None
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
@@ -161,7 +145,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._division, args = fsdp.shard(model, args, privacy, optimizers)
         elif args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
-        self._ranks = ranks_of(args) if self._division is None else self._division.ranks
+        self._ranks = runs.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
@@ -179,7 +163,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             super().create_accelerator_and_postprocess()
         settings.refuse(settings.ACCELERATOR, settings.attributes(self.accelerator))
         if self._ranks is not None:
-            self.accelerator: Any = Replicas(self.accelerator)
+            self.accelerator: Any = runs.Replicas(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As in `Trainer`; a sharded model stays where it was sharded."""
@@ -221,7 +205,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, or the Adam of a recipe, in which a new head beside adapters has its own rate."""
         if self.optimizer is None and self.recipe is not None:
-            params, head = trainable(self.model), new_head(self.recipe.strategy, self.model)
+            params, head = runs.trainable(self.model), new_head(self.recipe.strategy, self.model)
             self.optimizer: Any = self.recipe.optimizer(params.values(), head.values())
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
@@ -271,25 +255,22 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._start = None
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
-                    self._write_accounting()
-        distributed.once(self._ranks, self._finish_accounting)
+                    self._write_accounting(ended=False)
+        distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
         return output._replace(training_loss=math.nan)
 
-    def _write_accounting(self) -> None:
+    def _write_accounting(self, *, ended: bool) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
+        if ended and self._run is not None:
+            files.check_journal(self._journal(), self._run.state)
         record = self._accounting(self._journal())
         if record.global_step:
             with writing(Path(self.args.output_dir) / RECORD_FILE, record.ledger, self.plan):
                 files.write_accounting(Path(self.args.output_dir), record)
 
-    def _finish_accounting(self) -> None:
-        if self._run is not None:
-            files.check_journal(self._journal(), self._run.state)
-        self._write_accounting()
-
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
-            print(plan_text(self.plan, self.physical_batch_size))
+            print(runs.plan_text(self.plan, self.physical_batch_size))
         epsilon = self.plan.guarantee().epsilon
         return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
 
@@ -299,9 +280,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         fsdp.settle(self.model)
         self.model.train()
         settings.refuse_model(self.model)
-        settings.refuse_optimizer(self.optimizer, trainable(self.model))
+        settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
-        writes = distributed.is_writer(self._ranks)
         distributed.once(self._ranks, lambda: files.clean(Path(self.args.output_dir)))
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
         if saved is None and self._run is not None and self._run.state.step:
@@ -314,22 +294,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         distributed.once(self._ranks, lambda: files.begin_accounting(self._journal(), spent, resumed=resumed))
         if saved is not None:
             skipping = not self.args.ignore_data_skip
-            start = Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
+            start = runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
         else:
             key = self._given_key or secure_key()
             key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
-            start = Start(key, plan.step_limit(spent), data, self._earlier)
+            start = runs.Start(key, plan.step_limit(spent), data, self._earlier)
         if start.limit < 1:
             raise BudgetExhausted(
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
             )
-        if writes and start.limit < self._num_steps(plan.sampler.dataset_size):
-            _logger.warning("The budget allows %d steps: training stops there, as does the schedule.", start.limit)
-        advice = self._advice()
-        if writes and advice is not None:
-            _logger.warning(advice)
+        if start.limit < self._num_steps(plan.sampler.dataset_size):
+            self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
+        self._warn(self._advice())
         self.args = settings.changed(self.args, {"max_steps": start.limit})
-        self._warn_at = warning_step(plan, start, self.privacy.dp_warn_at)
+        self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
 
     def _advice(self) -> str | None:
@@ -369,7 +347,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if not found:
             _logger.warning("No step was released in %s: the run begins.", folder)
             return None
-        params, journal = trainable(self.model), self._journal()
+        params, journal = runs.trainable(self.model), self._journal()
         saved = files.load_run(Path(found), params=params, plan=self.plan, data=data, journal=journal, ranks=ranks)
         all_or_none(check, ranks, _NOT_RESUMED)
         return saved
@@ -379,7 +357,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if not self.privacy.dp_enabled:
             return super().get_train_dataloader()  # type: ignore[no-any-return]  # of Trainer
         pending, self._start = self._start, None  # a run begins once, however often its batches are asked for
-        start = pending or Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
+        start = pending or runs.Start(secure_key(), self.plan.num_steps, "")  # to look at batches: other draws
         if pending is not None:
             self._run = self._begin(pending)
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
@@ -388,7 +366,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             first = self._first_step() if pending else 0
             return range(first, min(first + epoch, start.limit))
 
-        args, (rank, size) = self.args, place(self._ranks)
+        args, (rank, size) = self.args, runs.place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         return data_loader(
@@ -402,17 +380,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
-    def _begin(self, start: Start) -> Run:
+    def _begin(self, start: runs.Start) -> runs.Run:
         """The run, once the model is where it is trained. All processes begin with the model of the first one."""
         model, privacy = self.model, self.privacy
         if self._division is None:  # else parts differ, and are of the same values
             distributed.replicate((*model.parameters(), *model.buffers()), self._ranks)
-        params = trainable(model)
+        params = runs.trainable(model)
         if start.resumed is not None:
             with torch.no_grad():
                 for name, value in start.resumed.params.items():
                     params[name].copy_(value)
-        forward, engine, ranks = as_function(model, params, privacy.dp_engine, self._ranks)
+        forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
         loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
@@ -430,7 +408,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
         else:
             state = start.resumed.state
-        return Run(dp_step, params, state, state, start)
+        return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
         """Number of records, where the plan has a bound on it."""
@@ -467,25 +445,25 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        mask_B = None
-        if self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks)):
-            # Without records this process runs a row of weight zero: all processes communicate.
-            mask_B = torch.zeros(batch_size(batch), dtype=torch.bool)
+        # Without records a process among others runs a row of weight zero: all of them communicate.
+        idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
+        mask_B = torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
         with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
         if state.step >= self._warn_at:
-            self._warn(state)
+            self._warn_at = math.inf  # once
+            self._warn(runs.warning_text(self.plan, state))
         if self.privacy.dp_log_unreleased:
-            return mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
+            return runs.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
 
-    def _warn(self, state: StepState) -> None:
-        self._warn_at = math.inf  # once
-        if distributed.is_writer(self._ranks):
-            _logger.warning(warning_text(self.plan, state))
+    def _warn(self, text: str | None) -> None:
+        """Warn of something, on one of the processes."""
+        if text is not None and distributed.is_writer(self._ranks):
+            _logger.warning("%s", text)
 
     def compute_loss(
         self,
@@ -498,7 +476,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
-            self._twin = twin_loss(self.model, model, self._task)
+            self._twin = runs.twin_loss(self.model, model, self._task)
         return self._twin(inputs)
 
     def evaluation_loop(
@@ -517,8 +495,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True
-            if distributed.is_writer(self._ranks):
-                _logger.warning("%s %s", found, self._advice() or "Is the learning rate too small, or epsilon?")
+            self._warn(f"{found} {self._advice() or 'Is the learning rate too small, or epsilon?'}")
         return output
 
     # What is logged and saved
@@ -531,7 +508,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     loss = logs.pop(name)
                     if self.privacy.dp_log_unreleased:
                         logs[f"unreleased/{name}"] = loss
-                    logs.update(metrics(self._accounting()))
+                    logs.update(runs.metrics(self._accounting()))
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
@@ -582,8 +559,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._whole = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if self._division is None or self.args.should_save:
-            super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, but for the optimizer of a sharded model, which the folder `dpfunc` of a checkpoint has."""
@@ -609,17 +585,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))
 
-    def hyperparameter_search(
-        self,
-        hp_space: object = None,
-        compute_objective: object = None,
-        n_trials: int = 20,
-        direction: object = "minimize",
-        backend: object = None,
-        hp_name: object = None,
-    ) -> None:
-        """Refuse the search: each trial reads the private records."""
+    def _no_search(self, *_: object, **__: object) -> None:
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
+
+    hyperparameter_search = _no_search
 
 
 def _recipe_of(

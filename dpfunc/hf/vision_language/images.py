@@ -1,9 +1,12 @@
-"""Images and text as one batch: every sample has the same number of images and of image tokens, real or not."""
+"""Images, and text with them as one batch: each sample has as many images and image tokens, real or not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +17,8 @@ from torch import Tensor
 from dpfunc._utils.validation import fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
-from dpfunc.hf.vision_language._reading import opened
 
+_MOST_PIXELS = 2**26  # 192 MiB in memory
 _KEYS = ("prompt", "answer", "image", "images")
 _ONE_SIZE = (
     "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
@@ -291,14 +294,9 @@ def _processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:
 def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict[str, Tensor]:
     """A batch with its images as models take them: those of all samples on axis 0, next to those of the same sample.
 
-    Args:
-        batch: with samples on axis 0 of all tensors. Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or
-            (B, I, 3); several images (B, I, C, H, W), or (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others
-            are left as they are, as are those with a `pixel_attention_mask`.
-        nested: the model takes (B, I, ...), so nothing is done.
-
-    >>> flatten_images({"pixel_values": torch.zeros(4, 2, 3, 8, 8)})["pixel_values"].shape
-    torch.Size([8, 3, 8, 8])
+    Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or (B, I, 3); several images (B, I, C, H, W), or
+    (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
+    `pixel_attention_mask`, and where the model takes (B, I, ...) itself: `nested`.
     """
     pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
     if pixels is None or nested or "pixel_attention_mask" in batch:
@@ -319,3 +317,71 @@ def _images_of(sample: Mapping[str, Any]) -> list[Any]:
     if sample.get("image") is not None:
         return [sample["image"]]
     return list(sample.get("images") or ())
+
+
+def opened(image: Any, size: tuple[int, int] | None) -> Any:
+    """A picture or an array, read from a file if it is a path, and fitted into a height and width, if given."""
+    if isinstance(image, (str, Path)):
+        with _opened_image(image) as file:
+            image = file.convert("RGB")
+    elif hasattr(image, "convert"):
+        image = image.convert("RGB")
+    return image if size is None else _fitted(image, size)
+
+
+def check_readable(path: Path | str) -> None:
+    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
+    with _opened_image(path) as file:
+        file.draft("RGB", (1, 1))
+        file.load()
+
+
+def _fitted(image: Any, size: tuple[int, int]) -> Any:
+    """The image in a frame of this height and width, as large as it can be."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    if not hasattr(image, "convert"):
+        values = np.asarray(image)
+        if values.dtype != np.uint8 or values.ndim != 3 or values.shape[2] not in (3, 4):
+            raise InvalidArgument(
+                "Expected an image of whole numbers 0 to 255 with the colours on the last axis, to fit it into a size, "
+                f"got {values.dtype} of {values.shape}. Give PIL images, or files."
+            )
+    picture = image if hasattr(image, "convert") else Image.fromarray(values).convert("RGB")
+    return ImageOps.pad(picture, (size[1], size[0]))
+
+
+@contextmanager
+def _opened_image(path: Path | str) -> Iterator[Any]:
+    """Open an image file, of which only the header is read so far; messages do not name it, which can be private.
+
+    (tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused)
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as file:
+                if file.width * file.height > _MOST_PIXELS:
+                    raise InvalidArgument(
+                        f"Expected an image of at most {_MOST_PIXELS} pixels, got {file.width} x {file.height}. Make "
+                        "it smaller: the model sees far fewer."
+                    )
+                yield file
+    except InvalidArgument:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidArgument(
+            f"Expected an image of at most {_MOST_PIXELS} pixels, got one with more. Make it smaller."
+        ) from error
+    except UnidentifiedImageError:
+        reason = "it is of no format that is known"
+    except FileNotFoundError:
+        reason = "there is no such file"
+    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
+        reason = "it is damaged"
+    else:
+        return
+    raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")

@@ -159,20 +159,24 @@ def prepare(
 
 
 def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: object, train_projector: bool) -> None:
-    """Check that the options fit the strategy, that the base is in 4 bits exactly where the strategy needs it, and that
-    layers trained whole are in float."""
+    """Check that the options and the model fit the strategy."""
     one_of("strategy", name, STRATEGIES)
-    missing = [option for option, value in needed.items() if value is None]
     given = {**needed, "targets": targets, "train_projector": train_projector or None}
-    useless = [option for option, value in given.items() if value is not None]
-    if name in _ADAPTERS and missing:
-        raise InvalidArgument(f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them.")
     if name in _ADAPTERS:
+        if missing := [option for option, value in needed.items() if value is None]:
+            raise InvalidArgument(
+                f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them."
+            )
         integer("rank", needed["rank"], minimum=1)
-    elif useless:
+    elif useless := [option for option, value in given.items() if value is not None]:
         raise InvalidArgument(
             f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
         )
+    _check_weights(model, name, train_projector)
+
+
+def _check_weights(model: nn.Module, name: str, train_projector: bool) -> None:
+    """Check that the base is in 4 bits exactly where the strategy needs it, and that what is trained is in float."""
     quantised = quantised_layers(model)
     if name == "qlora" and not quantised:
         raise UnsupportedModel(
@@ -204,12 +208,7 @@ class Parts(NamedTuple):
 
 
 def parts(model: nn.Module) -> Parts:
-    """The vision tower, the projector and the language model, by their usual names.
-
-    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
-    >>> parts(tiny_llava()).projector
-    ('model.multi_modal_projector',)
-    """
+    """The vision tower, the projector and the language model, by their usual names."""
     found = Parts(*(_topmost(model, names) for names in _USUAL))
     missing = [name for name, modules in found._asdict().items() if not modules]
     if missing:
@@ -235,23 +234,13 @@ def _below(modules: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def language_layers(model: nn.Module) -> tuple[str, ...]:
-    """The names of the linear layers of the language model, the output layer left out: what LoRA adapts.
-
-    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
-    >>> language_layers(tiny_llava())[0]
-    'model.language_model.layers.0.self_attn.q_proj'
-    """
+    """The names of the linear layers of the language model, the output layer left out: what LoRA adapts."""
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     return tuple(name for name in _below(parts(model).language, linear) if not name.endswith("lm_head"))
 
 
 def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names of the model's own parameters that `"full"` or `"projector"` trains.
-
-    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
-    >>> trained_parameters(tiny_llava(), "projector")[0]
-    'model.multi_modal_projector.linear_1.weight'
-    """
+    """The names of the model's own parameters that `"full"` or `"projector"` trains."""
     one_of("strategy", name, ("full", "projector"))
     named = [parameter for parameter, _ in model.named_parameters()]
     if name == "projector":
@@ -263,15 +252,9 @@ def trained_parameters(model: nn.Module, name: str) -> tuple[str, ...]:
 def unused_parameters(model: nn.Module) -> tuple[str, ...]:
     """The parameters of the vision tower on which no image feature depends: they would get noise and nothing else.
 
-    LLaVA takes the features from a layer before the last one. A copy of the model's structure runs on the meta device,
-    without values. None are found where `get_image_features` needs more than `pixel_values`.
-
-    Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_L8_unused_parameters_have_no_gradient.
-
-    >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
-    >>> unused_parameters(tiny_llava())[-1]
-    'model.vision_tower.post_layernorm.bias'
+    LLaVA takes the features from a layer before the last one. A copy of the structure runs on the meta device. None are
+    found where `get_image_features` needs more than `pixel_values`
+    (tests/hf/vision_language/test_strategies.py::test_L8_unused_parameters_have_no_gradient).
     """
     found = parts(model)
     if not _takes_pixels_alone(model):

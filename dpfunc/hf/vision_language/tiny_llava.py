@@ -33,11 +33,7 @@ _TEMPLATE = (
 
 
 def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
-    """A `LlavaForConditionalGeneration` with two layers and random weights; the width of both towers is even.
-
-    >>> type(tiny_llava()).__name__
-    'LlavaForConditionalGeneration'
-    """
+    """A `LlavaForConditionalGeneration` with two layers and random weights; the width of both towers is even."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     integer("width", width, minimum=2)
@@ -59,11 +55,7 @@ def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
 
 
 def tiny_processor() -> Any:
-    """The processor of `tiny_llava`: images by PIL and numpy, words by a list.
-
-    >>> tiny_processor().tokenizer.tokenize("USER: what colour")
-    ['USER:', 'what', 'colour']
-    """
+    """The processor of `tiny_llava`: images by PIL and numpy, words by a list."""
     from tokenizers import Tokenizer
     from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
@@ -86,11 +78,7 @@ def tiny_processor() -> Any:
 
 
 def draw(colour: str, shape: str, size: int, seed: int) -> Any:
-    """A shape of a colour at a random place, as a PIL image.
-
-    >>> draw("red", "circle", 24, seed=0).size
-    (24, 24)
-    """
+    """A shape of a colour at a random place, as a PIL image."""
     from PIL import Image, ImageDraw
 
     random = stream(insecure_key(seed))
@@ -104,18 +92,7 @@ def draw(colour: str, shape: str, size: int, seed: int) -> Any:
 
 
 def write(folder: Path | str, count: int = 40, seed: int = 0) -> None:
-    """Write a model, images and questions about them.
-
-    Args:
-        folder: gets `llava/` (model and processor), `images/*.png` and `data.jsonl` with image, question and answer.
-        count: number of images. seed: of the weights and the drawings.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     write(place, count=2)
-    ...     (Path(place) / "data.jsonl").read_text().splitlines()[0]
-    '{"image": "images/000.png", "question": "what is the colour ?", "answer": "red"}'
-    """
+    """Write `llava/` (model and processor), `images/*.png` and `data.jsonl` with image, question and answer."""
     root = Path(folder)
     (root / "images").mkdir(parents=True, exist_ok=True)
     model: Any = tiny_llava(seed=seed)

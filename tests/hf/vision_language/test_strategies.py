@@ -35,7 +35,7 @@ from dpfunc.hf.vision_language.strategies import (
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling._loader import without_rows
-from dpfunc.train._inputs import _asked, _check_image
+from dpfunc.train._dataset import _asked, _check_image
 from dpfunc.train._strategy_costs import strategy_costs, strategy_table
 from dpfunc.train.config import DataSection
 
