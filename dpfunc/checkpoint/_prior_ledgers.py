@@ -51,11 +51,7 @@ def _read(path: Path) -> Ledger:
 
 
 def _check_newest(path: Path) -> None:
-    """Refuse a record written before the last steps of its run: it does not contain their cost.
-
-    Raises:
-        InvalidArgument: the journal beside it has more.
-    """
+    """Refuse a record written before the last steps of its run, which the journal beside it has."""
     steps = json.loads(path.read_text("utf-8")).get("global_step") if path.suffix == ".json" else None
     for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
         taken = count_steps(journal)

@@ -74,7 +74,7 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
     >>> check_launch({"OMPI_COMM_WORLD_SIZE": "2"}, 1)
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected 2 processes, as OMPI_COMM_WORLD_SIZE says, got 1. Start it with \
-    `torchrun --nproc-per-node N ...`, or one process without a launcher.
+`torchrun --nproc-per-node N ...`, or one process without a launcher.
     """
     for name in ("WORLD_SIZE",) if "WORLD_SIZE" in environment else _OTHER_LAUNCHERS:
         promised = environment.get(name, "1")
@@ -93,8 +93,8 @@ def check_alone(environment: Mapping[str, str]) -> None:
     >>> check_alone({"WORLD_SIZE": "2"})
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected ranks=..., because WORLD_SIZE=2: without it each process is a run of its \
-    own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to \
-    make_dp_step and plan.batches; for runs on different data, unset what the launcher set.
+own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to \
+make_dp_step and plan.batches; for runs on different data, unset what the launcher set.
     """
     found = [
         f"{name}={environment[name]}" for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS) if environment.get(name, "1") != "1"
