@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting._losses import Direction
+from dpfunc.accounting._losses import Direction, StepLoss, above, part_masses
 from dpfunc.accounting._search import falling_root
 from dpfunc.accounting._tilted_aim import (
     Aim,
@@ -37,8 +37,7 @@ from dpfunc.accounting._tilted_law import (
     Kind,
     Law,
     TiltedUnavailable,
-    atoms_add_remove,
-    atoms_replace,
+    atoms,
     gaussian_part,
     tilt,
 )
@@ -140,19 +139,10 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
     """`P(L > epsilon) - e^epsilon Q(L > epsilon)` of a single step."""
-    from scipy.special import ndtr
-
-    if direction == "replace":
-        x = s * s * epsilon + 2 * s * s * math.asinh((1 - q) / q * math.exp(1 / (8 * s * s)) * math.sinh(epsilon / 2))
-        ahead, behind = ndtr((0.5 - x) / s), ndtr((-0.5 - x) / s)
-        return float(q * (ahead - math.exp(epsilon) * behind) - (1 - q) * math.expm1(epsilon) * ndtr(-x / s))
-    ratio = (q + math.expm1(epsilon if direction == "remove" else -epsilon)) / q  # N(1) / N(0) where L = epsilon
-    if ratio <= 0:
+    x = StepLoss(q, s, direction).point(np.array([epsilon]))
+    if not np.isfinite(x[0]):
         return 0.0
-    x = s * s * math.log(ratio) + 0.5
-    if direction == "remove":
-        return float(q * (ndtr((1 - x) / s) - ratio * ndtr(-x / s)))
-    return float(math.exp(epsilon) * q * (ratio * ndtr(x / s) - ndtr((x - 1) / s)))
+    return float(above(q, s, x, part_masses(s, np.append(x, np.inf), direction), direction)[0])
 
 
 def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> _Bound:
@@ -192,7 +182,7 @@ def discrete_laws(base: Sampled, aim: Aim) -> list[Law]:
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)
         q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
-        atoms = atoms_replace(q, s, x) if base.direction == "replace" else atoms_add_remove(q, s, x, base.direction)
-        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, base.steps[alike], strict=True):
+        found = atoms(q, s, x, base.direction)
+        for mass, loss, infinite, steps in zip(found.mass, found.loss, found.infinite, base.steps[alike], strict=True):
             laws.append(tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
