@@ -23,11 +23,7 @@ _MAX_CELLS = 6_000
 
 @dataclass(frozen=True)
 class Sampled:
-    """Losses of each kind (axis K) at equal distances in x (axis M). Only used to choose parameters.
-
-    Args:
-        q, sigma, steps: (K,). x, loss, log_mass: (K, M), with log masses under P. gaussian: mu^2 of other releases.
-    """
+    """Losses of each kind (K) at equal distances in x (M), and log masses under P. `gaussian` is mu^2 of others."""
 
     q: Array
     sigma: Array
@@ -191,8 +187,7 @@ def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: fl
 def _period(tilts: Array, exponents: Array, t: float) -> float:
     """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
 
-    Args:
-        exponents: `K(t') - t' epsilon - log delta` for each of the tilts t'.
+    `exponents` are `K(t') - t' epsilon - log delta` for each of the tilts t'.
     """
     distance = np.abs(tilts / t - 1)
     rooms = (exponents + 18.4) / (np.maximum(distance, 0.03) * t)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Direction, above, log_ratios, part_masses
 from dpfunc.errors import InvalidArgument
 
@@ -29,7 +30,7 @@ class TiltedUnavailable(InvalidArgument):
 
 def gaussian_part(kinds: Sequence[Kind]) -> float:
     """`mu^2 = sum T / sigma^2` of the events without sampling, rounded up."""
-    terms = [count / sigma / sigma if sigma > 1e-150 else math.inf for q, sigma, count in kinds if q == 1]
+    terms = [as_float(count) / sigma / sigma if sigma > 1e-150 else math.inf for q, sigma, count in kinds if q == 1]
     return math.fsum(terms) * (1 + 4 * ULP) if all(map(math.isfinite, terms)) else math.inf
 
 
