@@ -91,11 +91,13 @@ def least_scale(
 
     From the first scale, `near`, the next one differs by `factor`, and later ones by more, until the answer is between.
     """
-    passes, fails = near, near / factor
     if cost(near) <= target:
-        while fails >= _LEAST_NOISE and cost(fails) <= target:
+        passes, fails = near, max(near / factor, _LEAST_NOISE)
+        while cost(fails) <= target:
+            if fails == _LEAST_NOISE:
+                return fails
             factor **= 2
-            passes, fails = fails, fails / factor
+            passes, fails = fails, max(fails / factor, _LEAST_NOISE)
     else:
         if cost(MOST_NOISE) > target:
             return None
@@ -103,7 +105,7 @@ def least_scale(
         while cost(passes) > target:
             factor **= 2
             fails, passes = passes, min(passes * factor, MOST_NOISE)
-    return passes if fails < _LEAST_NOISE else smallest_real(cost, target, fails, passes, rtol)
+    return smallest_real(cost, target, fails, passes, rtol)
 
 
 def _rough_epsilon(ledger: Ledger, delta: float) -> float:
