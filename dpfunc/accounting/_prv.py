@@ -17,6 +17,7 @@ _MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the 
 _MAX_POINTS = 2**22
 _MAX_LOSS = 650.0  # e^650 fits into float64
 _MIN_SIGMA = 0.02
+FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
 _MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01
 
 
@@ -44,7 +45,7 @@ class Grid:
         return self.mesh * np.arange(-self.half, self.half + 2, dtype=np.float64)
 
 
-def choose_grid(events: tuple[Event, ...], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
+def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
 
     The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
@@ -58,11 +59,11 @@ def choose_grid(events: tuple[Event, ...], adjacency: Adjacency, delta: float, e
     if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < _MIN_SIGMA:
         raise PRVUnavailable(f"Expected noise multipliers >= {_MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
     delta_error = delta / 1000
-    steps = sum(event.num_steps for event in events)
+    steps, few = sum(event.num_steps for event in events), len(events) > FEW_KINDS
     # both tails, of the sum of each group of events and of each single step
-    total = loss_tail(events, adjacency, delta_error / (16 * len(events)))
+    total = loss_tail(events, adjacency, delta_error / (16 * len(events)), few)
     ones = [Event(e.sampling_prob, e.noise_multiplier, 1) for e in events]
-    single = max(loss_tail((one,), adjacency, delta_error / (16 * steps)) for one in ones)
+    single = max(loss_tail([one], adjacency, delta_error / (16 * steps), few) for one in ones)
     per_error = math.sqrt(steps * math.log(12 / delta_error) / 2)
     wanted = min(max(_RELATIVE_ERROR * eps_rdp, _MIN_ERROR), _MAX_ERROR)
     allowed = max(wanted, _RELATIVE_ERROR * eps_rdp)
@@ -78,7 +79,7 @@ def choose_grid(events: tuple[Event, ...], adjacency: Adjacency, delta: float, e
     return Grid(half, mesh, eps_error, delta_error)
 
 
-def prv_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
+def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
     """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error).
 
     Under add_remove and zero_out it is the larger of the two directions; replace_one is symmetric. The error follows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from dpfunc.types import Adjacency, Event
 _FRACTIONS = tuple(1 + 0.005 * 1.1**k for k in range(80))
 _INTEGERS = tuple(float(round(11 * 1.1**k)) for k in range(48))
 ORDERS: tuple[float, ...] = tuple(sorted({*_FRACTIONS, *_INTEGERS, 1024.0}))
-_A = np.array(ORDERS)
+FEW_ORDERS: tuple[float, ...] = (1.05, 1.2, 1.5, *map(float, (2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 40, 60, 90, 200, 500)))
 
 SIGMA_MAX = 1e5  # more noise is accounted as this much: beyond it the curve drowns in rounding
 _SIGMA_MIN = 0.02  # below it the closed bound is as good
@@ -24,35 +25,41 @@ _MAX_POINTS = 200_000  # of a quadrature
 _REACH = 14.0  # standard deviations; the mass beyond is below 1e-43
 
 
-def rdp_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> float:
-    """An upper bound on epsilon from the Renyi curve, >= 0; see `converted`."""
-    return converted(composed_curve(events, adjacency), delta)
+def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few: bool = False) -> float:
+    """An upper bound on epsilon from the Renyi curve, >= 0.
 
-
-def converted(curve: Array, delta: float) -> float:
-    """The epsilon of a Renyi curve, >= 0: `min_a R(a) + log(1 - 1/a) - (log(delta) + log(a)) / (a - 1)`.
-
-    Canonne, Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy, Proposition 12.
+    `min_a R(a) + log(1 - 1/a) - (log(delta) + log(a)) / (a - 1)`: Canonne, Kamath and Steinke 2020, The Discrete
+    Gaussian for Differential Privacy, Proposition 12. With `few` it uses few orders: looser, and faster.
     """
-    return max(0.0, float(np.min(curve + np.log1p(-1 / _A) - (np.log(delta) + np.log(_A)) / (_A - 1))))
+    orders = FEW_ORDERS if few else ORDERS
+    return converted(composed_curve(tuple(events), adjacency, orders), orders, delta)
 
 
-def loss_tail(events: tuple[Event, ...], adjacency: Adjacency, prob: float) -> float:
+def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
+    """The epsilon of a Renyi curve, >= 0; see `rdp_epsilon`."""
+    a = np.array(orders)
+    bounds = curve + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
+    return max(0.0, float(np.min(bounds)))
+
+
+def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, few: bool = False) -> float:
     """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
-    return float(np.min(composed_curve(events, adjacency) - math.log(prob) / (_A - 1)))
+    orders = FEW_ORDERS if few else ORDERS
+    a = np.array(orders)
+    return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
 
 
-def composed_curve(events: tuple[Event, ...], adjacency: Adjacency) -> Array:
-    """The Renyi divergences R(a) of all events together at the orders, inf where not finite."""
-    total = np.zeros(len(ORDERS))
+def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
+    """The Renyi divergences R(a) of all events together, inf where not finite."""
+    total = np.zeros(len(orders))
     for event in events:
-        curve = np.array(step_curve(event.sampling_prob, event.noise_multiplier, adjacency == "replace_one"))
+        curve = np.array(step_curve(event.sampling_prob, event.noise_multiplier, adjacency == "replace_one", orders))
         total += as_float(event.num_steps) * curve
     return total
 
 
 @functools.lru_cache(maxsize=4096)
-def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, ...] = ORDERS) -> tuple[float, ...]:
+def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, ...]) -> tuple[float, ...]:
     """An upper bound on the Renyi divergence of one step at each order; rounded up by more than its rounding error."""
     if sigma == 0:
         return (math.inf,) * len(orders)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting._losses import DIRECTIONS
-from dpfunc.accounting._prv import prv_epsilon
+from dpfunc.accounting._prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._tilted import tilted_epsilon
 from dpfunc.accounting._tilted_law import Kind, TiltedUnavailable
@@ -135,7 +135,7 @@ def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, not
 def _by_prv(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
     """The bound by numerical composition; its grid needs the Renyi bound."""
     fewer, rounded = renyi_events(events)
-    renyi = rdp_epsilon(fewer, adjacency, delta)
+    renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)
     numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
     return numerical, "prv", _joined(f"about {error:.2g} above the truth", rounded)
 

@@ -117,7 +117,7 @@ def _rough_epsilon(ledger: Ledger, delta: float) -> float:
     except TiltedUnavailable:
         pass
     events, _ = renyi_events(ledger.law, _FEW_KINDS)
-    return rdp_epsilon(events, ledger.adjacency, delta)
+    return rdp_epsilon(events, ledger.adjacency, delta, few=True)
 
 
 @named

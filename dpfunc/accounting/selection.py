@@ -137,7 +137,7 @@ def selection_epsilon(
     open_unit("delta", delta)
     curve = selection_curve(np.max([_curve(each) for each in one_run], axis=0), ORDERS, runs)
     note = f"best of K private runs, mean of K {runs.mean:g}, shape {runs.shape:g}"
-    found = converted(curve + _curve(before), delta)
+    found = converted(curve + _curve(before), ORDERS, delta)
     return Guarantee(found, delta, "rdp", before.adjacency, note)
 
 
@@ -209,7 +209,7 @@ def _deltas(curve: Array, a: Array) -> Array:
 
 def _curve(ledger: Ledger) -> Array:
     events, _ = renyi_events(ledger.law)
-    return composed_curve(events, ledger.adjacency)
+    return composed_curve(events, ledger.adjacency, ORDERS)
 
 
 def _mean(gamma: float, shape: float) -> float:

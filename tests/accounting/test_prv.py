@@ -14,6 +14,7 @@ from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting._losses import StepLoss
 from dpfunc.accounting._prv import Grid, choose_grid, compose_laws, discretize, epsilon_at
 from dpfunc.accounting._rdp import (
+    FEW_ORDERS,
     convexity_bound,
     loss_tail,
     quadrature_curve,
@@ -23,7 +24,6 @@ from dpfunc.accounting._rdp import (
 )
 from dpfunc.types import Event
 
-TRIED = (1.05, 1.2, 1.5, 2.0, 3.0, 6.0, 11.0, 28.0, 90.0, 500.0)
 losses = st.builds(StepLoss, st.floats(1e-4, 1.0), st.floats(0.2, 20.0), st.sampled_from(["remove", "add", "replace"]))
 
 
@@ -99,9 +99,9 @@ def test_quadrature_agrees_with_the_series_of_opacus(q, sigma):
 @given(st.floats(1e-4, 0.99), st.floats(0.1, 20.0))
 def test_renyi_curves_are_ordered(q, sigma):
     """Remove <= replace <= remove at half the noise; all below the convexity bound; rising in the order."""
-    remove, replace = (np.array(step_curve(q, sigma, flag, TRIED)) for flag in (False, True))
-    halved = np.array(step_curve(q, sigma / 2, False, TRIED))
-    bound = convexity_bound(q, sigma, np.array(TRIED))
+    remove, replace = (np.array(step_curve(q, sigma, flag, FEW_ORDERS)) for flag in (False, True))
+    halved = np.array(step_curve(q, sigma / 2, False, FEW_ORDERS))
+    bound = convexity_bound(q, sigma, np.array(FEW_ORDERS))
     assert np.all(np.diff(remove) >= -1e-12)
     assert np.all(np.diff(replace) >= -1e-12)
     assert np.all(remove <= bound * (1 + 1e-9))
@@ -120,7 +120,7 @@ def test_the_last_order_fits_into_float64():
 def test_tails_hold(q, sigma, prob):
     """The loss of one step exceeds the level with at most the probability, in each direction and on both sides."""
     for adjacency, directions in (("add_remove", ("remove", "add")), ("replace_one", ("replace",))):
-        level = loss_tail((Event(q, sigma, 1),), adjacency, prob)
+        level = loss_tail([Event(q, sigma, 1)], adjacency, prob)
         for direction in directions:
             step = StepLoss(q, sigma, direction)
             below, _, above = step.masses(np.array([-np.inf, *step.point(np.array([-level, level])), np.inf]))
