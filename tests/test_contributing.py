@@ -400,7 +400,8 @@ def test_the_tables_of_engines_rules_and_accountants_are_whole():
     assert all(f'"{name}": {name}()' in parity for name in ENGINES)
 
 
-@pytest.mark.parametrize("method", [each for each in accountant.METHODS if each != "auto"])
+# prv imports opacus, for seconds
+@pytest.mark.parametrize("method", [each for each in accountant.METHODS if each not in ("auto", "prv")])
 def test_each_accountant_answers_itself(method):
     """A name in `Method` without a branch would be answered by another accountant."""
     ledger = Ledger((Event(1.0 if method == "gaussian" else 0.5, 2.0, 3),))

@@ -1,10 +1,11 @@
-"""Numerical composition of privacy losses by FFT: Gopi, Lee and Wutschitz 2021. A cross-check of the tight bound."""
+"""Numerical composition of privacy losses by FFT, on opacus's machinery: Gopi, Lee and Wutschitz 2021."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from dpfunc.accounting._losses import DIRECTIONS, Array, Direction, StepLoss
 from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
+
+if TYPE_CHECKING:
+    from opacus.accountants.analysis.prv import DiscretePRV, Domain
+
 
 _MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the truth
 _MAX_POINTS = 2**22
@@ -39,16 +44,20 @@ class Grid:
     eps_error: float
     delta_error: float
 
-    @property
-    def losses(self) -> Array:
-        """The points: an even number, with 0 among them."""
-        return self.mesh * np.arange(-self.half, self.half + 2, dtype=np.float64)
+    def domain(self) -> Domain:
+        """The grid as opacus has it: an even number of points, with 0 among them."""
+        from opacus.accountants.analysis.prv import Domain
+
+        return Domain(-self.half * self.mesh, (self.half + 1) * self.mesh, 2 * self.half + 2)
 
 
 def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
 
     The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
+
+    Raises:
+        PRVUnavailable: delta below 1e-9, or a grid of more than 2**22 points.
     """
     from scipy.fft import next_fast_len
 
@@ -82,8 +91,14 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
     """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error).
 
-    Under add_remove and zero_out it is the larger of the two directions; replace_one is symmetric. The error follows
-    from `eps_rdp`, the Renyi bound.
+    Under add_remove and zero_out it is the larger of the two directions; replace_one is symmetric.
+
+    Args:
+        events: at least one.
+        eps_rdp: the Renyi bound, which sets the error.
+
+    Raises:
+        PRVUnavailable: see `choose_grid`; or rounding that would matter at this delta.
     """
     grid = choose_grid(events, adjacency, delta, eps_rdp)
     return max(_one_direction(events, each, delta, grid) for each in DIRECTIONS[adjacency]), grid.eps_error
@@ -91,43 +106,57 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 
 def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
     """The upper bound for neighbours in one order."""
+    domain = grid.domain()
     losses = [StepLoss(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction) for e in events]
-    pmf, shift = compose_laws([discretize(loss, grid) for loss in losses], [e.num_steps for e in events])
+    composed = compose_laws([discretize(loss, domain) for loss in losses], [e.num_steps for e in events])
     # Probabilities are not negative: what is below 0 is rounding, and there is as much above 0.
-    rounding = 4 * float(-np.minimum(pmf, 0.0).sum())
+    rounding = 4 * float(-np.minimum(composed.pmf, 0.0).sum())
     if not rounding <= delta / 10:
         raise PRVUnavailable(f"The rounding of the FFT ({rounding:.1g}) matters at delta={delta:g}. Use method 'rdp'.")
     target = delta - grid.delta_error - rounding
-    return epsilon_at(grid.losses + shift, pmf, target) + grid.eps_error
+    return epsilon_at(composed.domain.ts, composed.pmf, target) + grid.eps_error
 
 
-def compose_laws(laws: Sequence[tuple[Array, float]], num_steps: Sequence[int]) -> tuple[Array, float]:
-    """The law of the sum of `num_steps[i]` losses from each law, see `discretize`; the ends of the grid are joined."""
+def compose_laws(laws: list[DiscretePRV], num_steps: list[int]) -> DiscretePRV:
+    """The law of the sum of `num_steps[i]` losses from each law, all on one grid; its ends are joined.
+
+    One law is composed by opacus. For several it would convolve each pair on twice the grid; the product of all
+    spectra needs one inverse (tests/accounting/test_prv.py::test_composition_agrees_with_opacus).
+    """
+    from opacus.accountants.analysis.prv import DiscretePRV, compose_heterogeneous
     from scipy.fft import irfft, rfft
 
     with np.errstate(all="ignore"):
-        spectrum = math.prod(rfft(pmf) ** steps for (pmf, _), steps in zip(laws, num_steps, strict=True))
-        size = len(laws[0][0])
+        if len(laws) == 1:
+            return compose_heterogeneous(laws, num_steps)
+        spectrum = 1.0
+        for law, steps in zip(laws, num_steps, strict=True):
+            spectrum = spectrum * rfft(law.pmf) ** steps
+        size = len(laws[0].pmf)
         pmf = irfft(spectrum, size)
     zero = size // 2 - 1  # the index of loss 0: n losses sum to 0 at n * zero, modulo the size
-    shift = sum(steps * shift for (_, shift), steps in zip(laws, num_steps, strict=True))
-    return np.roll(pmf, -((sum(num_steps) - 1) * zero % size)), shift
+    pmf = np.roll(pmf, -((sum(num_steps) - 1) * zero % size))
+    centred = laws[0].domain.shift_right(-laws[0].domain.shifts)
+    shift = sum(steps * law.domain.shifts for law, steps in zip(laws, num_steps, strict=True))
+    return DiscretePRV(pmf=pmf, domain=centred.shift_right(shift))
 
 
-def discretize(loss: StepLoss, grid: Grid) -> tuple[Array, float]:
-    """The loss on the points of a grid, truncated at its ends, and what to add to the points to make the mean exact."""
-    points, low, high = grid.losses, -grid.half * grid.mesh, (grid.half + 1) * grid.mesh
-    inside = np.searchsorted(points, loss.support())
-    first, last = max(int(inside[0]) - 2, 0), min(int(inside[1]) + 2, len(points))
-    cells = points[first:last]
-    edges = np.clip(np.append(cells - grid.mesh / 2, cells[-1] + grid.mesh / 2), low, high)
-    pmf = np.zeros(len(points))
+def discretize(loss: StepLoss, domain: Domain) -> DiscretePRV:
+    """The loss, truncated at the ends of the domain, on its grid; shifted so that the mean is exact."""
+    from opacus.accountants.analysis.prv import DiscretePRV
+
+    ts, low, high, mesh = domain.ts, domain.t_min, domain.t_max, domain.dt
+    inside = np.searchsorted(ts, loss.support())
+    first, last = max(int(inside[0]) - 2, 0), min(int(inside[1]) + 2, len(ts))
+    cells = ts[first:last]
+    edges = np.clip(np.append(cells - mesh / 2, cells[-1] + mesh / 2), low, high)
+    pmf = np.zeros(len(ts))
     pmf[first:last] = loss.masses(loss.point(edges))
     pmf /= pmf.sum()
-    shift = loss.mean(low, high) - float(np.dot(points, pmf))
-    if not abs(shift) < grid.mesh / 2:
+    shift = loss.mean(low, high) - float(np.dot(ts, pmf))
+    if not abs(shift) < mesh / 2:
         raise PRVUnavailable("The mean of a privacy loss is lost on the grid. Use method 'rdp'.")
-    return pmf, shift
+    return DiscretePRV(pmf=pmf, domain=domain.shift_right(shift))
 
 
 def epsilon_at(losses: Array, pmf: Array, delta: float) -> float:

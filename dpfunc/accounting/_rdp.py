@@ -1,4 +1,4 @@
-"""Renyi differential privacy of a ledger: its curve, with orders far enough out, and the conversion to epsilon."""
+"""Renyi differential privacy of a ledger: the curve from opacus, with orders far enough out, and its conversion."""
 
 from __future__ import annotations
 
@@ -73,24 +73,26 @@ def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, .
     integers = a == np.round(a)
     if replace_one:
         exact = quadrature_curve(q, sigma, a, replace_one)
-    else:
+    else:  # the series of opacus for fractional orders converges too slowly for large q
         exact = np.empty(len(a))
-        exact[integers] = series_curve(q, sigma, a[integers])
+        exact[integers] = opacus_curve(q, sigma, a[integers])
         exact[~integers] = quadrature_curve(q, sigma, a[~integers], replace_one)
     curve = np.where(np.isfinite(exact), exact + _rounding(q, sigma, a), convex)
     return tuple(np.minimum(curve, convex).tolist())
 
 
-def series_curve(q: float, sigma: float, orders: Array) -> Array:
-    """`log(sum_k binom(a, k) (1-q)^(a-k) q^k e^(k (k - 1) / (2 s^2))) / (a - 1)` at integers a: Mironov et al. 2019."""
-    from scipy.special import binom, logsumexp
+def opacus_curve(q: float, sigma: float, orders: Array) -> Array:
+    """The curve of the Poisson-sampled Gaussian: Mironov, Talwar and Zhang 2019. NaN where opacus cannot compute it."""
+    from opacus.accountants.analysis.rdp import compute_rdp
 
-    def log_moment(a: float) -> float:
-        k = np.arange(a + 1)
-        log_terms = np.log(binom(a, k)) + (a - k) * np.log1p(-q) + k * np.log(q) + k * (k - 1) / (2 * sigma**2)
-        return max(0.0, float(logsumexp(log_terms)))
-
-    return np.array([log_moment(a) for a in orders]) / (orders - 1)
+    values = []
+    for order in orders:
+        try:
+            with np.errstate(all="ignore"):
+                values.append(float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=float(order))))
+        except (ArithmeticError, ValueError):  # over- or underflow inside its series
+            values.append(math.nan)
+    return np.array(values)
 
 
 def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -> Array:

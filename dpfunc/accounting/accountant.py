@@ -40,7 +40,7 @@ class Guarantee:
         epsilon: an upper bound on the privacy loss, >= 0; inf means no protection. With method
             `gdp-approximation` it is not a bound.
         delta: the delta it holds at.
-        method: `tilted` (numerical composition, tight), `prv` (numerical composition, a cross-check), `rdp` (Renyi),
+        method: `tilted` (numerical composition, tight), `prv` (numerical composition by opacus), `rdp` (Renyi),
             `gaussian` (exact, when all data is in every batch).
         adjacency: which data sets count as neighbours.
         note: its error, and why another method was not used.
@@ -133,7 +133,7 @@ def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, not
 
 
 def _by_prv(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
-    """The bound by numerical composition; its grid needs the Renyi bound."""
+    """The bound by numerical composition over opacus; its grid needs the Renyi bound."""
     fewer, rounded = renyi_events(events)
     renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)
     numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)

@@ -142,17 +142,3 @@ def epsilon_of_one_step(q, sigma, delta):
 def delta_of_gaussian(epsilon, mu):
     """The delta of the Gaussian mechanism."""
     return norm.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
-
-
-def opacus_curve(q, sigma, orders):
-    """The Renyi curve of opacus; NaN where its series over- or underflows."""
-    from opacus.accountants.analysis.rdp import compute_rdp
-
-    values = []
-    for order in orders:
-        try:
-            with np.errstate(all="ignore"):
-                values.append(float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=float(order))))
-        except (ArithmeticError, ValueError):
-            values.append(np.nan)
-    return np.array(values)

@@ -197,9 +197,9 @@ def test_what_is_no_question_is_refused(method):
         epsilon(Ledger((GOOD,), "replace_one"), 1e-5, "gdp-approximation")
 
 
-def test_scipy_waits_until_it_is_needed():
+def test_opacus_and_scipy_wait_until_they_are_needed():
     code = (
-        "import sys, dpfunc.accounting as a; print('torch' in sys.modules, 'scipy' in sys.modules)\n"
+        "import sys, dpfunc.accounting as a; print('opacus' in sys.modules, 'scipy' in sys.modules)\n"
         "import dpfunc; l = dpfunc.Ledger((dpfunc.Event(0.01, 1.0, 1000),)); print(l.epsilon(1e-5).method)\n"
         "print(l.epsilon(1e-30).method); a.calibrate_noise(epsilon=1.0, delta=1e-5, sampling_prob=0.01, num_steps=100)\n"
         "print('opacus' in sys.modules)"
