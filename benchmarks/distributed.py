@@ -36,8 +36,7 @@ from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.digests import checksum
 from dpfunc.distributed._agreement import agree, summarize
-from dpfunc.distributed._noise_shares import noise_windows
-from dpfunc.distributed._reduce import sum_over
+from dpfunc.distributed._reduce import noise_windows, sum_over
 from dpfunc.noise import _streams as streams
 from dpfunc.noise import gaussian
 from dpfunc.types import ClippedSum

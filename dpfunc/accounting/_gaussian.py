@@ -13,14 +13,10 @@ _CANCELS = 1e-14  # with little mu, what both logarithms have in common is lost:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The smallest epsilon >= 0 of a Gaussian mechanism with sensitivity / standard deviation `mu`.
+    """The smallest epsilon >= 0 of a Gaussian mechanism with sensitivity / standard deviation `mu`, at any delta > 0.
 
     Solves `delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)`: Balle and Wang 2018, Improving the
-    Gaussian Mechanism for Differential Privacy, Theorem 8. In logarithms, so that any delta > 0 works.
-
-    Args:
-        mu: >= 0; k Gaussian releases compose to `mu^2 = sum_i mu_i^2`.
-        delta: 0 < delta < 1.
+    Gaussian Mechanism for Differential Privacy, Theorem 8; in logarithms. k releases compose to `mu^2 = sum_i mu_i^2`.
 
     >>> round(gaussian_epsilon(10**0.5 / 5, 1e-5), 3)
     2.594

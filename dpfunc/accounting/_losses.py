@@ -54,6 +54,26 @@ def log_ratios(q: Array | float, s: Array | float, x: Array, direction: Directio
     return _log_ratio(q, (x - 0.25) / 2 / s**2), _log_ratio(q, (-x - 0.25) / 2 / s**2)
 
 
+MEANS: dict[Direction, tuple[float, float]] = {"remove": (1.0, 0.0), "add": (0.0, -1.0), "replace": (0.5, -0.5)}
+"""Means of the second parts of P and of Q, see `log_ratios`."""
+
+
+def part_masses(s: Array | float, edges: Array, direction: Direction) -> Array:
+    """Masses between outputs (.., n + 1) of N(0, s^2) and of the second parts of P and of Q: (3, .., n)."""
+    return np.stack([normal_masses((edges - mean) / s) for mean in (0.0, *MEANS[direction])])
+
+
+def above(q: Array | float, s: Array | float, x: Array, masses: Array, direction: Direction) -> Array:
+    """`P - e^loss Q` of outputs above x, which have these masses (see `part_masses`), for the loss at x.
+
+    What the two mixtures have in common cancels before rounding: in remove and add one bracket is 0.
+    """
+    middle, ahead, behind = masses
+    up, down = (np.exp((mean * x - mean * mean / 2) / s**2) for mean in MEANS[direction])
+    terms = (1 - q) * ((ahead - up * middle) + (down * middle - behind)) + q * (down * ahead - up * behind)
+    return np.asarray(q / ((1 - q) + q * down) * terms)
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """The privacy loss of one step, see `log_ratios`."""
@@ -65,7 +85,7 @@ class StepLoss:
     @property
     def shift(self) -> float:
         """The mean of the second part of P."""
-        return {"remove": 1.0, "add": 0.0, "replace": 0.5}[self.direction]
+        return MEANS[self.direction][0]
 
     def loss(self, x: Array) -> Array:
         """Privacy loss `log(P(x) / Q(x))` of the outputs x."""
@@ -95,10 +115,8 @@ class StepLoss:
 
     def masses(self, edges: Array) -> Array:
         """The probabilities under P of the cells between increasing x: (n + 1,) -> (n,)."""
-        q, s = self.sampling_prob, self.noise_multiplier
-        if self.shift == 0.0 or q == 1.0:
-            return normal_masses((edges - self.shift) / s)
-        return (1 - q) * normal_masses(edges / s) + q * normal_masses((edges - self.shift) / s)
+        middle, ahead, _ = part_masses(self.noise_multiplier, edges, self.direction)
+        return np.asarray((1 - self.sampling_prob) * middle + self.sampling_prob * ahead)
 
     def density(self, x: Array) -> Array:
         """Probability density of P at the outputs x."""

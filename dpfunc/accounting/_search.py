@@ -21,11 +21,10 @@ def _zero(low: float, at_low: float, high: float, at_high: float) -> float:
 def falling_root(
     function: Callable[[float], float], low: float, high: float, *, rtol: float = 0.0, atol: float = 0.0
 ) -> float:
-    """A value with function <= 0, close above one with function > 0; for a falling function.
+    """A value with function <= 0, close above one with function > 0; for a falling function, which may be infinite.
 
-    Args:
-        function: may be infinite. low, high: low < high, with function(low) > 0 >= function(high).
-        rtol, atol: the two values are at most `max(rtol * value, atol)` apart, or neighbours in float64.
+    The function changes its sign between low and high. The two values are at most `max(rtol * value, atol)` apart, or
+    neighbours in float64.
 
     >>> root = falling_root(lambda x: 2 - x * x, 0.0, 2.0, rtol=1e-12)
     >>> 2 <= root * root < 2 + 1e-11
@@ -54,12 +53,7 @@ def falling_root(
 
 
 def least(function: Callable[[float], float], low: float, high: float, width: float) -> tuple[float, float]:
-    """Minimum of a function that has only one: its place, within `width`, and its value, by golden sections.
-
-    >>> x, value = least(lambda x: (x - 1) ** 2, 0.0, 3.0, 1e-3)
-    >>> abs(x - 1) < 1e-3, value < 1e-6
-    (True, True)
-    """
+    """Minimum of a function that has only one: its place, within `width`, and its value, by golden sections."""
     share = (math.sqrt(5) - 1) / 2
     left, right = high - share * (high - low), low + share * (high - low)
     at_left, at_right = function(left), function(right)
@@ -76,11 +70,7 @@ def least(function: Callable[[float], float], low: float, high: float, width: fl
 
 
 def smallest_real(cost: Callable[[float], float], target: float, fails: float, passes: float, rtol: float) -> float:
-    """A value with cost <= target, at most `rtol` above one that fails; for a falling cost.
-
-    Args:
-        fails, passes: 0 < fails < passes, on either side of the root.
-    """
+    """A value with cost <= target, at most `rtol` above one that fails; for a falling cost, and 0 < fails < passes."""
     known = {math.log(fails): fails, math.log(passes): passes}  # exp(log(x)) may be a neighbour of x
 
     def gap(x: float) -> float:
@@ -92,8 +82,7 @@ def smallest_real(cost: Callable[[float], float], target: float, fails: float, p
 def largest_integer(cost: Callable[[int], float], target: float, limit: int, guess: int) -> int:
     """The k in 0..limit with cost(k) <= target < cost(k + 1), for a rising cost; 0 also when even 0 costs more.
 
-    Args:
-        guess: near the answer, to save evaluations.
+    A guess near the answer saves evaluations.
     """
     low, low_gap, high, high_gap = -1, -math.inf, limit + 1, math.inf
     probe, factor, turn = guess, 1.01, 0

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting._losses import Direction
+from dpfunc.accounting._gaussian import as_float
+from dpfunc.accounting._losses import Direction, StepLoss, above, part_masses
 from dpfunc.accounting._search import falling_root
 from dpfunc.accounting._tilted_aim import (
     Aim,
@@ -37,8 +38,7 @@ from dpfunc.accounting._tilted_law import (
     Kind,
     Law,
     TiltedUnavailable,
-    atoms_add_remove,
-    atoms_replace,
+    atoms,
     gaussian_part,
     tilt,
 )
@@ -62,13 +62,7 @@ class _Bound:
 def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta: float) -> _Bound:
     """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
 
-    Args:
-        kinds: (sampling_prob, noise_multiplier, num_steps), at least one, in any order.
-        directions: ("remove", "add"), or ("replace",) with noise multipliers relative to twice the clip norm.
-        delta: 0 < delta < 1.
-
-    Raises:
-        TiltedUnavailable: values outside the domain that float64 can serve.
+    Values outside the domain that float64 can serve raise TiltedUnavailable.
 
     >>> print(f"{tilted_epsilon([(0.01, 1.0, 1000)], ['remove', 'add'], 1e-5).epsilon:.4f}")
     1.8283
@@ -92,33 +86,18 @@ def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float) -> 
 
 
 def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
-    """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted.
-
-    Raises:
-        TiltedUnavailable: values at which float64 over- or underflows.
-    """
-    steps = sum(count for _, _, count in kinds)
-    if not _MIN_DELTA <= delta < 1:
-        raise TiltedUnavailable(
-            f"Expected delta >= {_MIN_DELTA:g} for method 'tilted', got delta={delta:g}. Use method 'rdp'."
-        )
-    if steps > _MAX_STEPS:
-        raise TiltedUnavailable(
-            f"Expected at most {_MAX_STEPS:g} steps for method 'tilted', got {steps:.4g}. Use method 'rdp'."
-            if steps < 2**1000
-            else "Expected fewer steps for method 'tilted'. Use method 'rdp'."
-        )
+    """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted."""
+    steps = as_float(sum(count for _, _, count in kinds))
     smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
-    if smallest < _MIN_SIGMA:
-        raise TiltedUnavailable(
-            f"Expected noise multipliers >= {_MIN_SIGMA:g} for method 'tilted', got {smallest:g}. Use method 'rdp'."
-        )
     mu2 = gaussian_part(kinds)
-    if not mu2 < 1e12:
-        raise TiltedUnavailable(
-            f"Expected sum(T / sigma^2) < 1e12 of the steps without sampling for method 'tilted', got {mu2:g}. "
-            "Use method 'rdp'."
-        )
+    for served, domain, found in (
+        (_MIN_DELTA <= delta < 1, f"delta >= {_MIN_DELTA:g}", f"delta={delta:g}"),
+        (steps <= _MAX_STEPS, f"at most {_MAX_STEPS:g} steps", f"{steps:.4g}"),
+        (smallest >= _MIN_SIGMA, f"noise multipliers >= {_MIN_SIGMA:g}", f"{smallest:g}"),
+        (mu2 < 1e12, "sum(T / sigma^2) < 1e12 of the steps without sampling", f"{mu2:g}"),
+    ):
+        if not served:
+            raise TiltedUnavailable(f"Expected {domain} for method 'tilted', got {found}. Use method 'rdp'.")
     return sorted((max(q, _MIN_PROB), min(sigma, _MAX_SIGMA) if q < 1 else sigma, count) for q, sigma, count in kinds)
 
 
@@ -140,19 +119,10 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
     """`P(L > epsilon) - e^epsilon Q(L > epsilon)` of a single step."""
-    from scipy.special import ndtr
-
-    if direction == "replace":
-        x = s * s * epsilon + 2 * s * s * math.asinh((1 - q) / q * math.exp(1 / (8 * s * s)) * math.sinh(epsilon / 2))
-        ahead, behind = ndtr((0.5 - x) / s), ndtr((-0.5 - x) / s)
-        return float(q * (ahead - math.exp(epsilon) * behind) - (1 - q) * math.expm1(epsilon) * ndtr(-x / s))
-    ratio = (q + math.expm1(epsilon if direction == "remove" else -epsilon)) / q  # N(1) / N(0) where L = epsilon
-    if ratio <= 0:
+    x = StepLoss(q, s, direction).point(np.array([epsilon]))
+    if not np.isfinite(x[0]):
         return 0.0
-    x = s * s * math.log(ratio) + 0.5
-    if direction == "remove":
-        return float(q * (ndtr((1 - x) / s) - ratio * ndtr(-x / s)))
-    return float(math.exp(epsilon) * q * (ratio * ndtr(x / s) - ndtr((x - 1) / s)))
+    return float(above(q, s, x, part_masses(s, np.append(x, np.inf), direction), direction)[0])
 
 
 def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> _Bound:
@@ -164,7 +134,7 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
     log_delta = math.log(delta)
     few = sampled_losses(kinds, direction, delta, share=32)
     t = best_tilt(few, log_delta)
-    base = few if len(few.steps) == sum(q < 1 for q, _, _ in kinds) else sampled_losses(kinds, direction, delta)
+    base = sampled_losses(kinds, direction, delta)
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
     about, t = laplace(few, t, log_delta)
     slope = t
@@ -192,7 +162,7 @@ def discrete_laws(base: Sampled, aim: Aim) -> list[Law]:
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)
         q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
-        atoms = atoms_replace(q, s, x) if base.direction == "replace" else atoms_add_remove(q, s, x, base.direction)
-        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, base.steps[alike], strict=True):
+        found = atoms(q, s, x, base.direction)
+        for mass, loss, infinite, steps in zip(found.mass, found.loss, found.infinite, base.steps[alike], strict=True):
             laws.append(tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting._losses import Array, Direction, log_ratios
+from dpfunc.accounting._losses import MEANS, Array, Direction, log_ratios
 from dpfunc.accounting._search import least
 from dpfunc.accounting._tilted_law import Kind, gaussian_part
 
@@ -23,11 +23,7 @@ _MAX_CELLS = 6_000
 
 @dataclass(frozen=True)
 class Sampled:
-    """Losses of each kind (axis K) at equal distances in x (axis M). Only used to choose parameters.
-
-    Args:
-        q, sigma, steps: (K,). x, loss, log_mass: (K, M), with log masses under P. gaussian: mu^2 of other releases.
-    """
+    """Losses of each kind (K) at equal distances in x (M), and log masses under P. `gaussian` is mu^2 of others."""
 
     q: Array
     sigma: Array
@@ -62,22 +58,14 @@ def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, sh
         return Sampled(q, sigma, steps, empty, empty, empty, gaussian_part(kinds), direction)
     # beyond so many standard deviations a step has mass below its share of what is negligible
     reach = np.maximum(9.5, -ndtri(TINY * delta / steps / len(chosen) / 2))
-    low, high = -9.5 * sigma, reach * sigma + {"remove": 1.0, "add": 0.0, "replace": 0.5}[direction]
-    if direction == "add":  # in the coordinate y = -x, where the loss falls
-        low, high = -reach * sigma, 9.5 * sigma
+    low, high = -9.5 * sigma, reach * sigma + MEANS[direction][0]
     step = np.minimum(sigma / 12, sigma * sigma / 1.5)
     points = int(np.clip(np.max((high - low) / step), 200, 3000))
     x = low[:, None] + (high - low)[:, None] * np.linspace(0.0, 1.0, points)
-    loss, log_density = _loss_and_density(q[:, None], sigma[:, None], x, direction)
-    return Sampled(
-        q, sigma, steps, x, loss, log_density + np.log(x[:, 1:2] - x[:, :1]), gaussian_part(kinds), direction
-    )
-
-
-def _loss_and_density(q: Array, s: Array, x: Array, direction: Direction) -> tuple[Array, Array]:
-    """The privacy loss at x and the log density of P. In direction add, x is minus the output."""
-    log_p, log_q = log_ratios(q, s, -x if direction == "add" else x, direction)
-    return log_p - log_q, -((x / s) ** 2) / 2 - np.log(s * math.sqrt(2 * math.pi)) + log_p
+    log_p, log_q = log_ratios(q[:, None], sigma[:, None], x, direction)
+    log_normal = -((x / sigma[:, None]) ** 2) / 2 - np.log(sigma[:, None] * math.sqrt(2 * math.pi))
+    log_mass = log_normal + log_p + np.log(x[:, 1:2] - x[:, :1])
+    return Sampled(q, sigma, steps, x, log_p - log_q, log_mass, gaussian_part(kinds), direction)
 
 
 def best_tilt(base: Sampled, log_delta: float) -> float:
@@ -199,8 +187,7 @@ def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: fl
 def _period(tilts: Array, exponents: Array, t: float) -> float:
     """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
 
-    Args:
-        exponents: `K(t') - t' epsilon - log delta` for each of the tilts t'.
+    `exponents` are `K(t') - t' epsilon - log delta` for each of the tilts t'.
     """
     distance = np.abs(tilts / t - 1)
     rooms = (exponents + 18.4) / (np.maximum(distance, 0.03) * t)

@@ -2,8 +2,8 @@
 
 The outputs are divided into cells, and each cell's mass under P and Q is put on its two ends so that both masses are
 kept. That interpolates delta linearly in e^epsilon ("connect the dots": Doroshenko et al. 2022), so the discrete pair
-dominates, whatever the cells are. Everything beyond the last cell counts as an infinite loss; in direction add that is
-the end where the losses are near their limit, -log(1 - q).
+dominates, whatever the cells are. Everything beyond the last cell counts as an infinite loss; in direction add the
+losses there are near their limit, -log(1 - q).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting._losses import Array, Direction, log_ratios, normal_masses
+from dpfunc.accounting._gaussian import as_float
+from dpfunc.accounting._losses import Array, Direction, above, log_ratios, part_masses
 from dpfunc.errors import InvalidArgument
 
 Kind = tuple[float, float, int]
@@ -29,7 +30,7 @@ class TiltedUnavailable(InvalidArgument):
 
 def gaussian_part(kinds: Sequence[Kind]) -> float:
     """`mu^2 = sum T / sigma^2` of the events without sampling, rounded up."""
-    terms = [count / sigma / sigma if sigma > 1e-150 else math.inf for q, sigma, count in kinds if q == 1]
+    terms = [as_float(count) / sigma / sigma if sigma > 1e-150 else math.inf for q, sigma, count in kinds if q == 1]
     return math.fsum(terms) * (1 + 4 * ULP) if all(map(math.isfinite, terms)) else math.inf
 
 
@@ -42,103 +43,34 @@ class Atoms:
     infinite: Array
 
 
-def _mills(v: Array) -> Array:
-    """`Phi(-v) / phi(v)` of the standard normal, without underflow."""
-    from scipy.special import erfcx
-
-    return np.asarray(math.sqrt(math.pi / 2) * erfcx(v / math.sqrt(2)))
-
-
-def _normal_density(z: Array) -> Array:
-    """Density `phi(x)` of the standard normal."""
-    return np.asarray(np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
-
-
-def pair_masses(y: Array, s: Array | float) -> tuple[Array, Array]:
-    """Masses (.., n + 1) of N(0, s^2) and N(1, s^2), put on the ends of the cells -inf, y[0], .., y[n-1].
-
-    Args:
-        y: (.., n). s: a number, or (.., 1).
-
-    With r = N(1)/N(0) at the ends, a cell's masses (B, A) go to its ends so that `b_0 + b_1 = B` and
-    `r_0 b_0 + r_1 b_1 = A`. The first end has r = 0. Beyond y[-1] nothing is put. In the formulas r cancels: below 1/2
-    they are relative to N(0), and above it, mirrored, to N(1).
-    """
-    from scipy.special import ndtr
-
-    z, w = y / s, (y - 1) / s
-    exponent = (y - 0.5) / s**2
-    drop = np.diff(y) / s**2
-    rho, gap = np.exp(-drop), -np.expm1(-drop)
-    below = (y[..., 1:] + y[..., :-1]) / 2 < 0.5
-    # below: A / r at the upper end, as N(1) = r N(0); above: r B at the lower end
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        scaled = _normal_density(z) * _mills(np.maximum(-w, -20.0))
-        a_over_r = scaled[..., 1:] - rho * scaled[..., :-1]
-        scaled = _normal_density(w) * _mills(np.maximum(z, -20.0))
-        r_times_b = scaled[..., :-1] - rho * scaled[..., 1:]
-        first, second = normal_masses(z), normal_masses(w)
-        upper_first = np.clip((a_over_r - rho * first) / gap, 0.0, first)
-        upper_second = np.clip((second - r_times_b) / gap, 0.0, second)
-        down, up = np.exp(np.minimum(-exponent, 600.0)), np.exp(np.minimum(exponent, 600.0))
-    b, a = np.zeros((2, *y.shape[:-1], y.shape[-1] + 1))
-    low, high = np.where(below, first - upper_first, 0.0), np.where(below, 0.0, second - upper_second)
-    b[..., 1:-1] += low + high * down[..., :-1]
-    a[..., 1:-1] += low * up[..., :-1] + high
-    low, high = np.where(below, upper_first, 0.0), np.where(below, 0.0, upper_second)
-    b[..., 2:] += low + high * down[..., 1:]
-    a[..., 2:] += low * up[..., 1:] + high
-    tail = ndtr(z[..., 0])
-    up_first = np.minimum(tail, _normal_density(z[..., 0]) * _mills(-w[..., 0]))
-    b[..., 0] = tail - up_first
-    b[..., 1] += up_first
-    a[..., 1] += up_first * up[..., 0]
-    conserved(b.sum(axis=-1) + ndtr(-z[..., -1]), a.sum(axis=-1) + ndtr(-w[..., -1]))
-    return b, a
-
-
 def conserved(*totals: Array | float) -> None:
     """Raise `TiltedUnavailable` unless each total mass is 1: a mass that is lost would be a bound that is too low."""
     if not all(np.all(np.abs(total - 1) <= 1e-11) for total in totals):
         raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 
 
-def atoms_add_remove(q: Array | float, s: Array | float, y: Array, direction: Direction) -> Atoms:
-    """The atoms for cells with the ends y; the subsampled pair of a pair that dominates dominates."""
-    from scipy.special import ndtr
+def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) -> Atoms:
+    """The atoms for cells with the ends x (.., n), for q and s that are numbers, or (.., 1).
 
-    b, a = pair_masses(y, s)
-    loss, _ = log_ratios(q, s, y, "remove")
-    if direction == "remove":
-        loss = np.concatenate([np.zeros_like(y[..., :1]) + np.log1p(-q), loss], axis=-1)
-        beyond = (1 - q) * ndtr(-y[..., -1:] / s) + q * ndtr((1 - y[..., -1:]) / s)
-        return Atoms((1 - q) * b + q * a, loss, beyond[..., 0])
-    b[..., -1:] += ndtr(-y[..., -1:] / s)  # the least losses, rounded up
-    # b[0] is below 1e-8 delta, so that it may count in full; with its own loss, e^(t loss) b[0] can be huge
-    return Atoms(b[..., 1:], -loss, b[..., 0])
-
-
-def atoms_replace(q: Array | float, s: Array | float, x: Array) -> Atoms:
-    """The atoms of P, Q = (1-q) N(0, s^2) + q N(+-1/2, s^2) for cells with the ends x; below x[0] rounded up."""
-    from scipy.special import ndtr
-
-    middle, ahead, behind = normal_masses(x / s), normal_masses((x - 0.5) / s), normal_masses((x + 0.5) / s)
-    half = x[..., :-1] / (2 * s**2)
-    c = 1 / (8 * s**2)
-    up, down = np.exp(half - c), np.exp(-half - c)  # N(1/2) / N(0) and N(-1/2) / N(0) at the lower ends
-    loss = np.subtract(*log_ratios(q, s, x, "replace"))
-    # P - e^loss Q of each cell, as a sum of terms that are not negative
-    terms = (1 - q) * (ahead - up * middle + down * middle - behind)
-    terms = terms + q * (down * ahead - up * behind)
-    total = (1 - q) * middle + q * ahead
-    moved = np.clip(q / ((1 - q) + q * down) * terms / -np.expm1(-np.diff(loss)), 0.0, total)
+    The mass below x[..., 0] is rounded up, and that beyond x[..., -1] counts as infinite. The mass that a cell moves to
+    its upper end is `(P - e^loss Q) / (1 - e^-width)`, for the loss at its lower end, and its width.
+    """
+    loss = np.subtract(*log_ratios(q, s, x, direction))
+    infinity = np.full_like(x[..., :1], np.inf)
+    parts = part_masses(s, np.concatenate([-infinity, x, infinity], axis=-1), direction)
+    p, q_ = (1 - q) * parts[0] + q * parts[1:]
+    cells = p[..., 1:-1]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        moved = above(q, s, x[..., :-1], parts[..., 1:-1], direction) / -np.expm1(-np.diff(loss))
+    # where nothing can be computed all of it moves: ends of one loss, or the far end of little noise
+    moved = np.where(np.isfinite(moved), np.clip(moved, 0.0, cells), cells)
     mass = np.zeros_like(x)
-    mass[..., :-1] += total - moved
+    mass[..., :-1] += cells - moved
     mass[..., 1:] += moved
-    mass[..., :1] += (1 - q) * ndtr(x[..., :1] / s) + q * ndtr((x[..., :1] - 0.5) / s)
-    infinite = ((1 - q) * ndtr(-x[..., -1:] / s) + q * ndtr((0.5 - x[..., -1:]) / s))[..., 0]
-    conserved(mass.sum(axis=-1) + infinite, (mass * np.exp(-loss)).sum(axis=-1))
-    return Atoms(mass, loss, infinite)
+    kept = (mass * np.exp(-loss)).sum(axis=-1)
+    mass[..., 0] += p[..., 0]
+    conserved(p.sum(axis=-1), kept + q_[..., 0] + q_[..., -1])
+    return Atoms(mass, loss, p[..., -1])
 
 
 @dataclass(frozen=True)

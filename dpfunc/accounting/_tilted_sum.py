@@ -67,9 +67,7 @@ def _smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
 class _Waves:
     """Terms `(1/2) f(0), f(D), f(2 D), ..` of the sum without the phase of epsilon.
 
-    Args:
-        s, real, imag: frequencies and terms. dropped: bound on the absolute values of all others.
-        absolute: sum of the absolute values of the terms.
+    `dropped` bounds the sum of the absolute values of all others; `absolute` is that of all.
     """
 
     s: Array
@@ -85,11 +83,7 @@ class _Waves:
 
 
 def _wave_sum(laws: Sequence[Law], t: float, gaussian: float, spacing: float, log_drop: float) -> _Waves:
-    """The terms whose absolute values are not negligible.
-
-    Args:
-        log_drop: log of the absolute value that all dropped terms together may have.
-    """
+    """The terms that are not negligible: all others together have the absolute value `e^log_drop` at most."""
     allowed = math.exp(min(max(log_drop, -600.0), 0.0)) / (len(laws) + 1)
     highest = math.sqrt(2 * max(1.0, -math.log(allowed) + math.log1p(1 / (spacing * t)))) / math.sqrt(gaussian)
     number = min(_MAX_FREQUENCIES, math.ceil(highest / spacing) + 2)

@@ -108,15 +108,20 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
         return _by_prv(events, adjacency, delta)
     if method == "rdp":
         return _by_renyi(events, adjacency, delta, "Renyi bound")
+    return _tightest(events, adjacency, delta, alone=method == "tilted")
+
+
+def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:
+    """The bound by tilted composition; if not `alone`, that of Renyi where it is smaller, or the only one."""
     fewer, rounded = fewer_kinds(events, _TILTED_KINDS)
     try:
         tight = tilted_epsilon(kinds_of(fewer), DIRECTIONS[adjacency], delta)
     except TiltedUnavailable as refusal:
-        if method == "tilted":
+        if alone:
             raise
         return _by_renyi(events, adjacency, delta, f"no tilted: {refusal}")
     found: _Bound = (tight.epsilon, "tilted", _joined("an upper bound by construction", rounded))
-    if method == "tilted" or tight.epsilon < _NOT_NEAR * tight.renyi:
+    if alone or tight.epsilon < _NOT_NEAR * tight.renyi:
         return found  # the Renyi bound cannot be smaller: it is not computed
     return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=lambda bound: bound[0])
 

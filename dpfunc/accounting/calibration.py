@@ -62,8 +62,12 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
         except PRVUnavailable:
             return math.inf
 
-    near = _renyi_guess(lambda s: _rough_epsilon(ledger_for(s), delta), target)
-    found = least_scale(cost, target, near, factor=1.01)
+    def rough(scale: float) -> float:
+        return _rough_epsilon(ledger_for(scale), delta)
+
+    aim = max(target, 1.1 * rough(MOST_NOISE))
+    near = least_scale(rough, aim, rtol=0.02) if math.isfinite(aim) else None
+    found = least_scale(cost, target, near or 1.0, factor=1.01)
     if found is None:
         least = _cost(ledger_for(MOST_NOISE), delta, method)
         raise UnreachableBudget(
@@ -80,17 +84,20 @@ def _cost(ledger: Ledger, delta: float, method: str) -> float:
     return cached_epsilon(ledger.law, ledger.adjacency, delta, method).epsilon
 
 
-def least_scale(cost: Callable[[float], float], target: float, near: float, factor: float) -> float | None:
-    """The smallest scale of noise that costs at most the target, up to a relative 1e-4; None if even 2**30 costs more.
+def least_scale(
+    cost: Callable[[float], float], target: float, near: float = 1.0, factor: float = 2.0, rtol: float = _RTOL
+) -> float | None:
+    """The smallest scale of noise that costs at most the target, up to `rtol`; None if even 2**30 costs more.
 
-    Args:
-        cost: falls with the scale. near: a first scale. factor: by which the next one differs; later ones by more.
+    From the first scale, `near`, the next one differs by `factor`, and later ones by more, until the answer is between.
     """
-    passes, fails = near, near / factor
     if cost(near) <= target:
-        while fails >= _LEAST_NOISE and cost(fails) <= target:
+        passes, fails = near, max(near / factor, _LEAST_NOISE)
+        while cost(fails) <= target:
+            if fails == _LEAST_NOISE:
+                return fails
             factor **= 2
-            passes, fails = fails, fails / factor
+            passes, fails = fails, max(fails / factor, _LEAST_NOISE)
     else:
         if cost(MOST_NOISE) > target:
             return None
@@ -98,23 +105,7 @@ def least_scale(cost: Callable[[float], float], target: float, near: float, fact
         while cost(passes) > target:
             factor **= 2
             fails, passes = passes, min(passes * factor, MOST_NOISE)
-    return passes if fails < _LEAST_NOISE else smallest_real(cost, target, fails, passes, _RTOL)
-
-
-def _renyi_guess(rough: Callable[[float], float], target: float) -> float:
-    """A scale near the answer, from a cheap cost; never a wrong answer, only a slower search."""
-    aim = max(target, 1.1 * rough(MOST_NOISE))
-    if not math.isfinite(aim):
-        return 1.0
-    low, high = 1.0, 1.0
-    while rough(high) > aim and high < MOST_NOISE:
-        low, high = high, high * 2
-    while rough(low) <= aim and low > _LEAST_NOISE:
-        low, high = low / 2, low
-    for _ in range(6):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if rough(middle) <= aim else (middle, high)
-    return high
+    return smallest_real(cost, target, fails, passes, rtol)
 
 
 def _rough_epsilon(ledger: Ledger, delta: float) -> float:

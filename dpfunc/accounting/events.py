@@ -62,11 +62,7 @@ def to_values(event: Event) -> dict[str, Any]:
 
 
 def from_values(values: object) -> Event:
-    """The event from `to_values`.
-
-    Raises:
-        InvalidArgument: an unknown kind, or a field that is missing, unknown or outside its domain.
-    """
+    """The event from `to_values`; unknown kinds, and fields that are missing, unknown or outside their domain, fail."""
     if not isinstance(values, dict):
         raise fail("an event as a JSON object", "event", values)
     kind = KINDS.get(str(values.get("kind", "")))

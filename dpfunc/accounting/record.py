@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -256,9 +256,8 @@ def search_cost(
     """Cost of a search whose runs are scored on records on which none is trained; see docs/accounting.md.
 
     Args:
-        runs: distribution of the number of runs. ledgers: training of each candidate.
-        score_noise: standard deviation of the noise of a score, which one record changes by at most 1.
-        delta: 0 < delta < 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
+        ledgers: training of each candidate. score_noise: standard deviation of the noise of a score, which one record
+            changes by at most 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
     """
     refuse_replaced("adjacency", spent.adjacency)
     score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
@@ -305,21 +304,26 @@ def _read(name: str, hint: Any, value: Any) -> Any:
 
 def _check(name: str, hint: Any, value: Any) -> None:
     """Check the type and the domain of a field, and of what it contains."""
-    kind, inner = get_origin(hint), get_args(hint)
-    if hint in (str, int, float):
-        _DOMAINS.get(name, _USUAL[hint])(name, value)
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in _USUAL:
+        _DOMAINS.get(name, _USUAL[kind])(name, value)
     elif kind is Literal:
         one_of(name, value, inner)
     elif kind is UnionType:  # of another and None
         if value is not None:
             _check(name, inner[0], value)
-    elif not isinstance(value, kind or hint) or value == {}:
-        raise fail(f"a {(kind or hint).__name__}", name, value)
-    elif kind is not None:
-        for text in value if kind is dict else ():
-            _text(name, text)
-        for each in value.values() if kind is dict else value:
-            _check(name, inner[-1] if kind is dict else inner[0], each)
+    elif not isinstance(value, kind) or value == {}:
+        raise fail(f"a {kind.__name__}", name, value)
+    elif kind is dict:
+        _check_all(name, str, value)
+        _check_all(name, inner[1], value.values())
+    elif inner:
+        _check_all(name, inner[0], value)
+
+
+def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
+    for value in values:
+        _check(name, hint, value)
 
 
 def _text(name: str, value: object) -> None:

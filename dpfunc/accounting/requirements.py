@@ -114,9 +114,8 @@ def privacy_requirements(
     sizes = compared_sizes(n)
     choices = tuple(_batch_choice(n, b, epochs, target, chosen) for b in sorted({*sizes, size}))
     asked = next(choice for choice in choices if choice.batch_size == size)
-    swept = [choice for choice in choices if choice.batch_size in sizes]
-    best = min(choice.noise_per_run for choice in swept)
-    good = next(choice for choice in swept if choice.noise_per_run <= _NEAR_BEST * best)
+    noise = {choice.batch_size: choice.noise_per_run for choice in choices if choice.batch_size in sizes}
+    good = min(size for size, each in noise.items() if each <= _NEAR_BEST * min(noise.values()))
     ledger = schedule_ledger(asked.sampling_prob, asked.noise_multiplier, asked.total_steps)
     return Requirements(
         dataset_size=n,
@@ -128,7 +127,7 @@ def privacy_requirements(
         total_steps=asked.total_steps,
         noise_multiplier=asked.noise_multiplier,
         guarantee=ledger.epsilon(chosen),
-        recommended_batch_size=good.batch_size,
+        recommended_batch_size=good,
         choices=choices,
         guidance=_GUIDANCE,
     )
@@ -159,9 +158,7 @@ def _batch_choice(dataset_size: int, batch_size: int, epochs: float, target: flo
 
 
 def total_steps(dataset_size: int, batch_size: int, epochs: float) -> int:
-    """`ceil(epochs n / B)` in exact arithmetic: 7 epochs at q = 0.07 are 100 steps, though 7 / 0.07 is 99.99...
-
-    The decimal value of `epochs` counts, so that 0.1 is a tenth.
+    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64.
 
     >>> total_steps(dataset_size=100, batch_size=7, epochs=7)
     100

@@ -177,7 +177,7 @@ def calibrate_search(
     def cost(scale: float) -> float:
         return selection_epsilon(runs, one_run(scale), delta, spent=spent).epsilon
 
-    found = least_scale(cost, target, 1.0, factor=2.0)
+    found = least_scale(cost, target)
     if found is None:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: for {runs.mean:g} "

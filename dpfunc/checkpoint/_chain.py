@@ -51,11 +51,7 @@ Line = tuple[Head, dict[str, Any]]
 
 
 def head_path(path: Path) -> Path:
-    """The file that says where a chained file ends.
-
-    >>> head_path(Path("journal.jsonl")).name
-    'journal.jsonl.head'
-    """
+    """The file that says where a chained file ends."""
     return path.with_name(f"{path.name}.head")
 
 
@@ -77,11 +73,7 @@ def write_head(path: Path, head: Head) -> None:
 
 
 def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file atomically and durably: a crash leaves all of the old content or of the new one.
-
-    Args:
-        path: of the file. text: all of its new content. mode: who may read it, from its first byte on.
-    """
+    """Write a file atomically and durably: a crash leaves all of the old content or of the new one."""
     new = path.with_name(f"{path.name}.new")
     if new.exists():  # left by a crash, with a mode of its own
         new.unlink()
@@ -129,11 +121,7 @@ def resumes(file: BinaryIO, since: Position) -> bool:
 
 
 def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[Line]]:
-    """The complete lines after a position, to the end of the file, and the position there.
-
-    Raises:
-        CheckpointError: a line is missing (also at the end), was changed, moved or repeated, or cannot be read.
-    """
+    """The complete lines after a position, to the end of the file, verified; and the position there."""
     file.seek(since.offset)
     complete, newline, _ = file.read().rpartition(b"\n")
     lines: list[Line] = []
@@ -208,22 +196,29 @@ def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str
         # At the first line: from now on a journal without its head has lost it. Later: a kill came between the last
         # line and its note, and a second one must not find two lines without.
         write_head(path, at.end)
-    remove_incomplete_line(file)
     raw = json.dumps({"line": at.end.lines + 1, "previous": at.end.digest, **values}).encode()
-    file.write(raw + b"\n")
-    file.flush()
-    os.fsync(file.fileno())
+    _append(file, raw)
     write_head(path, Head(at.end.lines + 1, _digest(raw)))
 
 
-def remove_incomplete_line(file: BinaryIO) -> None:
-    """Remove a last line without an end, which a crash has left."""
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file of notes, which are not chained; then it is on disk."""
+    with locked(path) as file:
+        _append(file, line.encode())
+    sync_directory(path.parent)
+
+
+def _append(file: BinaryIO, raw: bytes) -> None:
+    """Append a line and wait until it is on disk; a last line without an end, which a crash has left, goes first."""
     end = file.seek(0, os.SEEK_END)
     if end:
         file.seek(end - 1)
         if file.read(1) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
+    file.write(raw + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -64,6 +64,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def keep_newest(parent: Path, number: int) -> None:
+    """Remove all checkpoints but the newest complete ones."""
+    kept = complete_checkpoints(parent)[-number:]
+    for old in all_checkpoints(parent):
+        if old not in kept:
+            remove(old)
+
+
 def sweep(parent: Path) -> None:
     """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
 

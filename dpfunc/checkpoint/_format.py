@@ -48,9 +48,6 @@ class Checkpoint:
 def data_fingerprint(data: Batch | str, key: Key) -> str:
     """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes.
 
-    Args:
-        data: a pytree of tensors, or a string that names the data set (a version, a hash of its files).
-
     >>> from dpfunc.rng import insecure_key
     >>> data_fingerprint("mails-2026-01", insecure_key(0)) == data_fingerprint("mails-2026-02", insecure_key(0))
     False
@@ -119,10 +116,7 @@ def key_of(values: Mapping[str, Any]) -> Key:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, each dataclass with its kind.
-
-    Raises:
-        InvalidArgument: a clip rule, grouping or sampler that is not dpfunc's own, which JSON cannot describe.
+    """The plan as JSON values, each dataclass with its kind; parts that are not dpfunc's own cannot be described.
 
     >>> from dpfunc import clipping, sampling
     >>> plan = Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
@@ -170,11 +164,7 @@ def _leaves(value: object, path: str = "plan") -> dict[str, Any]:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Type and shape of a tensor in words.
-
-    >>> describe(torch.zeros(3, 2))
-    'float32 (3, 2)'
-    """
+    """Type and shape of a tensor in words, e.g. `float32 (3, 2)`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

@@ -48,9 +48,6 @@ _DIGESTS = ("all machines", "parts of parameters")
 def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
 
-    Args:
-        params: as the step gets them. ranks: as the step gets them.
-
     It does not contain what the caller must keep the same when resuming: engine, microbatch size.
 
     >>> layout({"w": torch.zeros(2)}, None)["data processes"]
@@ -109,14 +106,9 @@ def read_notes(path: Path) -> list[Note]:
 
 
 def known_notes(path: Path, count: int) -> list[Note]:
-    """All notes of a run that has a checkpoint; the first save begins the file.
+    """All notes of a run that has a checkpoint, at least as many as when it was saved; the first save begins the file.
 
-    Args:
-        path: of the notes. count: how many there were when the checkpoint was saved.
-
-    Raises:
-        CheckpointError: the file is gone or shorter: without it a run that took a new key or another layout looks like
-            one that never did.
+    Without one a run that took a new key or another layout would look like one that never did.
 
     Guarantees:
         tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
@@ -150,6 +142,16 @@ class History:
         return fingerprint(key_of(self.values))
 
     @property
+    def own_notes(self) -> list[Note]:
+        """Notes about this run."""
+        return [note for note in self.notes if note.run == self.run]
+
+    @property
+    def first_step(self) -> int:
+        """First step that was computed with its key."""
+        return next((note.start for note in self.own_notes if note.parent is not None), 0)
+
+    @property
     def steps(self) -> Mapping[int, Taken]:
         """Steps of this run in the journal."""
         return (self.taken or {}).get(self.run, {})
@@ -162,14 +164,9 @@ class History:
 
     def layout_of(self, step: int) -> Mapping[str, Any]:
         """Layout in which a step of this run was computed, or would have been."""
-        known = [note.layout for note in self.notes if note.run == self.run and note.start <= step]
+        known = [note.layout for note in self.own_notes if note.start <= step]
         found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
         return found
-
-    @property
-    def lineage(self) -> set[str]:
-        """This run, and others of which one continues the other."""
-        return family(self.run, self.notes)
 
 
 def family(run: str, notes: Sequence[Note]) -> set[str]:
@@ -186,15 +183,11 @@ def family(run: str, notes: Sequence[Note]) -> set[str]:
 def resume(
     history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
 ) -> tuple[StepState, Note | None]:
-    """The state that may go on, and the note that must be on disk before it does.
+    """The state that may go on, and the note that must be on disk before it does; or why it may not.
 
     Args:
-        history: of the run. plan: of the run. layout: of the processes that resume it. new_key: never used before.
-        recharge: steps that cannot be repeated may be drawn anew, and cost again. later_runs: "ignore" other runs that
-            began after this one in its journal, which somebody else counts.
-
-    Raises:
-        CheckpointError: the steps after the checkpoint cannot be repeated, or it is unknown which were released.
+        layout: of the processes that resume. new_key: never used before. recharge: steps that cannot be repeated may be
+            drawn anew, and cost again. later_runs: "ignore" other runs that began after this one in its journal.
     """
     _refuse("lost steps", _lost(history))
     state = state_from_dict(history.values, plan, history.steps)
@@ -265,9 +258,8 @@ _REASONS = {
 
 def _lost(history: History) -> dict[str, object] | None:
     """The last step of the checkpoint, if the journal lacks it, which has the steps from the first one with its key."""
-    born = [note.start for note in history.notes if note.run == history.run and note.parent is not None]
     last = int(history.values["charged"]) - 1
-    if history.taken is None or last < (born or [0])[0] or last in history.steps:
+    if history.taken is None or last < history.first_step or last in history.steps:
         return None
     counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
     advice = "It is the journal of another run, or incomplete: pass the right one"
@@ -281,7 +273,7 @@ def _lost(history: History) -> dict[str, object] | None:
 
 def _strangers(history: History, state: StepState, plan: Plan) -> dict[str, object] | None:
     """Runs that began after this one in its journal and are not of its lineage. Earlier runs are allowed."""
-    taken, lineage = history.taken or {}, history.lineage
+    taken, lineage = history.taken or {}, family(history.run, history.notes)
     runs = list(taken)
     began = next((number for number, run in enumerate(runs) if run in lineage), len(runs))
     strangers = [run for run in runs[began:] if run not in lineage]
@@ -306,7 +298,7 @@ def _continued(history: History) -> dict[str, object] | None:
 def _with_relatives(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
     """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
     counted, extra = dict(history.counted), list[Event]()
-    for run in sorted(history.lineage - {history.run}):
+    for run in sorted(family(history.run, history.notes) - {history.run}):
         steps = (history.taken or {}).get(run, {})
         extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
         counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])

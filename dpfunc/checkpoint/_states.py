@@ -48,11 +48,7 @@ PARAMS = "params/"
 
 
 class _Slot(NamedTuple):
-    """Place of a tensor in a state.
-
-    Args:
-        name: of the saved tensor. place: keys that lead to it. sharded: True if processes held different shards.
-    """
+    """Name of a saved tensor, the keys that lead to it in its state, and if processes held different shards."""
 
     name: str
     place: _Place
@@ -60,13 +56,7 @@ class _Slot(NamedTuple):
 
 
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON values; its tensors are put into `tensors`.
-
-    Args:
-        name: of the state, for names of tensors and messages. value: of the state. tensors: saved beside the values.
-
-    Raises:
-        InvalidArgument: something in it cannot be read back; its place and type are named, and what to convert.
+    """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named.
 
     Guarantees:
         tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved.
@@ -178,40 +168,33 @@ def empty(like: Tensor | None, saved: Tensor) -> Tensor:
 def room(
     name: str, encoded: Any, table: Mapping[str, Tensor], params: Params, template: object | None = None
 ) -> dict[str, Tensor]:
-    """Empty tensors for those of a saved state.
+    """Empty tensors for those of a saved state, whose values `table` lacks.
 
     Args:
-        name: of the argument that is the template, for messages. encoded: the saved state, from `encode`. table: of
-            what is on disk. params: of the run now. template: a state of the same structure whose tensors say how each
-            is laid out; without one, what is like its parameter is laid out as that, and the rest is not sharded.
-
-    Raises:
-        CheckpointError: the template has another structure, or nothing says how a tensor is laid out.
+        template: a state of the same structure whose tensors say how each is laid out; without one, what is like its
+            parameter is laid out as that, and the rest is not sharded.
     """
     found, skeleton = _slots(encoded)
     given: dict[str, Tensor] = {}
     by_place = {slot.place: given[slot.name] for slot in _slots(encode(name, template, given))[0]}
-    tensors: dict[str, Tensor] = {}
-    for slot in found:
-        saved = table[slot.name]
-        if template is None:
-            like = _owner(slot, saved, skeleton, params)
-            if like is None and slot.sharded and any(is_dtensor(p) for p in params.values()):
-                raise CheckpointError(
-                    f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was sharded and is "
-                    "like no parameter. States of noise need the name and the shape of their parameter; for others "
-                    "pass optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
-                )
-        else:
-            like = by_place.get(slot.place)
-            if like is None or like.shape != saved.shape:
-                has = "nothing" if like is None else describe(like)
-                raise CheckpointError(
-                    f"Expected {name} to have {describe(saved)} at {slot.place}, as the checkpoint, got {has}. "
-                    "Pass a state of the same structure, or none: most can be laid out as the parameters."
-                )
-        tensors[slot.name] = empty(like, saved)
-    return tensors
+
+    def pattern(slot: _Slot, saved: Tensor) -> Tensor | None:
+        like = by_place.get(slot.place) if template is not None else _owner(slot, saved, skeleton, params)
+        if template is None and like is None and slot.sharded and any(map(is_dtensor, params.values())):
+            raise CheckpointError(
+                f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was sharded and is "
+                "like no parameter. States of noise need the name and the shape of their parameter; for others "
+                "pass optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
+            )
+        if template is not None and (like is None or like.shape != saved.shape):
+            has = "nothing" if like is None else describe(like)
+            raise CheckpointError(
+                f"Expected {name} to have {describe(saved)} at {slot.place}, as the checkpoint, got {has}. "
+                "Pass a state of the same structure, or none: most can be laid out as the parameters."
+            )
+        return like
+
+    return {slot.name: empty(pattern(slot, table[slot.name]), table[slot.name]) for slot in found}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:

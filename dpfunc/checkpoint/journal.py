@@ -227,8 +227,8 @@ def check_counted(
     """Check that the ledger of a run that begins has the steps of all runs in its journal, and their adjacency.
 
     Args:
-        path: of the journal. runs: what it has, or will have with the first step. ledger: of the run that begins.
-        unjournalled: number of steps that it took before its first line there, which count beside those of the others.
+        runs: what the journal has, or will have with the first step. unjournalled: number of steps that the run took
+            before its first line there, which count beside those of the others.
     """
     if not runs:
         return
@@ -263,30 +263,14 @@ def journal_path(journal: object) -> Path | None:
     return Path(journal)
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a file of notes and sync it; an incomplete last line is removed first."""
-    is_new = not path.exists()
-    with chain.locked(path) as file:
-        chain.remove_incomplete_line(file)
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if is_new:
-        chain.sync_directory(path.parent)
-
-
 def read_steps(
     path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: chain.Head | None = None
 ) -> dict[str, dict[int, Taken]]:
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
     Args:
-        path: of the journal.
         missing: a journal without lines is an error, or, before the first step of a run, no steps.
         known: the end of the journal as it once was; it may have grown since.
-
-    Raises:
-        CheckpointError: no lines; a line is missing, was changed, or cannot be read.
     """
     path = Path(path)
     lines = chain.read_chain(path)

@@ -15,7 +15,7 @@ import torch
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import Head, read_chain
+from dpfunc.checkpoint._chain import Head, append_line, read_chain
 from dpfunc.checkpoint._format import (
     SCHEMA,
     Checkpoint,
@@ -30,7 +30,7 @@ from dpfunc.checkpoint._format import (
 )
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, known_notes, layout, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empty, read_table, read_tensors, room
-from dpfunc.checkpoint.journal import append_line, count_steps, journal_path, read_steps
+from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
 from dpfunc.checkpoint.saving import check_unsharded
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
@@ -113,9 +113,9 @@ def load(
     file, parent = journal_path(journal), Path(directory)
     name, values = by_writer(partial(_found, parent, file), ranks, _FAILED)
     path = parent / name
-    all_or_none(partial(_check_choice, file, without_journal), ranks, _FAILED)
 
     def check() -> dict[str, torch.Tensor]:
+        _check_choice(file, without_journal)
         check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
         folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))

@@ -1,9 +1,8 @@
 """One run on many processes: the same step, the same plan, the same epsilon."""
 
 from dpfunc.distributed._object_collectives import any_rank, check_same, is_writer, once, replicate, shared_key
-from dpfunc.distributed.fsdp import functionalize_managed, shard_frozen
+from dpfunc.distributed.fsdp import functionalize_managed, shard, shard_frozen, unshard
 from dpfunc.distributed.launch import from_environment, shutdown
-from dpfunc.distributed.params import shard, unshard
 from dpfunc.distributed.ranks import Ranks, data_parallel, sharded
 
 __all__ = [

@@ -30,17 +30,14 @@ from dpfunc.types import Batch, Params
 
 
 class RankSummary(NamedTuple):
-    """Description of a process, compared by all processes before a step.
-
-    Public facts and digests only; `num_samples` stays among the processes.
+    """Description of a process, compared by all processes before a step. `num_samples` stays among the processes.
 
     Args:
-        step: number of the step. num_samples: records this process has. failed: it cannot take the step.
-        run: digest of plan, key, ledger and settings. rows: of the shapes of a row. data: of the batch itself.
-        params: of the parameters that are equal on all processes of the data group. shared_params: of those that are
-            equal on all processes of the tensor group.
-        part: digest of the positions of this process's shards, of parameters sharded over the data group.
-        replica: digest of the values of these shards.
+        failed: it cannot take the step. run: digest of plan, key, ledger and settings.
+        rows, data: digests of the shapes of a row, and of the batch itself.
+        params: digest of parameters that are equal on all processes of the data group. shared_params: of those that are
+            equal on all of the tensor group.
+        part, replica: digests of the positions and of the values of this process's shards over the data group.
     """
 
     step: int = 0
@@ -89,9 +86,6 @@ class Agreement:
 
     Nothing inside may communicate. One process alone (`ranks=None`) has nobody to agree with.
 
-    Raises:
-        StepAborted, RankMismatch: see `agree`. What is raised inside.
-
     >>> with Agreement(None) as agreement:
     ...     pass
     >>> agreement.num_rows
@@ -116,15 +110,7 @@ class Agreement:
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
-    """Summary of a process that is able to take the step.
-
-    Args:
-        step: number of the step. batch: of this process. params: trained parameters. run: everything else that must be
-            the same in all processes. ranks: of the run.
-
-    Raises:
-        InvalidArgument: parameters that are not finite, or not sharded over processes of the run; a bad dummy row.
-    """
+    """Summary of a process that is able to take the step; `run` describes all else that must be equal on all."""
     check_finite(params)
     check_placements(params, ranks)
     _dummy_of(batch, ranks)
@@ -152,10 +138,7 @@ def _held_by_all(params: Params, ranks: Ranks, tensor: bool = False) -> Params:
 
 
 def agree(own: RankSummary, ranks: Ranks) -> int:
-    """Check that all processes can take this step and agree about it; otherwise none takes it.
-
-    Returns:
-        The largest number of records that a process has.
+    """Check that all processes can take this step and agree about it: the largest number of records that one has.
 
     Raises:
         StepAborted: another process failed; on the one that did, its own error is raised instead.
@@ -180,22 +163,19 @@ def agree(own: RankSummary, ranks: Ranks) -> int:
 
 
 def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str, list[int]]]:
-    """Fields that must agree in a group of processes and do not, with the values of all its processes.
-
-    Args:
-        tables: summaries of the data group, then of the tensor group if there is one.
-    """
+    """Fields that must agree in a group and do not, with the values of all its processes; the data group is first."""
     over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
-    compared = [
-        (name, [getattr(row, name) for row in table])
-        for table, names in zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
-        for name in names
-    ]
-    replicas = {(row.part, row.replica) for row in tables[0]}
-    parts_differ = len(replicas) > len({part for part, _ in replicas})
-    if parts_differ:
-        compared.append(("params", [row.replica for row in tables[0]]))
-    return [(name, values) for name, values in compared if len(set(values)) > 1]
+    groups = zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
+    compared = [(name, _column(table, name)) for table, names in groups for name in names]
+    differing = [(name, values) for name, values in compared if len(set(values)) > 1]
+    parts, replicas = _column(tables[0], "part"), _column(tables[0], "replica")
+    if len({*zip(parts, replicas, strict=True)}) > len({*parts}):
+        differing.append(("params", replicas))
+    return differing
+
+
+def _column(table: list[RankSummary], name: str) -> list[int]:
+    return [getattr(row, name) for row in table]
 
 
 def _failure_message(data_group: list[RankSummary], step: int) -> str:
@@ -241,11 +221,7 @@ def padded(rows: Rows, ranks: Ranks | None) -> tuple[Batch, Tensor | None]:
 
 
 def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
-    """The public row that a process without records runs.
-
-    Raises:
-        InvalidArgument: it does not look like a row of the batch.
-    """
+    """The public row that a process without records runs, which must look like a row of the batch."""
     if ranks.dummy is None:
         return tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
     same = pytree.tree_structure(ranks.dummy) == pytree.tree_structure(batch)
@@ -261,7 +237,7 @@ def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: T
     """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
 
     Args:
-        released: name -> tensor; DTensors where processes hold parts. params: of the step. ranks: of the run.
+        released: name -> tensor; DTensors where processes hold parts. params: of the step.
         mark: 0-d, bool; of this process alone, read together with its digest.
 
     Raises:

@@ -39,13 +39,9 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 @contextmanager
 def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
-    """Inside, each process does its own part; then all go on, or all raise if one failed.
+    """Inside, each process does its own part; then all go on, or all raise: `error` where another one failed.
 
-    Args:
-        ranks: of the run. error: of those that did not fail; nothing inside may communicate.
-
-    Raises:
-        error: another process failed. What is raised inside.
+    Nothing inside may communicate.
 
     >>> from dpfunc.errors import StepAborted
     >>> with together(None, StepAborted("Another process failed.")):
@@ -65,14 +61,7 @@ def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
 
 
 def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:
-    """Run `action` on each process; return its result, or raise on all processes if it failed on any.
-
-    Args:
-        action: must not communicate. ranks: of the run. what: "The checkpoint was not ...", for the others' error.
-
-    Raises:
-        CheckpointError: it failed on another process. Whatever `action` raises.
-    """
+    """The result of `action` on each process, or an error on all if it failed on any; `what` begins that of others."""
     with together(ranks, CheckpointError(f"{what}: another process failed; its own error says why.")):
         return action()
 
@@ -103,21 +92,12 @@ def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
             action()
 
 
-def shared(value: bytes, ranks: Ranks | None) -> bytes:
-    """The bytes of the process that writes, on all of them."""
-    if ranks is None:
-        return value
-    own = value if ranks.writes else b""
-    size = _summed(torch.tensor([len(own)], device=ranks.device), ranks)
-    values = torch.zeros(int(size.item()), dtype=torch.int64, device=ranks.device)
-    values[: len(own)] = torch.tensor(list(own), dtype=torch.int64)
-    return bytes(_summed(values, ranks).tolist())
-
-
-def _summed(values: Tensor, ranks: Ranks) -> Tensor:
-    for group in ranks.groups:
-        dist.all_reduce(values, group=group)
-    return values
+def shared(value: T, ranks: Ranks | None) -> T:
+    """The value of the process that writes, on all of them."""
+    values = [value]
+    for group in () if ranks is None else ranks.groups:  # from the first of each: in the end from that of both
+        dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group)
+    return values[0]
 
 
 def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
@@ -127,29 +107,18 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
         ranks: of the run. key: the key, where the caller has one (an insecure one, in tests); used on one process.
     """
     own = secure_key() if key is None else key
-    *secret, guessable = shared(bytes([*own.secret, own.guessable]), ranks)
-    return Key(bytes(secret), guessable=bool(guessable))
+    return Key(*shared((bytes(own.secret), own.guessable), ranks))
 
 
 def by_writer(action: Callable[[], object], ranks: Ranks | None, what: str) -> Any:
-    """The JSON values that the process which writes gets from `action`, on all processes; or an error on all.
+    """The JSON values that the process which writes gets from `action`, on all processes; or an error on all."""
 
-    Args:
-        action: must not communicate. ranks: of the run. what: see `all_or_none`.
-    """
-
-    def own() -> bytes:
-        return json.dumps(action()).encode() if is_writer(ranks) else b""
-
-    return json.loads(shared(all_or_none(own, ranks, what), ranks))
+    own = all_or_none(lambda: json.dumps(action()) if is_writer(ranks) else "", ranks, what)
+    return json.loads(shared(own, ranks))
 
 
 def gathered_rows(row: Iterable[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Integers of each process of a group, in the order of their ranks.
-
-    Args:
-        row: of this process. group: of the processes. device: from which its backend can send.
-    """
+    """Integers of each process of a group, in the order of their ranks; sent from `device`."""
     message = torch.tensor(list(row), dtype=torch.int64, device=device)
     table = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     arrived(dist.all_gather(table, message, group=group, async_op=True))
@@ -178,17 +147,7 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
 
 
 def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
-    """Check that all processes describe their data set alike.
-
-    Args:
-        describe: reads the data set of this process and returns a text; it must not communicate. ranks: of the run.
-
-    Returns:
-        The text.
-
-    Raises:
-        RankMismatch: on all processes, if the texts differ. StepAborted: another process could not read its data set.
-        Whatever `describe` raises.
+    """Check that all processes describe their data set alike; `describe` reads it and must not communicate.
 
     Guarantees:
         tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
@@ -204,14 +163,7 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
 
 
 def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
-    """Check that all processes agree, and that those with the same part of a tensor have the same numbers.
-
-    Args:
-        texts: name -> text that must agree. tensors: name -> tensor or DTensor. ranks: of the run.
-
-    Raises:
-        RankMismatch: on all processes.
-    """
+    """Check that all have the same texts, and those with the same part of a tensor the same numbers."""
     if ranks is None:
         return
     shapes = str([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
@@ -237,14 +189,10 @@ def _part(tensor: Tensor) -> int:
 
 
 def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
-    """Compare values, of which processes with the same part have the same.
-
-    Args:
-        values: name -> (part, value).
+    """Compare values, of which processes with the same part have the same: name -> (part, value).
 
     Returns:
-        name -> values of the processes that this one compared, in the order of their ranks, where they differ; and True
-        if any process found a difference.
+        name -> values of the processes that this one compared, where they differ; True if any found a difference.
     """
     differing: dict[str, list[int]] = {}
     for group in ranks.groups:
@@ -274,9 +222,7 @@ def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
     """
     if ranks is None:
         return
-    for tensor in tensors:
-        if tensor.is_meta or not tensor.numel():
-            continue
+    for tensor in (tensor for tensor in tensors if tensor.numel() and not tensor.is_meta):
         message = tensor.detach().to(ranks.device, copy=True).contiguous()
         for group in ranks.groups:  # from the first of each: in the end from the one that is first in both
             dist.broadcast(message.reshape(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
@@ -288,17 +234,12 @@ def rank_and_size(ranks: Ranks | None) -> tuple[int, int]:
     if ranks is None:
         return 0, 1
     parts = ranks.tensor_group
-    if parts is None:
-        return ranks.rank, ranks.size
-    return ranks.rank + ranks.size * dist.get_rank(parts), ranks.size * dist.get_world_size(parts)
+    number, count = (0, 1) if parts is None else (dist.get_rank(parts), dist.get_world_size(parts))
+    return ranks.rank + ranks.size * number, ranks.size * count
 
 
 def joint_group(ranks: Ranks) -> dist.ProcessGroup:
-    """One group of all processes of the run.
-
-    Raises:
-        InvalidArgument: with tensor parallelism, when other processes exist as well.
-    """
+    """One group of all processes of the run; with a tensor group there must be no others."""
     if ranks.tensor_group is None:
         return ranks.group
     if rank_and_size(ranks)[1] != dist.get_world_size():

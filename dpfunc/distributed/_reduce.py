@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import Window, distributed, is_dtensor, local, shard_dims
 from dpfunc._utils.validation import shorten
-from dpfunc.distributed._noise_shares import noise_windows, num_bands
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
 from dpfunc.engines._guards.lockstep import arrived, process_context
 from dpfunc.engines._numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
+from dpfunc.noise._streams import rows_of_a_tile
 from dpfunc.rng import Key
 from dpfunc.types import ClippedSum, Params
 
@@ -27,12 +27,7 @@ _ALIGNED = 16  # numbers: a sum begins on a cache line, and its checksum needs n
 
 
 def check_placements(params: Params, ranks: Ranks) -> None:
-    """Check that every shard of a parameter belongs to a process of the run.
-
-    Raises:
-        InvalidArgument: a DTensor that waits for a sum, or that is sharded over other processes: its norm would be
-            that of a part.
-    """
+    """Check that every shard of a parameter belongs to a process of the run: its norm would be that of a part."""
     parts: dict[str, Any] = {name: param for name, param in params.items() if is_dtensor(param)}
     for name, param in parts.items():
         axes, mesh = axes_over(param, ranks), param.device_mesh
@@ -60,7 +55,6 @@ def in_step(ranks: Ranks | None) -> AbstractContextManager[None]:
 def gathered(params: Params, ranks: Ranks | None) -> Iterator[Params]:
     """Inside, parameters as an engine needs them: gathered where they are sharded over the data group.
 
-    Shards over the tensor group are kept. Costs the memory of all trained parameters, gathered, while a step lasts.
     An error inside reaches the other processes in place of the sums of this one: they raise in `release`, or where the
     loss communicates.
     """
@@ -103,10 +97,6 @@ def release(
     Where noise can be divided, each process adds that of some rows to its own term, before the terms are added up: it
     is drawn once by all together, and nothing more is sent. Parts of sharded parameters get theirs after the sum.
 
-    Args:
-        ranks: of the run. mechanism: of the step. clipped: of this process. params: of the step.
-        noise_state: of the mechanism. key: of the release.
-
     Raises:
         StepAborted: another process failed, here or in `gathered`; or noise is missing. What the mechanism raises.
 
@@ -119,11 +109,12 @@ def release(
     with in_step(ranks):
         if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
             return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
+        shapes = {name: value.shape for name, value in clipped.sums.items()}
         with _added_up(clipped.sums, ranks) as (terms, bands):
-            windows = _windows(terms, ranks.rank, ranks.size)
+            windows = noise_windows(shapes, ranks.rank, ranks.size)
             mechanism.add_share(replace(clipped, sums=terms), windows, key)
             bands.fill_(num_bands(windows))
-        if bands.item() != num_bands(_windows(terms, 0, 1)):
+        if bands.item() != num_bands(noise_windows(shapes, 0, 1)):
             raise StepAborted(
                 "Expected noise in each row once, got another number of rows: nothing was released and nothing was "
                 "spent."
@@ -131,21 +122,46 @@ def release(
         return {name: terms[name].to(value) for name, value in clipped.sums.items()}, noise_state
 
 
-def _windows(sums: Params, rank: int, size: int) -> dict[str, Window]:
-    return noise_windows({name: value.shape for name, value in sums.items()}, rank, size)
+def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> dict[str, Window]:
+    """The rows whose noise a process draws, of each leaf of which it draws some: about as many numbers as the others.
+
+    Rows are divided where tiles of noise begin. The windows of all ranks together have each row of each leaf once.
+
+    Args:
+        shapes: name -> shape of a leaf, in the same order on all processes.
+
+    Guarantees:
+        tests/distributed/test_noise_shares.py::test_each_number_belongs_to_one_process.
+
+    >>> shapes = {"w": (512, 256), "b": (512,)}
+    >>> [{name: part.rows for name, part in noise_windows(shapes, rank, 2).items()} for rank in (0, 1)]
+    [{'w': (0, 256)}, {'w': (256, 512), 'b': (0, 512)}]
+    """
+    total = sum(math.prod(shape) for shape in shapes.values())
+    found: dict[str, Window] = {}
+    done = 0
+    for name, shape in shapes.items():
+        num_rows, num_cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        height = rows_of_a_tile(num_cols)
+        for first in range(0, num_rows if num_cols else 0, height):
+            stop = min(first + height, num_rows)
+            numbers = (stop - first) * num_cols
+            if (2 * done + numbers) * size // (2 * total) == rank:  # the middle of these rows decides
+                begin = found[name].rows[0] if name in found else first
+                found[name] = Window(num_rows, num_cols, (begin, stop), (0, num_cols))
+            done += numbers
+    return found
+
+
+def num_bands(windows: Mapping[str, Window]) -> int:
+    """The number of bands of rows, as tall as tiles, that windows have."""
+    return sum(-(-(part.rows[1] - part.rows[0]) // rows_of_a_tile(part.num_cols)) for part in windows.values())
 
 
 def sum_over(ranks: Ranks, sums: Params, params: Params) -> dict[str, Tensor]:
     """Sums over all processes, each with the placements of its parameter. UNRELEASED, like what went in.
 
-    One all-reduce for all parameters that are not sharded over the data group.
-
-    Args:
-        ranks: of the run. sums: this process's clipped sums, float32 or float64, local parts as plain tensors.
-        params: the parameters they belong to.
-
-    Raises:
-        StepAborted: another process failed.
+    One all-reduce for all parameters that are not sharded over the data group. Local parts go in as plain tensors.
     """
     if ranks.keeps_parts:
         return _already_summed(sums, params)
@@ -176,8 +192,7 @@ def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
 def _added_up(sums: Params, ranks: Ranks) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """Inside, the terms of this process, in one message; afterwards, in their place, the sums over all processes.
 
-    With them, a number that is added up as well: of bands of rows that have noise. The message is sent after an error
-    too, so that the other processes raise.
+    With them, the number of bands of rows that have noise. The message is sent after an error too: the others raise.
     """
     message, terms = _message(sums, ranks)
     failed = True
@@ -223,11 +238,7 @@ def _message_dtype(sums: Params) -> torch.dtype:
 
 
 def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
-    """Sum over the data group of a tensor that each process has, sharded as a parameter is (reduce-scatter).
-
-    Args:
-        total: the term of this process, not sharded over the data group. param: has the placements of the result.
-    """
+    """Sum over the data group of the terms `total` of all processes, sharded as a parameter is (reduce-scatter)."""
     from torch.distributed.tensor import DTensor, Partial
 
     spec: Any = param
@@ -241,13 +252,9 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
 
 
 def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks | None) -> Mapping[str, Tensor]:
-    """Squared norms of full gradients from those of their parts, summed over the tensor group where it shards them.
+    """Squared norms (B,) of full gradients from those of their parts, summed over the tensor group.
 
-    Without it each part would be clipped by a norm that is too small: a wrong sensitivity. A replicated parameter
-    counts once.
-
-    Args:
-        params: as the engine got them. sq_norms: name -> (B,), of the parts on this process. ranks: of the run.
+    Without it parts would be clipped by norms that are too small. A replicated parameter counts once.
     """
     if ranks is None or ranks.tensor_group is None:
         return sq_norms

@@ -1,9 +1,9 @@
-"""Models sharded by FSDP2: only what is frozen, or all of it, for full fine-tuning.
+"""Models and parameters of which each process holds a part.
 
-`shard_frozen` shards the frozen parameters; the trained ones are arguments. With `functionalize_managed` one layer is
-gathered at a time, in weights and in sums: the module swaps its own tensors in and out while it runs. They stand for
-the parameters: the engine of two passes recognises their uses, and each weighted sum is sharded over the processes as
-soon as it is computed.
+`shard_frozen` shards the frozen parameters by FSDP2, and `shard` the trained ones, which are arguments. With
+`functionalize_managed` all are FSDP2's, for full fine-tuning: one layer is gathered at a time, in weights and in sums.
+The module swaps its own tensors in and out while it runs. They stand for the parameters: the engine of two passes
+recognises their uses, and each weighted sum is sharded over the processes as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import integer, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
@@ -39,6 +39,62 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _Model = TypeVar("_Model", bound=nn.Module | LoRA)
+
+
+def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str, Tensor]:
+    """Parameters as DTensors: rows sharded over the processes of a mesh. A step's gradients are sharded replicated.
+
+    At rest a process holds 1 / size of weights, of released gradients, and of the optimizer's state (a torch optimizer
+    steps on DTensors). While a step lasts, `make_dp_step` gathers all of them once, and each sum once.
+
+    Args:
+        params: name -> full tensor, the same on all processes; those that are DTensors already stay as they are.
+        mesh: of the processes that share the parameters, as for `fully_shard`: with one dimension rows are sharded over
+            it; with two they are sharded over the second and replicated over the first (HSDP).
+        min_size: numbers; smaller parameters, and those without dimensions, are replicated. They are DTensors too,
+            since optimizers do not mix the two.
+
+    Returns:
+        name -> DTensor. Rows need not divide evenly.
+
+    Raises:
+        InvalidArgument: a mesh with more dimensions.
+
+    Guarantees:
+        the released gradients are those of one process (tests/distributed/test_params.py).
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    check_sharding()
+    if mesh.ndim > 2:
+        raise InvalidArgument(
+            f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."
+        )
+    limit = integer("min_size", min_size, minimum=0)
+    replicated: list[Any] = [Replicate()] * mesh.ndim
+    sharded: list[Any] = [*replicated[1:], Shard(0)]
+
+    def distribute(param: Tensor) -> Tensor:
+        if is_dtensor(param):
+            return param
+        divisible = param.ndim > 0 and param.numel() >= limit
+        return distribute_tensor(param.detach(), mesh, sharded if divisible else replicated, src_data_rank=None)
+
+    return {name: distribute(param) for name, param in params.items()}
+
+
+def unshard(params: Params) -> dict[str, Tensor]:
+    """Parameters gathered on every process: to evaluate, to save, or for `dpfunc.with_params`. All must call it.
+
+    Args:
+        params: name -> tensor, DTensors or not.
+
+    >>> import torch
+    >>> unshard({"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+    detached: dict[str, Any] = {name: param.detach() for name, param in params.items()}
+    return {name: param.full_tensor() if is_dtensor(param) else param for name, param in detached.items()}
 
 
 def shard_frozen(
@@ -134,9 +190,6 @@ def _shard(
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
     """The names of layers, see `shard_frozen`.
 
-    Raises:
-        InvalidArgument: none, or unknown ones.
-
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.Linear(1, 1))
     >>> _layer_names(model, None), _layer_names(model, "^1$")
     (['0.0', '0.1'], ['1'])
@@ -148,8 +201,7 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     found = _searched(names, layers) if isinstance(layers, str) else _listed(names, layers)
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
-    nested = len(outermost(found)) < len(found)
-    return found[::-1] if nested else found
+    return found[::-1]  # parts of others first
 
 
 def _searched(names: Sequence[str], layers: str) -> list[str]:

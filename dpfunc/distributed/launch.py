@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dpfunc._utils.validation import fail
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, data_parallel
+from dpfunc.engines._guards.lockstep import initialized
 from dpfunc.errors import InvalidArgument
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,7 +46,7 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
     """
     if not timedelta(0) < timeout <= LONGEST_WAIT:
         raise InvalidArgument(f"Expected 0 < timeout <= {LONGEST_WAIT}, got timeout={timeout}.")
-    if dist.is_available() and dist.is_initialized():
+    if initialized():
         return data_parallel()
     if "WORLD_SIZE" not in os.environ:
         check_launch(os.environ, 1)
@@ -70,12 +71,6 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
 def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
     """Refuse processes that do not find each other: they would be separate runs, whose costs nobody would add up.
 
-    Args:
-        environment: `os.environ`. num_processes: how many there are as far as this process can see.
-
-    Raises:
-        InvalidArgument: the environment promises more.
-
     >>> check_launch({"OMPI_COMM_WORLD_SIZE": "2"}, 1)
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected 2 processes, as OMPI_COMM_WORLD_SIZE says, got 1. Start it with \
@@ -95,12 +90,6 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
 def check_alone(environment: Mapping[str, str]) -> None:
     """Refuse a run without ranks on several processes: they would be separate runs, whose costs nobody would add up.
 
-    Args:
-        environment: `os.environ`.
-
-    Raises:
-        InvalidArgument: a launcher started several processes.
-
     >>> check_alone({"WORLD_SIZE": "2"})
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected ranks=..., because WORLD_SIZE=2: without it each process is a run of its \
@@ -110,7 +99,7 @@ make_dp_step and plan.batches; for runs on different data, unset what the launch
     found = [
         f"{name}={environment[name]}" for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS) if environment.get(name, "1") != "1"
     ]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if initialized() and dist.get_world_size() > 1:
         found.append(f"the process group has {dist.get_world_size()} processes")
     if found:
         raise InvalidArgument(
@@ -121,15 +110,7 @@ make_dp_step and plan.batches; for runs on different data, unset what the launch
 
 
 def check_ranks(ranks: Ranks | None, microbatch_size: int | str | None) -> None:
-    """Check that the processes of a run can take steps together.
-
-    Args:
-        ranks: of the run; None is this process alone. microbatch_size: of `make_dp_step`.
-
-    Raises:
-        InvalidArgument: not ranks; none, though there are other processes; or what processes cannot agree on where the
-            loss itself communicates.
-    """
+    """Check that the processes of a run can take steps together: ranks, or None and no other processes."""
     if ranks is None:
         check_alone(os.environ)
     elif not isinstance(ranks, Ranks):
@@ -147,6 +128,6 @@ def shutdown() -> None:
     Delete first what holds the group, like a `DistributedDataParallel`: one that still exists when Python ends aborts
     the process.
     """
-    if dist.is_available() and dist.is_initialized():
+    if initialized():
         gc.collect()  # what holds it may be in a cycle
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, shard_dims
 from dpfunc._utils.versions import check_sharding
-from dpfunc.engines._guards.lockstep import broken
+from dpfunc.engines._guards.lockstep import broken, initialized
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
 
@@ -97,11 +97,7 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int, ...]:
-    """The dimensions of a DTensor's mesh whose processes belong to the data group, or to the tensor group.
-
-    Args:
-        param: any tensor; one that is no DTensor has none. ranks: of the run. tensor: those of the tensor group.
-    """
+    """The dimensions of a DTensor's mesh whose processes belong to the data group, or to the tensor group."""
     group = ranks.tensor_group if tensor else ranks.group
     if group is None or not is_dtensor(param):
         return ()
@@ -196,11 +192,7 @@ def sharded(
 
 
 def _check_timeout(group: dist.ProcessGroup) -> None:
-    """Refuse a timeout of more than an hour: a process that died or hangs must become an error for the others.
-
-    Raises:
-        InvalidArgument: the group waits longer than an hour.
-    """
+    """Refuse a timeout of more than an hour: a process that died or hangs must become an error for the others."""
     try:
         options = group._get_backend(message_device(group)).options
     except (RuntimeError, AttributeError):  # backends without options have no timeout that could be read
@@ -214,7 +206,7 @@ def _check_timeout(group: dist.ProcessGroup) -> None:
 
 
 def _check_initialised() -> None:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not initialized():
         raise InvalidArgument(
             "Expected torch.distributed to be initialised. Call "
             "torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each process, under torchrun."

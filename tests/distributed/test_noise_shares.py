@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from workers import run
 
 from dpfunc import noise
-from dpfunc.distributed._noise_shares import noise_windows, num_bands
+from dpfunc.distributed._reduce import noise_windows, num_bands
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise._streams import TILE
 from dpfunc.rng import insecure_key
