@@ -11,9 +11,9 @@ HERE = Path(__file__).parent
 
 MUSEUM = {
     "noise follows one bound, clipping another": "test_step.py::test_noise_follows_the_bound_of_each_plan",
-    "only the last microbatch is counted": "test_guarantees.py::test_microbatch_invariance",
+    "only the last microbatch is counted": "test_clipped.py::test_microbatch_invariance",
     "an empty batch crashes": "test_step.py::test_empty_batch_is_a_step_that_costs",
-    "a checkpoint restores neither bound nor sigma": "checkpoint/test_one_process.py::test_another_run_is_refused_with_the_difference",
+    "a checkpoint restores neither bound nor sigma": "checkpoint/test_loading.py::test_another_run_is_refused_with_the_difference",
     "one NaN sample turns all parameters NaN": "test_step.py::test_nan_sample_leaves_the_rest_alone",
     "an engine returns the raw gradient": "engines/test_museum_engines.py::test_no_engine_returns_the_raw_gradient",
     "grouped convolution is wrong": "engines/test_museum_engines.py::test_grouped_and_3d_convolutions_are_trained_in_any_order",
@@ -29,7 +29,7 @@ MUSEUM = {
     "a larger clip norm saves privacy": "test_plan.py::test_the_clip_norm_does_not_change_epsilon",
     "larger batches use less privacy": "test_plan.py::test_at_fixed_noise_larger_batches_cost_more",
     "GDP is used to calibrate": "accounting/test_calibration.py::test_museum_gdp_cannot_calibrate",
-    "the tail of the accumulation is lost": "test_guarantees.py::test_microbatch_invariance",
+    "the tail of the accumulation is lost": "test_clipped.py::test_microbatch_invariance",
     "misspelt privacy arguments are swallowed": "test_step.py::test_misspelt_arguments_are_not_swallowed",
     "noise is drawn in another dtype than promised": "noise/test_gaussian.py::test_noise_is_drawn_as_promised",
     "the sum is divided before the noise": "noise/test_gaussian.py::test_a_divided_sum_cannot_be_released",

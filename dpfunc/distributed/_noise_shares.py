@@ -21,7 +21,7 @@ def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> 
         shapes: name -> shape of a leaf, in the same order on all processes. rank: 0 <= rank < size. size: processes.
 
     Guarantees:
-        tests/distributed/test_noise_shares.py::test_each_number_belongs_to_one_process.
+        tests/distributed/test_reduce.py::test_each_number_belongs_to_one_process.
 
     >>> {name: part.rows for name, part in noise_windows({"w": (512, 256), "b": (512,)}, 0, 2).items()}
     {'w': (0, 256)}

@@ -111,8 +111,8 @@ def release(
         StepAborted: another process failed, here or in `gathered`; or noise is missing. What the mechanism raises.
 
     Guarantees:
-        tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all;
-        tests/distributed/test_noise_shares.py::test_noise_that_is_missing_is_an_error_of_all.
+        tests/distributed/test_ranks.py::test_an_error_of_one_process_aborts_the_step_on_all;
+        tests/distributed/test_reduce.py::test_noise_that_is_missing_is_an_error_of_all.
     """
     if ranks is None:
         return mechanism.add(clipped, noise_state, key)

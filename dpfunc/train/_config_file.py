@@ -33,7 +33,7 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
         path: the file. flags: as on a command line, see `parse_flags`.
 
     Guarantees:
-        tests/train/test_config.py: a key twice is refused (test_a_key_twice_is_refused), flags win
+        tests/train/test_config_file.py: a key twice is refused (test_a_key_twice_is_refused), flags win
         (test_flags_override_the_file).
     """
     return job_from_dict(override(read_yaml(path), parse_flags(flags)))
@@ -54,7 +54,7 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
             also by aliases of aliases, which a few lines can multiply to any size.
 
     Guarantees:
-        tests/train/test_config.py::test_a_file_that_multiplies_itself_is_refused,
+        tests/train/test_config_file.py::test_a_file_that_multiplies_itself_is_refused,
         ::test_errors_show_no_value_of_the_file.
     """
     try:

@@ -30,7 +30,7 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     """The plan, the trained parameters and an estimate of memory, as lines, after the checks of training.
 
     Guarantees:
-        tests/cli/test_train.py::test_dry_run_writes_nothing.
+        tests/train/test_dry_run.py::test_dry_run_writes_nothing.
     """
     check_job(job, resume, insecure_seed)
     job = recorded_job(job) if resume else job

@@ -40,7 +40,7 @@ def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row.
 
     Guarantees:
-        tests/train/test_tasks.py::test_rows_that_cannot_be_used_are_named_by_number.
+        tests/train/test_inputs.py::test_rows_that_cannot_be_used_are_named_by_number.
     """
     if job.task == "text_classification":
         _check_known([row[job.data.label_column]], job.data, where)

@@ -93,7 +93,7 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     A run that was killed before its first step begins again, with --resume or without.
 
     Guarantees:
-        tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again.
+        tests/train/test_run_folder.py::test_a_run_killed_before_its_first_step_begins_again.
     """
     folder = Path(job.output_dir)
     _check_writable(folder)
@@ -193,7 +193,7 @@ def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder.
 
     Guarantees:
-        tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
+        tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal.
     """
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken = journal_ledger(journal)

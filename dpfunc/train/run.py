@@ -139,7 +139,7 @@ def run_job(
         CheckpointError: resume without a checkpoint of this very job; or the ledger lacks steps of the journal.
 
     Guarantees:
-        tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit,
+        tests/train/test_run.py::test_L21_killed_command_resumes_bit_for_bit,
         ::test_two_commands_at_the_same_time.
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
@@ -204,7 +204,7 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
     Guarantees:
-        tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses.
+        tests/train/test_dry_run.py::test_the_dry_run_refuses_what_training_refuses.
     """
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)

@@ -22,10 +22,10 @@ REFUSALS = {
     "losses with in-batch": (HF / "test_task_models.py", "test_losses_that_compare_records_are_refused"),
     "any other module": (HF / "test_task_models.py", "test_other_modules_are_no_losses"),
     "images of all records": (
-        HF / "vision_language" / "test_image_models.py", "test_images_in_one_tensor_for_all_samples_are_refused",
+        HF / "vision_language" / "test_images.py", "test_images_in_one_tensor_for_all_samples_are_refused",
     ),
     "images of several sizes": (
-        HF / "vision_language" / "test_image_models.py", "test_images_of_several_sizes_are_refused_without_one_size",
+        HF / "vision_language" / "test_images.py", "test_images_of_several_sizes_are_refused_without_one_size",
     ),
     "PaliGemma": (HF / "test_task_models.py", "test_paligemma_needs_the_types_of_tokens"),
     "SpecAugment": (HF / "test_task_models.py", "test_random_masks_of_speech_are_refused_in_training_mode"),

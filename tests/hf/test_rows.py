@@ -17,7 +17,7 @@ ROWS = {
     "L6 physical and logical batch": ("hf/trainer/test_trainer.py", "test_L6_T6_memory_and_speed_change_no_result"),
     "L7 image and text": ("hf/vision_language/test_strategies.py", "test_L7_keys_shapes_and_labels"),
     "L8 strategies": ("hf/vision_language/test_strategies.py", "test_L8_parity"),
-    "L9 one command, under torchrun": ("cli/test_train.py", "test_L9_T5_torchrun_with_one_process"),
+    "L9 one command, under torchrun": ("train/test_run.py", "test_L9_T5_torchrun_with_one_process"),
     "L10 metrics": ("hf/trainer/test_trainer.py", "test_L10_T9_metrics_reach_every_logger"),
     "L11 accounting at each checkpoint": (
         "hf/trainer/test_trainer.py", "test_L11_accounting_in_each_checkpoint_and_at_the_end",
@@ -39,7 +39,7 @@ ROWS = {
     "T5 launch": ("distributed/test_launch.py", "test_the_command_is_the_same_on_two_processes"),
     "T6 accumulation": ("hf/trainer/test_trainer.py", "test_L6_T6_memory_and_speed_change_no_result"),
     "T7 author level": ("examples/test_authors.py", "test_T7_both_units_are_reported_side_by_side"),
-    "T8 full and adapters": ("cli/test_train.py", "test_T8_the_adapter_opens_with_peft"),
+    "T8 full and adapters": ("train/test_run.py", "test_T8_the_adapter_opens_with_peft"),
     "T9 epsilon logged, final epsilon": (
         "cli/test_train.py", "test_T9_T12_what_a_run_says_and_leaves",
     ),

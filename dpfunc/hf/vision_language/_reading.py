@@ -63,7 +63,7 @@ def _opened_image(path: Path | str) -> Iterator[Any]:
             name the file, which can be private.
 
     Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_images_that_take_all_memory_are_refused.
+        tests/hf/vision_language/test_reading.py::test_images_that_take_all_memory_are_refused.
     """
     from PIL import Image, UnidentifiedImageError
 
