@@ -15,14 +15,13 @@ class Local(measure.Process):
     """What `measure.Process` is to `compete`, without a process."""
 
     def __init__(self, spec):
-        self.folder = tempfile.TemporaryDirectory()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in the process of a contestant
             try:
                 self.server = measure.Server(spec)
             except Exception as error:
                 raise measure.Failed(measure.reason(error)) from error
-        self.facts = self.server.facts()
+        self.folder, self.facts = tempfile.TemporaryDirectory(), self.server.facts()
 
     def ask(self, command):
         name, _, argument = command.partition(" ")
