@@ -26,7 +26,7 @@ class Local(measure.Process):
     def ask(self, command):
         name, _, argument = command.partition(" ")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # the same
             return getattr(self.server, name)(*([argument] if argument else []))
 
     def close(self):
