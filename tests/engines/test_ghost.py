@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.measure import allocated
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
-from dpfunc.engines import _ghost as ghost
-from dpfunc.engines import auto, loop
+from dpfunc.engines import auto, ghost, loop
 from dpfunc.errors import UnsupportedModel
 
 CLIP_NORM, SAMPLES, WIDTH = 0.01, 5, 16

@@ -19,8 +19,7 @@ from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.bounds import SLACK, group_bounds
 from dpfunc.clipping.groups import partition
-from dpfunc.engines import _ghost as ghost
-from dpfunc.engines import auto, loop, vmap
+from dpfunc.engines import auto, ghost, loop, vmap
 from dpfunc.engines._per_sample import Dense
 
 ENGINES = {"auto": auto(), "vmap": vmap(), "ghost": ghost(), "loop": loop()}

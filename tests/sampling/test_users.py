@@ -16,8 +16,7 @@ import dpfunc
 from dpfunc import clipping
 from dpfunc.batches import take
 from dpfunc.clipped import clipped_grad
-from dpfunc.engines import _ghost as ghost
-from dpfunc.engines import auto, loop, vmap
+from dpfunc.engines import auto, ghost, loop, vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.users import group_by_person, mean_over_texts
