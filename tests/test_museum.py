@@ -1,19 +1,17 @@
-"""Faults reproduced in other libraries, and the test that keeps each out of this one. The test must exist."""
+"""Faults of other libraries, and capabilities of the guides and trainers that this project replaces: each has its test."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 
 MUSEUM = {
     "noise follows one bound, clipping another": "test_step.py::test_noise_follows_the_bound_of_each_plan",
-    "only the last microbatch is counted": "test_guarantees.py::test_microbatch_invariance",
+    "only the last microbatch is counted": "test_clipped.py::test_microbatch_invariance",
     "an empty batch crashes": "test_step.py::test_empty_batch_is_a_step_that_costs",
-    "a checkpoint restores neither bound nor sigma": "checkpoint/test_one_process.py::test_another_run_is_refused_with_the_difference",
+    "a checkpoint restores neither bound nor sigma": "checkpoint/test_loading.py::test_another_run_is_refused_with_the_difference",
     "one NaN sample turns all parameters NaN": "test_step.py::test_nan_sample_leaves_the_rest_alone",
     "an engine returns the raw gradient": "engines/test_museum_engines.py::test_no_engine_returns_the_raw_gradient",
     "grouped convolution is wrong": "engines/test_museum_engines.py::test_grouped_and_3d_convolutions_are_trained_in_any_order",
@@ -29,14 +27,60 @@ MUSEUM = {
     "a larger clip norm saves privacy": "test_plan.py::test_the_clip_norm_does_not_change_epsilon",
     "larger batches use less privacy": "test_plan.py::test_at_fixed_noise_larger_batches_cost_more",
     "GDP is used to calibrate": "accounting/test_calibration.py::test_museum_gdp_cannot_calibrate",
-    "the tail of the accumulation is lost": "test_guarantees.py::test_microbatch_invariance",
+    "the tail of the accumulation is lost": "test_clipped.py::test_microbatch_invariance",
     "misspelt privacy arguments are swallowed": "test_step.py::test_misspelt_arguments_are_not_swallowed",
     "noise is drawn in another dtype than promised": "noise/test_gaussian.py::test_noise_is_drawn_as_promised",
     "the sum is divided before the noise": "noise/test_gaussian.py::test_a_divided_sum_cannot_be_released",
 }
+CAPABILITIES = {
+    "L1 configuration names": "hf/trainer/test_arguments.py::test_L1_flags_of_a_command_line",
+    "L2 noise from the budget": "hf/trainer/test_arguments.py::test_L2_noise_is_computed_from_the_budget",
+    "L3 a given noise multiplier": "hf/trainer/test_arguments.py::test_L3_a_noise_multiplier_is_used_as_it_is",
+    "L4 Poisson on and off": "hf/trainer/test_trainer.py::test_L4_shuffled_batches",
+    "L5 secure mode": "hf/trainer/test_trainer.py::test_L5_secure_mode_runs",
+    "L6 physical and logical batch": "hf/trainer/test_trainer.py::test_L6_T6_memory_and_speed_change_no_result",
+    "L7 image and text": "hf/vision_language/test_strategies.py::test_L7_keys_shapes_and_labels",
+    "L8 strategies": "hf/vision_language/test_strategies.py::test_L8_parity",
+    "L9 one command, under torchrun": "train/test_run.py::test_L9_T5_torchrun_with_one_process",
+    "L10 metrics": "hf/trainer/test_trainer.py::test_L10_T9_metrics_reach_every_logger",
+    "L11 accounting at each checkpoint": "hf/trainer/test_trainer.py::test_L11_accounting_in_each_checkpoint_and_at_the_end",
+    "L12 warning, stop before the breach": "hf/trainer/test_trainer.py::test_L12_T10_training_stops_before_the_breach",
+    "L13 requirements": "accounting/test_requirements.py::test_the_numbers_belong_together",
+    "L14 reading epsilon and delta": "accounting/test_requirements.py::test_tables",
+    "L15 model check, BatchNorm": "hf/test_models.py::test_L15_batchnorms_are_counted",
+    "L16 several processes": "distributed/test_launch.py::test_the_trainer_is_the_same_on_two_processes",
+    "L17 length grouping": "hf/trainer/test_settings.py::test_L17_length_grouping_is_refused",
+    "L18 bf16": "hf/trainer/test_trainer.py::test_L18_bfloat16",
+    "L19 Trainer": "hf/trainer/test_trainer.py::test_L19_trainer_equals_a_plain_loop",
+    "L20 the guide": "guides/test_llava_guide.py::test_L20_the_whole_guide_runs",
+    "L21 resume": "hf/trainer/test_files.py::test_L21_killed_run_resumes_bit_for_bit",
+    "T1 Trainer": "guides/test_trainer_guide.py::test_T1_the_ordinary_script_becomes_private_by_the_diff",
+    "T2 arguments": "hf/trainer/test_arguments.py::test_T2_incomplete_and_contradicting_values_are_refused",
+    "T3 no position_ids": "hf/test_tasks.py::test_T3_position_ids_are_not_needed_and_are_passed_on",
+    "T4 Conv1D and rules of users": "engines/test_register.py::test_a_registered_rule_is_used",
+    "T5 launch": "distributed/test_launch.py::test_the_command_is_the_same_on_two_processes",
+    "T6 accumulation": "hf/trainer/test_trainer.py::test_L6_T6_memory_and_speed_change_no_result",
+    "T7 author level": "examples/test_authors.py::test_T7_both_units_are_reported_side_by_side",
+    "T8 full and adapters": "train/test_run.py::test_T8_the_adapter_opens_with_peft",
+    "T9 epsilon logged, final epsilon": "cli/test_train.py::test_T9_T12_what_a_run_says_and_leaves",
+    "T10 stop at max epsilon": "hf/trainer/test_arguments.py::test_T10_a_ceiling_leaves_fewer_steps",
+    "T11 synthetic text": "examples/test_synthetic_text.py::test_T11_synthetic_text_trains_a_classifier",
+    "T12 YAML jobs": "cli/test_train.py::test_T9_T12_what_a_run_says_and_leaves",
+    "T13 tips": "cli/test_train.py::test_T12_T13_commands_of_the_guide_work",
+    "T14 causal attention": "hf/test_models.py::test_T14_causal_attention",
+    "T15 the twin": "hf/trainer/test_trainer.py::test_T15_twin_is_an_ordinary_trainer",
+}
 
 
-@pytest.mark.parametrize("fault", MUSEUM)
-def test_each_fault_has_its_test(fault):
-    file, name = MUSEUM[fault].split("::")
-    assert re.search(rf"^def {name}\(", (HERE / file).read_text(), re.MULTILINE)
+def test_each_fault_and_each_capability_has_its_test():
+    missing = []
+    for what, where in {**MUSEUM, **CAPABILITIES}.items():
+        file, name = where.split("::")
+        if not re.search(rf"^def {name}\(", (HERE / file).read_text(), re.MULTILINE):
+            missing.append(what)
+    assert missing == []
+
+
+def test_no_capability_is_left_out():
+    rows = {row.split()[0] for row in CAPABILITIES}
+    assert rows == {f"L{i}" for i in range(1, 22)} | {f"T{i}" for i in range(1, 16)}

@@ -212,7 +212,7 @@ def schedule_ledger(
         InvalidArgument: an argument outside its domain.
 
     Guarantees:
-        equals the ledger of the single steps (tests/accounting/test_ledger.py::test_pieces_equal_single_steps).
+        equals the ledger of the single steps (tests/test_types.py::test_pieces_equal_single_steps).
 
     >>> schedule_ledger(0.1, Schedule(((100, 1.2), (200, 0.9))), num_steps=150)
     Ledger(150 steps, add_remove: (q=0.1, sigma=0.9) x 50 + (q=0.1, sigma=1.2) x 100)

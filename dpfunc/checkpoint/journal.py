@@ -37,7 +37,7 @@ def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
     """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do.
 
     Guarantees:
-        tests/checkpoint/test_full_disk.py.
+        tests/checkpoint/test_saving.py.
     """
     try:
         yield
@@ -121,7 +121,7 @@ class Journal:
         other values, by whatever processes (tests/test_state.py::test_a_key_begins_one_run,
         test_a_step_is_released_once); runs in one journal count each other
         (tests/checkpoint/test_journal.py::test_a_run_counts_those_before_it); no line is lost or changed unseen
-        (tests/checkpoint/test_journal.py::test_a_lost_or_changed_line_is_detected).
+        (tests/checkpoint/test_chain.py::test_a_lost_or_changed_line_is_detected).
 
     >>> import tempfile
     >>> import torch

@@ -95,7 +95,7 @@ def load(
         UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
 
     Guarantees:
-        tests/checkpoint/test_one_process.py: the resumed run is bit-identical (test_resume_is_bit_identical) and
+        tests/checkpoint/test_loading.py: the resumed run is bit-identical (test_resume_is_bit_identical) and
         epsilon never shrinks (test_epsilon_never_shrinks); tests/checkpoint/test_several_processes.py: any number of
         processes goes on as one would have (test_saved_by_four_and_loaded_by_any), and no crash loses accounting
         (test_kill_loses_no_accounting, test_other_layouts_pay_again).

@@ -101,8 +101,8 @@ def release(
         StepAborted: another process failed, here or in `gathered`; or noise is missing. What the mechanism raises.
 
     Guarantees:
-        tests/distributed/test_data_parallel.py::test_an_error_of_one_process_aborts_the_step_on_all;
-        tests/distributed/test_noise_shares.py::test_noise_that_is_missing_is_an_error_of_all.
+        tests/distributed/test_ranks.py::test_an_error_of_one_process_aborts_the_step_on_all;
+        tests/distributed/test_reduce.py::test_noise_that_is_missing_is_an_error_of_all.
     """
     if ranks is None:
         return mechanism.add(clipped, noise_state, key)
@@ -131,7 +131,7 @@ def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> 
         shapes: name -> shape of a leaf, in the same order on all processes.
 
     Guarantees:
-        tests/distributed/test_noise_shares.py::test_each_number_belongs_to_one_process.
+        tests/distributed/test_reduce.py::test_each_number_belongs_to_one_process.
 
     >>> shapes = {"w": (512, 256), "b": (512,)}
     >>> [{name: part.rows for name, part in noise_windows(shapes, rank, 2).items()} for rank in (0, 1)]

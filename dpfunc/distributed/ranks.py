@@ -135,7 +135,7 @@ def data_parallel(group: dist.ProcessGroup | None = None, *, dummy: Batch | None
 
     Guarantees:
         the released gradients and the ledger are those of one process, for any number of processes
-        (tests/distributed/test_data_parallel.py::test_any_number_of_processes_gives_the_same).
+        (tests/distributed/test_ranks.py::test_any_number_of_processes_gives_the_same).
 
     >>> data_parallel()
     Traceback (most recent call last):

@@ -164,7 +164,7 @@ def loop() -> Loop:
 
     Guarantees:
         equals the reference (tests/engines/test_parity.py); draws what `auto` draws (tests/engines/test_draws.py);
-        keeps nothing of a row (tests/engines/test_kept_state.py).
+        keeps nothing of a row (tests/engines/guards/test_kept_state.py).
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> loop()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]

@@ -89,7 +89,7 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check that a run can begin in the output folder, or that it holds the run to resume.
 
     Without a released step it begins again, with --resume or without
-    (tests/cli/test_train.py::test_a_run_killed_before_its_first_step_begins_again).
+    (tests/train/test_run_folder.py::test_a_run_killed_before_its_first_step_begins_again).
     """
     folder = Path(job.output_dir)
     _check_writable(folder)
@@ -183,7 +183,7 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
 def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder.
 
-    (tests/cli/test_train.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal)
+    (tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal)
     """
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken = journal_ledger(journal)

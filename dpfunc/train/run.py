@@ -122,7 +122,7 @@ def run_job(
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
     Guarantees:
-        tests/cli/test_train.py::test_L21_killed_command_resumes_bit_for_bit, ::test_two_commands_at_the_same_time.
+        tests/train/test_run.py::test_L21_killed_command_resumes_bit_for_bit, ::test_two_commands_at_the_same_time.
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
@@ -173,7 +173,7 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
 
-    (tests/cli/test_train.py::test_the_dry_run_refuses_what_training_refuses)
+    (tests/train/test_dry_run.py::test_the_dry_run_refuses_what_training_refuses)
     """
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)

@@ -1,4 +1,4 @@
-"""What worker processes run in test_data_parallel.py and test_agreement.py: the same small run, seen by one process."""
+"""What worker processes run in test_ranks.py and test_agreement.py: the same small run, seen by one process."""
 
 from __future__ import annotations
 

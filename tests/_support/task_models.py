@@ -13,6 +13,8 @@ from zoo.parity import roughen
 from benchmarks.survey.audio import CONVS, waves
 from benchmarks.survey.case import classes, images, randn, text, token_labels
 from benchmarks.survey.tiny import built
+from dpfunc.functional import functionalize
+from dpfunc.hf.tasks import infer_task, make_loss_fn
 
 IGNORED = -100
 D_MODEL = {"d_model": 16}
@@ -206,3 +208,10 @@ def sentences():
         **{f"premise_{name}": value for name, value in first.items()},
         **{f"hypothesis_{name}": value for name, value in second.items()},
     }
+
+
+def loss_of(name, task=None):
+    """The loss of a model, its parameters and a batch."""
+    model, batch = build(name)
+    forward, params = functionalize(model)
+    return make_loss_fn(forward, task or infer_task(model)), params, batch

@@ -23,29 +23,6 @@ adjacencies = st.sampled_from(["add_remove", "replace_one"])
 GOOD = Event(0.01, 1.0, 1000)
 
 
-def costlier(event, factor):
-    """The same steps with a larger probability, less noise, and more of them."""
-    q, sigma, count = event.sampling_prob, event.noise_multiplier, event.num_steps
-    return (
-        Event(min(1.0, q * factor), sigma, count),
-        Event(q, sigma / factor, count),
-        Event(q, sigma, int(count * factor) + 1),
-    )
-
-
-def renyi(*items, delta, adjacency="add_remove"):
-    return epsilon(Ledger(items, adjacency), delta, "rdp").epsilon
-
-
-@given(events, st.floats(1.01, 5.0), deltas, adjacencies)
-def test_renyi_rises_with_probability_and_steps_and_falls_with_noise_and_delta(event, factor, delta, adjacency):
-    base = renyi(event, delta=delta, adjacency=adjacency)
-    more = [renyi(each, delta=delta, adjacency=adjacency) for each in costlier(event, factor)]
-    more += [renyi(event, delta=delta / factor, adjacency=adjacency)]
-    more += [renyi(event, Event(0.5, 9.0, 3), delta=delta, adjacency=adjacency)]
-    assert 0 <= base <= min(more) * (1 + 1e-9)
-
-
 @settings(max_examples=12)
 @given(st.lists(cheap, min_size=1, max_size=3), deltas, adjacencies)
 def test_auto_is_the_best_of_what_is_possible(items, delta, adjacency):

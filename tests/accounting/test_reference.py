@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from accounting_oracle import (
     Undecided,
@@ -30,6 +29,8 @@ def ledger_of(*events, adjacency="add_remove"):
 
 
 MIXED = ((0.001, 0.8, 1000), (0.1, 4.0, 50), (0.01, 1.2, 500))
+
+
 # events, delta, truth, method of auto
 REFERENCE = {
     "q=.01 T=1000": ([(0.01, 1.0, 1000)], 1e-5, 1.8282367, "tilted"),
@@ -163,41 +164,10 @@ def test_few_steps_against_rounded_losses(events, delta, adjacency):
     assert high >= delta
 
 
-def old_conversion(q, sigma, steps, orders):
-    """The figures of 2019-2021 were R(a) + log(1/delta) / (a - 1) over these orders, at delta = 1e-5."""
-    from dpfunc.accounting._rdp import step_curve
-
-    curve = steps * np.array(step_curve(q, sigma, False, orders))
-    return float(np.min(curve + math.log(1e5) / (np.array(orders) - 1)))
-
-
-@pytest.mark.parametrize(
-    ("published", "q", "sigma", "steps"),
-    [
-        (2.92, 256 / 60000, 1.12, 14063),
-        (9.74, 256 / 60000, 0.6, 7032),
-        (1.20, 256 / 60000, 1.2, 2344),
-        (6.86, 0.004, 0.7, 45 * 250),
-        (2.91, 0.004, 1.1, 60 * 250),
-        (1.16, 0.004, 1.3, 15 * 250),
-        (0.71, 0.004, 1.3, 250),
-    ],
-)
-def test_published_figures_are_reproduced_and_improved(published, q, sigma, steps):
-    orders = (*(1 + x / 10 for x in range(1, 100)), *map(float, range(12, 64)))
-    assert old_conversion(q, sigma, steps, orders) == pytest.approx(published, abs=0.015)
-    assert epsilon(ledger_of((q, sigma, steps)), 1e-5).epsilon < 0.9 * published
-
-
 def test_museum_closed_form_epsilon():
     """1000 records, 3 epochs of 32 batches of 32, sigma 0.8: a formula that circulates says 2.19."""
     found = epsilon(ledger_of((0.032, 0.8, 96)), 1e-5)
     assert found.epsilon == pytest.approx(3.83, abs=0.02)
-
-
-def test_renyi_orders_reach_far_enough():
-    """With orders up to 63 only, Renyi can never say less than 0.1 at delta = 1e-5, whatever the noise."""
-    assert epsilon(ledger_of((0.01, 1000.0, 1)), 1e-5, "rdp").epsilon < 0.006
 
 
 PLANS = json.loads((Path(__file__).parent / "peer_epsilons.json").read_text())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from local_process import Local, locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
 
 import dpfunc
-from benchmarks import small_steps
+from benchmarks import measure, small_steps
 from benchmarks.engines import contestants, plots
 from benchmarks.engines.__main__ import main
 from benchmarks.engines.cases import ALL_CASES, CASES, LAYER_CASES
@@ -48,11 +49,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(autouse=True)
-def threads_stay_as_they_were():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads_stay_as_they_were")
 
 
 def judged(case, names, cases="benchmarks.engines.cases"):
@@ -74,7 +71,9 @@ def judged(case, names, cases="benchmarks.engines.cases"):
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("benchmark") / "engines.json"
     arguments = ["--quick", "--cases", "w3", "--engines", "vmap", "--rounds", "2", "--out", str(out)]
-    result = CliRunner().invoke(main, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "Process", Local)
+        result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     return json.loads(out.read_text())
 
@@ -115,6 +114,7 @@ def test_page_and_pictures(written, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("locally")
 def test_memory_alone_keeps_the_times_of_the_file_and_sizes_are_not_mixed(tmp_path):
     out = tmp_path / "engines.json"
     common = ["--out", str(out), "--cases", "layer:linear", "--engines"]

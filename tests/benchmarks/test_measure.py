@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from local_process import locally  # noqa: F401  (a fixture)
 
 from benchmarks import measure, results
-from benchmarks.measure import MIB, Contestant, Failed, Numbers, Process, Server, compete, in_turn, summary
+from benchmarks.measure import MIB, Contestant, Failed, Numbers, Process, compete, in_turn, summary
 
 SUMS = {"right": {"w": np.ones(3)}, "wrong": {"w": np.full(3, 1.001)}, "float32": {"w": np.full(3, 1.001)}}
 
@@ -32,46 +33,18 @@ def contestant(spec):
     return Contestant(lambda: sums, lambda result: result, memory=lambda: memory, facts={"fact": name})
 
 
-class Local(Process):
-    """A contestant in this process, without the seconds that imports take."""
-
-    def __init__(self, spec):
-        self.folder = SimpleNamespace(name=spec["folder"])
-        try:
-            self.server = Server(spec)
-        except Exception as error:
-            raise Failed(measure.reason(error)) from error
-        self.facts = self.server.facts()
-
-    def ask(self, command):
-        name, _, file = command.partition(" ")
-        return getattr(self.server, name)(*([file] if file else []))
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def locally(monkeypatch):
-    monkeypatch.setattr(measure, "Process", Local)
-
-
 def error(name, sums, double):
     return float(np.abs(sums["w"] - 1).max())
 
 
-def test_contestants_are_compared_timed_and_weighed(locally, tmp_path):
+@pytest.mark.usefixtures("locally")
+def test_contestants_are_compared_timed_and_weighed():
     names = ("no sums", "right", "wrong", "float32", "broken")
-    specs = {name: {"module": __name__, "contestant": name, "folder": str(tmp_path)} for name in names}
+    specs = {name: {"module": __name__, "contestant": name} for name in names}
     said = []
     found = compete(specs, 3, base="right", error=error, memory=True, say=said.append)
-    assert [found[name]["status"] for name in names] == [
-        "ok",
-        "ok",
-        "wrong: 0.001",
-        "ok",
-        "x: KeyError: 'no such model'",
-    ]
+    statuses = ["ok", "ok", "wrong: 0.001", "ok", "x: KeyError: 'no such model'"]
+    assert [found[name]["status"] for name in names] == statuses
     assert found["right"]["fact"] == "right"
     assert found["right"]["time"]["ratio"] == found["right"]["cpu"]["ratio"] == 1
     assert found["no sums"]["batches"]["median_seconds"] == 2
@@ -81,8 +54,9 @@ def test_contestants_are_compared_timed_and_weighed(locally, tmp_path):
     assert said[:2] == ["parity no sums", "parity right"]
 
 
-def test_a_checkout_is_compared_with_the_present_one(locally, tmp_path):
-    spec = {"module": __name__, "contestant": "right", "folder": str(tmp_path)}
+@pytest.mark.usefixtures("locally")
+def test_a_checkout_is_compared_with_the_present_one():
+    spec = {"module": __name__, "contestant": "right"}
     found = compete({"plain": spec, "auto": spec, "auto@against": spec}, 2, base="plain", error=error)
     assert found["auto"]["against"]["ratio"] > 0
     assert "against" not in found["plain"]

@@ -6,8 +6,8 @@ import json
 import sys
 
 import pytest
-import torch
 from click.testing import CliRunner
+from local_process import locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
 
 from benchmarks import distributed, freed_memory, gpu, growth, loader, noise_cost, overhead, small_steps, targets
 from benchmarks.growth import AXES, Axis, exponent
@@ -42,13 +42,6 @@ def test_the_survey_page_is_that_of_the_committed_result():
     assert survey.page(found.values(), read(survey.RESULT)["versions"]) == survey.PAGE.read_text("utf-8")
 
 
-@pytest.fixture
-def threads_stay_as_they_were():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def numbers_of(module, *arguments, out):
     run = CliRunner().invoke(module.main, ["--quick", "--rounds", "1", *arguments, "--out", str(out)])
     assert run.exit_code == 0, run.output
@@ -56,7 +49,8 @@ def numbers_of(module, *arguments, out):
 
 
 @pytest.mark.slow
-def test_questions_over_the_engines_run_in_small(tmp_path, threads_stay_as_they_were):
+@pytest.mark.usefixtures("locally", "threads_stay_as_they_were")
+def test_questions_over_the_engines_run_in_small(tmp_path):
     """Each measures every contestant, and its tables can be made of that."""
     cases = numbers_of(freed_memory, "--cases", "w3", out=tmp_path / "freed.json")
     assert len(cases["w3"]["contestants"]) == 4
@@ -71,7 +65,8 @@ def test_questions_over_the_engines_run_in_small(tmp_path, threads_stay_as_they_
 
 
 @pytest.mark.slow
-def test_small_steps_are_measured(tmp_path, monkeypatch, threads_stay_as_they_were):
+@pytest.mark.usefixtures("locally", "threads_stay_as_they_were")
+def test_small_steps_are_measured(tmp_path, monkeypatch):
     known = {name: small_steps.ALL_CASES[name] for name in ("LSTM in both directions, packed", "chain")}
     monkeypatch.setattr(small_steps, "ALL_CASES", known)
     cases = numbers_of(small_steps, "--no-memory", out=tmp_path / "small.json")

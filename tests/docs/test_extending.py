@@ -1,60 +1,391 @@
-"""docs/extending.md: its blocks run in order, and each part does what the page says."""
+"""docs/extending.md: its blocks run in order, and one toy of each kind goes through a small private step or its check.
+
+Most toys are those of the page. They are made without a change of the package: what a plan, a step or `register_rule` takes
+from a user is given to it; what the page writes into a table of the package is there for one test.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass, is_dataclass, replace
+from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from cases import GROUPINGS, SAMPLERS, as_batch, linear_loss, random_rows
+from cases import RULES as RULE_CASES
+from cases import params as zeros
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noise_cases import remembering
+from reference import loop_clipped_sum, loop_gradients
+from scipy import stats
 
-from dpfunc import clipping
-from dpfunc.accounting import Ledger
+from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
+from dpfunc.accounting import Ledger, accountant, epsilon
 from dpfunc.accounting.events import KINDS
-from dpfunc.engines import register
+from dpfunc.checkpoint import Journal, journal_ledger, load, save
+from dpfunc.checkpoint import _format as format
+from dpfunc.clipping.bounds import SLACK
+from dpfunc.engines import _rules as rule_tables
+from dpfunc.engines import register, register_rule
 from dpfunc.engines._rules import RULES
+from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
-from dpfunc.types import Event
+from dpfunc.rng import insecure_key, secure_key
+from dpfunc.types import ADJACENCIES, ClippedSum, Event, Schedule
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+DATA = random_rows(0, 20)
 
 
-def test_the_page_adds_one_of_each(capsys):
-    page = ModuleType("extending")  # dataclasses look for the module of a class
-    sys.modules["extending"], names = page, vars(page)
-    try:
+@pytest.fixture(scope="module")
+def page():
+    """What the blocks of the page define, with `said` of all that they print; without what they register."""
+    module, kinds = ModuleType("extending"), dict(KINDS)
+    sys.modules["extending"] = module  # dataclasses look for the module of a class
+    printed = StringIO()
+    with redirect_stdout(printed):
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(compile(block, "extending.md", "exec"), names)
-        assert "epsilon" in capsys.readouterr().out
-        assert names["ledger"].epsilon(1e-3) == Ledger((Event(0.5, 2.0, 40),), "zero_out").epsilon(1e-3)
-        _, state = names["one_step"](clip=names["Squared"](1.0))
+            exec(compile(block, "extending.md", "exec"), vars(module))
+    registered = torch.linalg.vecdot in register.REGISTERED
+    KINDS.clear()
+    KINDS.update(kinds)
+    register.REGISTERED.pop(torch.linalg.vecdot, None)
+    RULES.pop(torch.linalg.vecdot, None)
+    yield SimpleNamespace(**vars(module), said=printed.getvalue(), registered=registered)
+    del sys.modules["extending"]
+
+
+def test_the_page_adds_one_of_each(page):
+    assert "epsilon" in page.said
+    assert page.ledger.epsilon(1e-3) == Ledger((Event(0.5, 2.0, 40),), "zero_out").epsilon(1e-3)
+    assert page.registered
+    for part in ({"clip": page.Squared(1.0)}, {"sampler": page.Halves(100)}, {"noise": page.Rounded()}):
+        _, state = page.one_step(**part)
         assert state.step == 1
-        _, state = names["one_step"](sampler=names["Halves"](100))
-        assert state.ledger.events == (Event(1.0, 1.0, 1),)
-        grads, state = names["one_step"](noise=names["Rounded"]())
-        assert state.noise_state == {"count": 1}
-        assert state.ledger.events == (Event(0.5, 1.0, 1),)
-        assert bool((grads["w"].remainder(2.0**-14) == 0).all())
-        with pytest.raises(InvalidArgument, match="adjacency"):
-            Plan(names["Halves"](100), clipping.Flat(1.0), 1.0, num_steps=3, delta=1e-3)
-        assert torch.linalg.vecdot in register.REGISTERED
+    assert state.noise_state == {"count": 1}
+
+
+def test_a_task_of_the_page(page):
+    output = SimpleNamespace(logits=torch.tensor([[1.0], [3.0]]))
+    found = page.quantile(lambda params, **inputs: output, {}, {"labels": torch.tensor([2.0, 2.0]), "x": None})
+    assert torch.allclose(found, torch.tensor([0.9, 0.1]))
+
+
+def one_step(
+    loss_fn=linear_loss,
+    params=None,
+    data=None,
+    *,
+    clip=None,
+    sampler=None,
+    noise_multiplier=1e-3,
+    facts=None,
+    **options,
+):
+    """A step of a toy plan: the plan, what was released (a sum, with hardly any noise), its batch, and the next state."""
+    data = as_batch(DATA) if data is None else data
+    size = len(next(iter(data.values())))
+    plan = Plan(
+        sampler or sampling.Poisson(size, 0.5), clip or clipping.Flat(1.0), noise_multiplier, num_steps=3, delta=1e-3,
+        adjacency="zero_out", **(facts or {}),
+    )  # fmt: skip
+    params = zeros() if params is None else params
+    dp_step = make_dp_step(loss_fn, plan, reduction="sum", **options)
+    state = dp_step.init(params, secure_key())
+    indices = next(iter(plan.batches(state)))
+    batch = {name: leaf[indices] for name, leaf in data.items()}
+    grads, after, _ = dp_step(params, batch, state)
+    assert after.ledger.events == plan.events(0, 1)
+    return plan, grads, batch, after
+
+
+def agrees(grads, batch, factor, group_of, bounds, loss_fn=linear_loss, params=None):
+    """Compare with the loop over single samples, up to the noise: 1e-3 of the sensitivity, at six deviations."""
+    params = zeros() if params is None else params
+    inner = {group: bound * (1 - SLACK) for group, bound in bounds.items()}
+    expected = loop_clipped_sum(loss_fn, params, batch, factor, group_of, inner)
+    off = max(float((grads[name].double() - expected[name]).abs().max()) for name in params)
+    return off < 6e-3 * math.sqrt(sum(bound**2 for bound in bounds.values()))
+
+
+def flat_factor(n, c):
+    return c / max(n, c)
+
+
+# A clip rule
+
+
+def test_a_clip_rule(page):
+    group_of = dict.fromkeys(zeros(), "all")
+    _, grads, batch, _ = one_step(clip=page.Squared(1.0))
+    assert agrees(grads, batch, lambda n, c: flat_factor(n, c) ** 2, group_of, {"all": 1.0})
+    assert not agrees(grads, batch, flat_factor, group_of, {"all": 1.0})
+
+
+# A grouping
+
+
+class ByKind:
+    """Weights, and biases."""
+
+    def assign(self, names):
+        return tuple(name.rpartition(".")[2] for name in names)
+
+
+def test_a_grouping():
+    bounds = {"weight": 1.0, "bias": 0.5}
+    group_of = {name: name.rpartition(".")[2] for name in zeros()}
+    _, grads, batch, _ = one_step(clip=clipping.Flat(bounds, groups=ByKind()))
+    assert agrees(grads, batch, flat_factor, group_of, bounds)
+    summed, _ = clipped_grad(linear_loss, zeros(), batch, clipping.Flat(bounds, groups=ByKind()))
+    assert summed.sensitivities == bounds
+
+
+# An engine
+
+
+@dataclass
+class Formed:
+    """Per-sample gradients that are in memory."""
+
+    losses_B: torch.Tensor
+    grads_B: dict
+
+    def sq_norms(self):
+        return {name: grad_B.flatten(1).square().sum(1) for name, grad_B in self.grads_B.items()}
+
+    def weighted_sum(self, factors):
+        return {name: torch.einsum("b,b...->...", factors[name], grad_B) for name, grad_B in self.grads_B.items()}
+
+
+def row_by_row(loss_fn, params, batch):
+    """Differentiate the rows one by one; nothing proves that the loss keeps them apart, and they are."""
+    found = loop_gradients(loss_fn, params, batch)
+    grads_B = {
+        name: torch.stack([grads[name] for _, grads in found]) if found else p.new_zeros(0, *p.shape)
+        for name, p in params.items()
+    }
+    return Formed(torch.stack([loss for loss, _ in found]) if found else torch.zeros(0), grads_B)
+
+
+def test_an_engine():
+    _, grads, batch, _ = one_step(engine=row_by_row)
+    assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    got, _ = clipped_grad(linear_loss, zeros(), batch, clipping.Flat(1.0), engine=row_by_row, microbatch_size=3)
+    expected, _ = clipped_grad(linear_loss, zeros(), batch, clipping.Flat(1.0))
+    assert all(torch.allclose(got.sums[name], expected.sums[name], atol=1e-5) for name in zeros())
+
+
+# A sampler
+
+
+def test_a_sampler(page):
+    plan, grads, batch, after = one_step(sampler=page.Halves(20))
+    assert len(batch["head.weight"]) == 10
+    assert after.ledger.events == (Event(1.0, 1e-3, 1),)
+    assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    key = insecure_key(0)
+    drawn = {tuple(plan.sampler.indices(key, step).tolist()) for step in range(30)}
+    assert len(drawn) == 2
+    assert torch.equal(plan.sampler.indices(key, 7), plan.sampler.indices(key, 7))
+    with pytest.raises(InvalidArgument, match="adjacency"):
+        Plan(page.Halves(20), clipping.Flat(1.0), 1.0, num_steps=3, delta=1e-3, adjacency="add_remove")
+
+
+# A rule of an operation
+
+
+def vecdot_loss(p, b):
+    return torch.linalg.vecdot(b["x"], p["w"]).square()
+
+
+VECTORS = {"x": torch.randn(20, 4, generator=torch.Generator().manual_seed(1))}
+WEIGHT = {"w": torch.arange(1.0, 5.0)}
+
+
+def test_a_rule_of_an_operation(page):
+    example = {"x": VECTORS["x"][:3].double(), "y": WEIGHT["w"].double()}
+    with pytest.raises(InvalidArgument, match="what single samples give"):
+        register_rule(torch.linalg.vecdot, "y", lambda grad, x, y: x * grad[:, None] * 2, needs=["x"], example=example)
+    try:
+        register_rule(torch.linalg.vecdot, "y", page.vecdot_grad, needs=["x"], example=example)
+        _, grads, batch, _ = one_step(vecdot_loss, WEIGHT, VECTORS)
+        assert agrees(grads, batch, flat_factor, {"w": "all"}, {"all": 1.0}, vecdot_loss, WEIGHT)
     finally:
-        del sys.modules["extending"]
-        KINDS.pop("several", None)
         register.REGISTERED.pop(torch.linalg.vecdot, None)
         RULES.pop(torch.linalg.vecdot, None)
 
 
-def test_a_task_of_the_page():
-    names = {"torch": torch}
-    block = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def quantile" in block)
-    exec(compile(block, "extending.md", "exec"), names)
+# A noise mechanism
 
-    class Output:
-        logits = torch.tensor([[1.0], [3.0]])
 
-    found = names["quantile"](lambda params, **inputs: Output, {}, {"labels": torch.tensor([2.0, 2.0]), "x": None})
-    assert torch.allclose(found, torch.tensor([0.9, 0.1]))
+def test_a_noise_mechanism(monkeypatch, tmp_path, page):
+    """One file and one line: its own events and state in the ledger, the journal, a saved plan and a checkpoint."""
+
+    @dataclass(frozen=True)
+    class Rounded(page.Rounded):
+        def check(self, sampler, noise_multiplier):
+            if isinstance(noise_multiplier, Schedule):
+                raise InvalidArgument("Expected one noise_multiplier with Rounded, got a schedule.")
+
+        def events(self, sampler, noise_multiplier, start, stop):
+            return (Event(1.0, noise_multiplier, stop - start),)  # it claims no amplification by sampling
+
+    monkeypatch.setattr(format, "_PARTS", format._PARTS | {Rounded})  # what a name in dpfunc/noise/__init__.py does
+    plan, grads, batch, after = one_step(facts={"noise": Rounded()})
+    assert after.noise_state == {"count": 1}
+    assert after.ledger.events == (Event(1.0, 1e-3, 1),)
+    journal = Journal(tmp_path / "journal.jsonl", plan)
+    journal(after)
+    run = {"params": zeros(), "plan": plan, "data": "toys", "journal": journal.path}
+    save(tmp_path, state=after, **run)
+    assert load(tmp_path, **run).state == after._replace(journal=str(run["journal"]), journal_lines=1)
+    assert all(bool((value.remainder(2.0**-14) == 0).all()) for value in grads.values())
+    assert agrees(grads, batch, flat_factor, dict.fromkeys(zeros(), "all"), {"all": 1.0})
+    with pytest.raises(InvalidArgument, match="Expected one noise_multiplier with Rounded"):
+        replace(plan, noise_multiplier=Schedule(((1, 1.0),)))
+
+
+def test_the_scale_of_a_noise_mechanism(page):
+    """Two-sided chi-square test of the standard deviation around zero."""
+    wide = ClippedSum({"w": torch.zeros(50_000)}, {"w": "all"}, {"all": 3.0})
+    released, _ = page.Rounded().mechanism(1.5, "uniform", "secure").add(wide, {"count": 0}, insecure_key(3))
+    for factor, accepted in ((1.0, True), (0.9, False), (1.1, False)):
+        tail = stats.chi2.cdf(float(released["w"].double().square().sum()) / (factor * 4.5) ** 2, 50_000)
+        assert (1e-6 < tail < 1 - 1e-6) == accepted
+
+
+def test_the_state_of_a_noise_mechanism_does_not_depend_on_the_data():
+    """The noise of a state goes into the next release: a rounding that the data has left in it would as well."""
+    mechanism = remembering(1.0)
+    sums = [ClippedSum({"w": torch.full((100,), value)}, {"w": "all"}, {"all": 1.0}) for value in (0.0, 1000.0)]
+    states = [mechanism.add(each, mechanism.init(each.sums), insecure_key(4))[1] for each in sums]
+    assert torch.equal(*(state["previous"]["w"] for state in states))
+
+
+# An accountant
+
+
+def concentrated(ledger, delta):
+    """Zero-concentrated privacy of all steps without amplification: `rho + 2 sqrt(rho log(1 / delta))`.
+
+    Bun & Steinke 2016, Concentrated Differential Privacy, propositions 1.3 and 1.6.
+    """
+    rho = sum(event.num_steps / (2 * event.noise_multiplier**2) for event in ledger.events)
+    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.floats(0.5, 8.0), st.integers(1, 200)), min_size=1, max_size=3),
+    st.sampled_from([1e-3, 1e-6]), st.sampled_from(ADJACENCIES),
+)  # fmt: skip
+def test_an_accountant(kinds, delta, adjacency):
+    """Never below the exact answer where every record is in every batch; sampling only lowers the truth."""
+    ledger = Ledger(tuple(Event(1.0, *kind) for kind in kinds), adjacency)
+    assert concentrated(ledger, delta) >= epsilon(ledger, delta, "gaussian").epsilon
+
+
+def test_an_accountant_of_a_step_and_a_wrong_one(page):
+    after = one_step(sampler=page.Halves(20), noise_multiplier=2.0)[3]
+    truth = epsilon(after.ledger, 1e-3).epsilon
+    assert truth <= concentrated(after.ledger, 1e-3) < 2 * truth
+    assert concentrated(Ledger((Event(1.0, 4.0, 1),)), 1e-3) < truth  # with twice the noise
+
+
+# A kind of event
+
+
+def test_a_kind_of_event(monkeypatch, tmp_path, page):
+    """In a step, a ledger, its file, a journal and a checkpoint by one line in the table; accountants read its law."""
+    Several = page.Several
+    monkeypatch.setitem(KINDS, "several", Several)
+    monkeypatch.setattr(Plan, "events", lambda self, start, stop: (Several(0.5, 2.0, stop - start, sums=4),))
+    plan, _, _, after = one_step()
+    Journal(tmp_path / "journal.jsonl", plan)(after)
+    run = {"params": zeros(), "plan": plan, "data": "toys", "journal": tmp_path / "journal.jsonl"}
+    save(tmp_path, state=after, **run)
+    assert load(tmp_path, **run).state.ledger == journal_ledger(run["journal"]) == after.ledger
+    ledger = after.ledger.compose(Ledger((Several(0.5, 2.0, 7, 4), Event(0.5, 2.0, 1)), "zero_out"))
+    assert repr(ledger) == "Ledger(9 steps, zero_out: (q=0.5, sigma=2) x 1 + several(q=0.5, sigma=2, sums=4) x 8)"
+    assert Ledger.from_json(ledger.to_json()) == ledger
+    assert ledger.lacks(after.ledger) == 0
+    for method in ("auto", "rdp"):
+        assert ledger.epsilon(1e-3, method) == Ledger((Event(0.5, 2.0, 33),), "zero_out").epsilon(1e-3, method)
+    text = ledger.to_json()
+    monkeypatch.undo()
+    with pytest.raises(InvalidArgument, match="Expected a kind of events"):
+        Ledger.from_json(text)
+    with pytest.raises(InvalidArgument, match="to be an Event"):
+        Ledger((Several(0.5, 2.0, 1, 4),))
+
+
+def test_each_kind_of_event_has_a_law_of_its_own():
+    """That of `Event` would leave out what its other fields mean."""
+    assert all("law" in vars(kind) and issubclass(kind, Event) for kind in KINDS.values())
+
+
+# The lists that a new part must join
+
+
+def test_every_row_of_the_page_has_its_toy():
+    rows = set(re.findall(r"^\| (an? [^|(]+?) (?:\(.*\) )?\|", PAGE, flags=re.MULTILINE))
+    toys = {
+        "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "an accountant", "a kind of event",
+        "an operation of torch that takes a parameter",
+    }  # fmt: skip
+    elsewhere = {"a loss that mixes rows, or seems to", "a kind of model", "a benchmark"}
+    assert rows == toys | elsewhere
+
+
+def classes(module):
+    return {
+        name for name in module.__all__ if isinstance(getattr(module, name), type) and name not in ("Sampler", "Noise")
+    }
+
+
+def test_each_rule_grouping_and_sampler_is_in_the_tables_of_the_tests():
+    """tests/test_plan.py writes plans with each, tests/clipping/ compares each rule with its formula; `InOrder` draws
+    nothing, and tests of its own stand beside the table."""
+    rules = {type(make(1.0, clipping.AllParameters())).__name__ for make, _ in RULE_CASES.values()}
+    assert rules | {type(grouping).__name__ for grouping in GROUPINGS.values()} == classes(clipping)
+    assert {type(sampler).__name__ for sampler in SAMPLERS.values()} | {"InOrder"} == classes(sampling)
+
+
+@pytest.mark.parametrize("package", [clipping, sampling, noise], ids=lambda package: package.__name__)
+def test_the_parts_of_a_plan_are_frozen(package):
+    """A plan that could be changed after its budget was computed would not be the plan that was accounted."""
+    for name in classes(package):
+        kind = getattr(package, name)
+        frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen
+        assert frozen or issubclass(kind, tuple), f"{name} is no frozen dataclass and no named tuple"
+
+
+def test_the_tables_of_engines_rules_and_accountants_are_whole():
+    folder = Path(rule_tables.__file__).parent
+    files = {path.stem for path in folder.glob("*.py") if re.search(r"^RULES\b", path.read_text(), re.M)}
+    assert files - {"__init__"} == {family.__name__.split(".")[-1] for family in rule_tables.FAMILIES}
+    assert get_args(get_type_hints(PrivacyArguments)["dp_accountant"]) == accountant.ACCOUNTANTS
+    assert {*accountant.ACCOUNTANTS, "gaussian"} == set(accountant.BOUNDS) < set(accountant.METHODS)
+    assert set(ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
+    parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
+    assert all(f'"{name}": {name}()' in parity for name in ENGINES)
+
+
+# prv imports opacus, for seconds
+@pytest.mark.parametrize("method", [each for each in accountant.METHODS if each not in ("auto", "prv")])
+def test_each_accountant_answers_itself(method):
+    """A name in `Method` without a branch would be answered by another accountant."""
+    ledger = Ledger((Event(1.0 if method == "gaussian" else 0.5, 2.0, 3),))
+    assert epsilon(ledger, 1e-3, method).method == method

@@ -60,11 +60,12 @@ def test_gradients_equal_the_loop(engine, name, dtype, device):
         assert run.decision(case.loss_fn).engine == "one pass"
 
 
-@engines
 @families
-@dtypes
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [*((engine, torch.float64) for engine in ENGINES), ("auto", torch.float32)]
+)
 def test_language_models_equal_the_loop(engine, name, dtype):
-    """Hugging Face families: text, images, both."""
+    """Hugging Face families: text, images, both. In float32 the default engine alone: rounding is compared above."""
     check(engine, name, dtype)
 
 

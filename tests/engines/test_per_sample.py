@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from factors import ROWS, TOLERANCE, WIDTH, Draw, close, seeds, sizes, with_bad_row, with_changed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,25 +16,6 @@ from benchmarks.measure import allocated
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines._per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
 from dpfunc.engines._rules.convolution import ConvolutionArgs, Convolved
-
-ROWS, WIDTH = 6, 5
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
-seeds = st.integers(0, 2**31)
-sizes = st.integers(1, 4)
-
-
-class Draw:
-    """Random factors for B samples of one dtype; half and bfloat16 values are exact in float64 as well."""
-
-    def __init__(self, seed, size, dtype=torch.float64, length=None):
-        self.generator, self.size, self.dtype = torch.Generator().manual_seed(seed), size, dtype
-        self.length = 1 + seed % 7 if length is None else length
-
-    def normal(self, *shape):
-        return torch.randn(self.size, *shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
-
-    def ids(self):
-        return torch.randint(ROWS, (self.size, self.length), generator=self.generator)
 
 
 def outer(draw, p=ROWS, d=WIDTH):
@@ -97,10 +79,6 @@ def factors_of(size, dtype):
     return factors_B
 
 
-def close(got, expected, tolerance, scale):
-    return bool((got.double() - expected).norm() <= tolerance * scale + 1e-30)
-
-
 @kinds
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16, torch.bfloat16], ids=str)
 @given(seed=seeds, size=sizes)
@@ -118,18 +96,7 @@ def test_equals_its_dense_form(kind, dtype, seed, size):
 
 
 def _as_double(grad):
-    return _with(grad, torch.Tensor.double)
-
-
-def _with(grad, change):
-    """The same with all floating tensors changed."""
-    changes = {}
-    for name, value in vars(grad).items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            changes[name] = change(value)
-        elif isinstance(value, (Gather, Outer)):
-            changes[name] = _with(value, change)
-    return replace(grad, **changes)
+    return with_changed(grad, torch.Tensor.double)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zeros"])
@@ -138,22 +105,13 @@ def _with(grad, change):
 def test_a_factor_of_zero_removes_its_row(kind, bad, seed, size):
     """Also one that is not finite: it changes nothing for the others, and its norm is not finite, so it is seen."""
     grad = KINDS[kind](Draw(seed, size))
-    spoilt, row = _with_bad_row(grad, size - 1, bad), size - 1
+    spoilt, row = with_bad_row(grad, size - 1, bad), size - 1
     factors_B = factors_of(size, torch.float64)
     factors_B[row] = 0
     assert torch.allclose(spoilt.weighted_sum(factors_B), grad.weighted_sum(factors_B), rtol=1e-12, atol=1e-12)
     assert not torch.isfinite(spoilt.sq_norms()[row])
     assert torch.allclose(spoilt.sq_norms()[:row], grad.sq_norms()[:row], rtol=1e-9, atol=1e-12)
     assert torch.equal(spoilt.weighted_sum(torch.zeros(size)), torch.zeros_like(grad.weighted_sum(factors_B)))
-
-
-def _with_bad_row(grad, row, bad):
-    def change(value):
-        value = value.clone()
-        value[row] = bad
-        return value
-
-    return _with(grad, change)
 
 
 def cancelling(draw, width):
@@ -224,49 +182,8 @@ def test_norms_bound_what_is_released(kind, seed, length, scale):
     without_B = torch.where(torch.arange(5) == 2, 0.0, factors_B)
     moved = grad.weighted_sum(factors_B).double() - grad.weighted_sum(without_B).double()
     assert float(moved.norm()) <= 1.0
-    reach_B = dense_of(_with(_as_double(grad), torch.abs)).norm(dim=1)
+    reach_B = dense_of(with_changed(_as_double(grad), torch.abs)).norm(dim=1)
     assert bool((norms_B <= exact_B * (1 + 1e-3) + 3e-3 * reach_B).all())
-
-
-@st.composite
-def convolutions(draw, dtype=torch.float64):
-    """A convolution of any kind, and torch's own gradient of each sample."""
-    axes, groups, transposed = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
-    each = lambda *values: tuple(draw(st.sampled_from(values)) for _ in range(axes))
-    stride, padding, dilation, taps = each(1, 2, 3), each(0, 1, 2), each(1, 2), each(1, 2, 3)
-    further = tuple(draw(st.integers(0, max(pair) - 1)) for pair in zip(stride, dilation, strict=True))
-    width_in, width_out = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([1, 3, 16]))
-    x_BmC = Draw(draw(seeds), draw(sizes), dtype).normal(draw(st.integers(1, 2)), width_in * groups, *each(5, 6, 7))
-    shape = (width_in * groups, width_out, *taps) if transposed else (width_out * groups, width_in, *taps)
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    options |= {"output_padding": further} if transposed else {}
-    run = partial(getattr(torch, f"conv{'_transpose' if transposed else ''}{axes}d"), bias=None, **options)
-    weight = torch.zeros(shape, dtype=dtype, requires_grad=True)
-    results = [run(x_mC, weight) for x_mC in x_BmC]
-    g_BmP = Draw(draw(seeds), len(results), dtype).normal(*results[0].shape)
-    rows = [torch.autograd.grad(y, weight, g)[0] for y, g in zip(results, g_BmP, strict=True)]
-    args = ConvolutionArgs(shape, stride, padding, dilation, groups, transposed, further if transposed else ())
-    return Convolved(g_BmP, x_BmC, args), torch.stack(rows)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@given(data=st.data())
-def test_convolutions_of_any_kind_are_torchs(dtype, data):
-    grad, rows_B = data.draw(convolutions(dtype))
-    sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
-    assert close(grad.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
-    assert close(grad.sq_norms(), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-@given(drawn=convolutions(torch.float32))
-def test_a_bad_sample_stays_in_its_group(bad, drawn):
-    """Samples lie side by side in one convolution of torch's: none may reach into another."""
-    grad, rows_B = drawn
-    if len(rows_B) > 1:
-        spoilt = _with_bad_row(grad, len(rows_B) - 1, bad)
-        assert close(spoilt.dense()[:-1], rows_B[:-1].double(), 2e-5, float(rows_B.norm()))
-        assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
 
 
 @kinds

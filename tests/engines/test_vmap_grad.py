@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from models import Case, tiny_bert
+from models import tiny_bert
+from rows_alone import W, X, engine_of, off, squares
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from zoo.parity import ENGINES, differences, truth_of
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -19,111 +19,6 @@ from dpfunc.engines.vmap_grad import Decision
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, torch_seed
-
-W = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
-X = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0], [4.0, 0.0, -1.0], [0.5, 0.5, 0.5]], dtype=torch.float64)
-
-
-def off(loss_fn, params, batch, engine=None):
-    """The largest difference from rows alone, relative to the largest gradient."""
-    case = Case(loss_fn, params, batch)
-    return max(differences(engine or auto(), case, truth_of(case)).values())
-
-
-def engine_of(loss_fn, params, batch):
-    engine = auto()
-    assert off(loss_fn, params, batch, engine) < 1e-10
-    return engine.decision(loss_fn).engine
-
-
-def squares(p, x):
-    return (p["w"] * x).square().sum(1)
-
-
-# How rows go, by what Python reads of them.
-
-READS = {
-    "nothing": (squares, "one pass"),
-    "what all rows agree on": (lambda p, x: squares(p, x) if (x < 100).all() else squares(p, 2 * x), "one pass"),
-    "a sign": (lambda p, x: squares(p, x) if x[0, 0] > 0 else squares(p, 3 * x), "groups"),
-    "a number of each row": (lambda p, x: squares(p, x) * x.sum().item(), "groups"),
-    "a list": (lambda p, x: squares(p, x) * sum(x.tolist()[0]), "groups"),
-    "numpy": (lambda p, x: squares(p, x) * float(x.numpy().max()), "groups"),
-    "a text": (lambda p, x: squares(p, x) * len(f"{x[0, 0].item():.3f}"), "groups"),
-    "a comparison": (lambda p, x: squares(p, x) * (2.0 if torch.equal(x, x.abs()) else 1.0), "groups"),
-    "shapes that agree": (lambda p, x: (p["w"] * x)[x.abs() > -1].square().sum()[None], "one pass"),
-    "shapes that follow from values": (lambda p, x: (p["w"] * x)[x > 0.7].square().sum()[None], "groups"),
-    "positions": (lambda p, x: (p["w"] * x).flatten()[(x > 0.7).nonzero()[:, 1]].sum()[None], "groups"),
-    "different whole numbers": (lambda p, x: squares(p, x) * len(x.round().long().unique()), "groups"),
-}
-
-
-def _swallowing(p, x):
-    try:
-        positive = bool(x[0, 0] > 0)
-    except:  # noqa: E722  (code of users that catches everything)
-        positive = True
-    return squares(p, x) if positive else squares(p, 3 * x)
-
-
-READS["a bare except"] = (_swallowing, "groups")
-
-
-@pytest.mark.parametrize("name", READS)
-def test_reads_group_the_rows(name):
-    loss_fn, expected = READS[name]
-    assert engine_of(loss_fn, W, X) == expected
-
-
-def test_rows_with_equal_numbers_stay_together():
-    """Three groups for six rows, in the order of the batch."""
-    x = torch.tensor([[1.0], [2.0], [1.0], [3.0], [2.0], [1.0]], dtype=torch.float64).expand(6, 3).contiguous()
-    engine = auto()
-
-    def loss_fn(p, b):
-        return squares(p, b) * b[0, 0].item()
-
-    assert off(loss_fn, W, x, engine) < 1e-12
-    assert engine.decision(loss_fn).reason.startswith("3 groups")
-
-
-# Writes, masks and selections of a row's own.
-
-OWN = {
-    "a mask is filled": lambda p, x: torch.where(x > 0, p["w"] * x, 0.0).sum(1),
-    "written where a mask is set": lambda p, x: _with(p["w"] * x, lambda h: h.__setitem__(h > 0, 0.0)),
-    "written where a mask is set, beside a number": lambda p, x: _with(
-        torch.zeros(2, 1, 3, dtype=x.dtype), lambda h: h.__setitem__((slice(None), 0, x[0] > 0.2),
-        torch.stack((p["w"], 2 * p["w"]))[:, x[0] > 0.2] * x[0][x[0] > 0.2])).sum()[None],
-    "written where a mask is set, after the last axis but one": lambda p, x: _with(
-        torch.zeros(2, 3, 1, dtype=x.dtype), lambda h: h.__setitem__((..., x[0] > 0.2, slice(0, 1)),
-        (p["w"] * x)[0][x[0] > 0.2][:, None])).sum()[None],
-    "scattered by a mask": lambda p, x: (p["w"] * x).masked_scatter(x > 0.2, (2 * p["w"] * x).flatten()).sum(1),
-    "changed by sparse numbers": lambda p, x: F.linear(x, torch.ones(3, 3, dtype=x.dtype) + torch.sparse_coo_tensor(
-        torch.tensor([[0, 2, 2], [1, 0, 0]]), 2 * p["w"], (3, 3))).square().sum(1),
-    "split and counted by its own numbers": lambda p, x: (
-        (p["w"] * x)[0].split([n := (x[0, 0] > 0).long() + 1, 3 - n])[0].sum() * torch.arange(n + 1).sum())[None],
-    "made of its own numbers and others": lambda p, x: (
-        p["w"] * x * torch.tensor([1.0, x[0, 0] > 0, 2], dtype=x.dtype)).sum(1),
-    "repeated by its own numbers": lambda p, x: (p["w"] * x).flatten().repeat_interleave((x > 0.7).long().flatten()).sum()[None],
-    "a function of torch that is written in Python": lambda p, x: F.multi_head_attention_forward(
-        x[None], x[None], x[None], 3, 1, torch.outer(torch.ones(9, dtype=x.dtype), p["w"]), torch.zeros(9, dtype=x.dtype),
-        None, None, False, 0.0, torch.eye(3, dtype=x.dtype), None)[0].sum((0, 2)),
-}  # fmt: skip
-
-
-def _with(h, write):
-    h = h.clone()
-    write(h)
-    return h.square().sum(1)
-
-
-# torch says it once for each process that makes a sparse tensor
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-@pytest.mark.parametrize("name", OWN)
-def test_what_a_row_does_with_its_own_memory(name):
-    assert engine_of(OWN[name], W, X) in ("one pass", "groups")
-
 
 # Gradients and hooks inside of the loss.
 
@@ -292,59 +187,6 @@ def test_losses_of_a_wrong_form_are_refused(loss_fn, message):
         auto()(loss_fn, W, X)
 
 
-def test_parameters_are_not_written():
-    def loss_fn(p, x):
-        p["w"].mul_(2)
-        return squares(p, x)
-
-    with pytest.raises(UnsupportedModel):
-        auto()(loss_fn, W, X)
-    assert W["w"].tolist() == [1.0, -2.0, 0.5]
-
-
-WRITES = {
-    "data": lambda w: w.data.mul_(2),
-    "a list": lambda w: torch._foreach_mul_([w], 2.0),
-    "out": lambda w: torch.mul(w, 2.0, out=w),
-    "without gradients": lambda w: torch.no_grad()(w.mul_)(2.0),
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("way", WRITES)
-def test_no_row_sees_what_another_has_written_into_a_parameter(way, engine):
-    """Refused, or each row has its own: the last of several rows has what it has alone."""
-
-    def loss_fn(p, x):
-        WRITES[way](p["w"])
-        return (p["w"] * x).square().sum(1)
-
-    def last(rows):
-        given = {"w": W["w"].clone()}
-        try:
-            found = ENGINES[engine]()(loss_fn, given, rows).sq_norms()["w"][-1]
-        except (UnsupportedModel, RuntimeError):
-            found = torch.zeros(())
-        assert torch.equal(given["w"], W["w"])
-        return found
-
-    torch.testing.assert_close(last(X), last(X[-1:]))
-
-
-def test_memory_that_nobody_has_written_has_no_numbers_of_others():
-    """`torch.empty` is zeros."""
-    seen = []
-
-    def loss_fn(p, x):
-        left = torch.full((4096,), 7.0)
-        del left
-        seen.append(float(torch.empty(4096).abs().sum()))
-        return (p["w"] * x).sum(1)
-
-    auto()(loss_fn, W, X)
-    assert set(seen) == {0.0}
-
-
 def test_an_operation_of_another_library_does_not_see_all_rows():
     """Its rule for vmap, which may mix them, is not used."""
     library = torch.library.Library("dpfunc_test_rows", "DEF")
@@ -370,19 +212,6 @@ def test_padded_rows_of_transformers_go_together():
     engine = auto()
     assert off(loss_fn, params, (ids, mask), engine) < 1e-5
     assert engine.decision(loss_fn) == Decision("one pass", "all rows together")
-
-
-def test_a_number_of_a_row_selects_for_each_row():
-    """Also one that Python reads from a tensor of its own (`for expert in hit`)."""
-    place = torch.tensor([[0], [2], [1], [2]])
-
-    def loss_fn(p, b):
-        x, places = b
-        chosen = (x[0] * p["w"])[places[0, 0]], (x[0] * p["w"])[..., places[0, 0]]
-        return (chosen[0] * 3 + chosen[1].square()).reshape(1)
-
-    engine = auto()
-    assert off(loss_fn, W, (X, place), engine) < 1e-10
 
 
 # Decisions.

@@ -5,33 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from text_job import write_job, write_model, write_table
-from transformers import AutoTokenizer
+from text_job import write_job, write_table
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import PadRight, language_record, prompt_ids, read_records
+from dpfunc.train._dataset import PadRight, read_records
 from dpfunc.train._model import load_processing
-from dpfunc.train.config import DataSection
-
-
-def test_prompts_are_not_learnt_and_ends_are(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
-    record = language_record(tokenizer, "label : sport", "the goal", DataSection("t.jsonl", max_length=16))
-    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
-    assert words == ["<s>", "label", ":", "sport", "the", "goal", "</s>"]
-    assert record["labels"] == [-100] * 4 + record["input_ids"][4:]
-    everything = language_record(tokenizer, "a", "b", DataSection("t.jsonl", loss_on="all"))
-    assert everything["labels"] == [-100, *everything["input_ids"][1:]]
-
-
-def test_long_prompts_leave_room_for_the_response(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
-    record = language_record(tokenizer, "a " * 50 + "sport", "goal " * 50, DataSection("t.jsonl", max_length=16))
-    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
-    assert len(words) == 16
-    assert words[7:9] == ["sport", "goal"]
-    assert prompt_ids(tokenizer, "a " * 50 + "sport", 8) == record["input_ids"][:8]
 
 
 def test_batches_have_few_lengths():

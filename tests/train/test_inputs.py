@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from text_job import TOPICS, rows, train, write_job
+from text_job import TOPICS, rows, train, write_job, write_model
+from transformers import AutoTokenizer
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import collator, read_records
+from dpfunc.train._dataset import collator, language_record, prompt_ids, read_records
 from dpfunc.train._metrics import classification
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
+from dpfunc.train.config import DataSection
 from dpfunc.train.run import LOSSES
 
 
@@ -280,3 +282,22 @@ def test_a_text_of_images_is_no_list_for_one_image(tmp_path, monkeypatch):
     assert "at most data.max_images=2 images in row 2 of data.jsonl, got 3" in train("--output_dir", "other").stderr
     with pytest.raises(InvalidArgument, match="max_length >= 10"):
         collator(read_job("job.yaml", ["--max_length", "9"]), processing)
+
+
+def test_prompts_are_not_learnt_and_ends_are(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
+    record = language_record(tokenizer, "label : sport", "the goal", DataSection("t.jsonl", max_length=16))
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert words == ["<s>", "label", ":", "sport", "the", "goal", "</s>"]
+    assert record["labels"] == [-100] * 4 + record["input_ids"][4:]
+    everything = language_record(tokenizer, "a", "b", DataSection("t.jsonl", loss_on="all"))
+    assert everything["labels"] == [-100, *everything["input_ids"][1:]]
+
+
+def test_long_prompts_leave_room_for_the_response(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
+    record = language_record(tokenizer, "a " * 50 + "sport", "goal " * 50, DataSection("t.jsonl", max_length=16))
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert len(words) == 16
+    assert words[7:9] == ["sport", "goal"]
+    assert prompt_ids(tokenizer, "a " * 50 + "sport", 8) == record["input_ids"][:8]

@@ -6,8 +6,10 @@ import errno
 import os
 
 import pytest
+import run_cases
 import torch
 from full_disk import at_most
+from run_cases import start, store
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -130,3 +132,46 @@ def test_another_error_is_not_taken_for_one_of_the_disk(loop, monkeypatch):
         loop.save()
     assert issubclass(NotWritten, CheckpointError)
     assert not issubclass(NotWritten, InvalidArgument)
+
+
+def again(values):
+    """Arguments of `load` for a run without a journal."""
+    return {"plan": run_cases.PLAN, "params": values, "data": run_cases.DATA, "without_journal": "new_key"}
+
+
+def deep():
+    values = []
+    for _ in range(100_000):
+        values = [values]
+    return values
+
+
+UNSAVED = {
+    "keep 0": ({"keep": 0}, "integer keep >= 1"),
+    "keep true": ({"keep": True}, "integer keep >= 1"),
+    "optimizer": (
+        {"optimizer_state": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "Expected the result of optimizer.state_dict",
+    ),
+    "tensors": ({"extra": {"a": torch.zeros(1)}}, "Expected extra to hold JSON values"),
+    "deep values": ({"extra": {"deep": deep()}}, "Expected extra to hold JSON values"),
+    "data": ({"data": 5}, "Expected data to be a pytree of tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_what_cannot_be_saved(tmp_path, name):
+    changes, message = UNSAVED[name]
+    state, values, optimizer = start()
+    with pytest.raises(InvalidArgument, match=message):
+        store(tmp_path, state, values, optimizer, **changes)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="found none. Start a new run"):
+        load(tmp_path, **again(values))
+
+
+def test_names_and_values_of_the_user_may_be_odd(tmp_path):
+    """Half a surrogate pair has no UTF-8."""
+    state, values, optimizer = start()
+    store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"note": "\ud800"})
+    saved = load(tmp_path, **{**again(values), "data": "mails \udcff"})
+    assert saved.extra == {"note": "\ud800"}

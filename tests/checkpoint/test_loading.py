@@ -14,7 +14,7 @@ from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
+from dpfunc.errors import BudgetExhausted, CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.step import make_dp_step
 from dpfunc.types import Event
@@ -144,44 +144,6 @@ def test_another_run_is_refused_with_the_difference(tmp_path, name):
     changes, message = REFUSALS[name]
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, **{**again(values), **changes})
-
-
-def deep():
-    values = []
-    for _ in range(100_000):
-        values = [values]
-    return values
-
-
-UNSAVED = {
-    "keep 0": ({"keep": 0}, "integer keep >= 1"),
-    "keep true": ({"keep": True}, "integer keep >= 1"),
-    "optimizer": (
-        {"optimizer_state": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "Expected the result of optimizer.state_dict",
-    ),
-    "tensors": ({"extra": {"a": torch.zeros(1)}}, "Expected extra to hold JSON values"),
-    "deep values": ({"extra": {"deep": deep()}}, "Expected extra to hold JSON values"),
-    "data": ({"data": 5}, "Expected data to be a pytree of tensors"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNSAVED)
-def test_what_cannot_be_saved(tmp_path, name):
-    changes, message = UNSAVED[name]
-    state, values, optimizer = start()
-    with pytest.raises(InvalidArgument, match=message):
-        store(tmp_path, state, values, optimizer, **changes)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="found none. Start a new run"):
-        load(tmp_path, **again(values))
-
-
-def test_names_and_values_of_the_user_may_be_odd(tmp_path):
-    """Half a surrogate pair has no UTF-8."""
-    state, values, optimizer = start()
-    store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"note": "\ud800"})
-    saved = load(tmp_path, **{**again(values), "data": "mails \udcff"})
-    assert saved.extra == {"note": "\ud800"}
 
 
 def test_public_names_are_the_same_functions():

@@ -7,7 +7,7 @@ import torch
 from image_text_models import FAMILIES, family, samples
 from models import Case
 from trainer_cases import PRIVACY, training_arguments
-from zoo.parity import differences, nonzero_b, truth_of, without_gradient
+from zoo.parity import engine_that_equals_the_loop, nonzero_b, truth_of, without_gradient
 
 import dpfunc
 from dpfunc import engines
@@ -30,12 +30,6 @@ def collator(name, images, length=60, **options):
     )
 
 
-def auto_equals_loop(case):
-    auto = engines.auto()
-    assert max(differences(auto, case, truth_of(case)).values()) < 1e-5
-    return auto.decision(case.loss_fn).engine
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_parameters_and_one_image_each(name):
     model, collate = collator(name, 1)
@@ -43,7 +37,7 @@ def test_all_parameters_and_one_image_each(name):
     batch = collate(samples(name, (1, 1, 1, 1)))
     assert {len(value) for value in batch.values()} == {4}
     assert infer_task(model) == "vqa"
-    assert auto_equals_loop(Case(make_loss_fn(forward, "vqa"), params, batch)) == (
+    assert engine_that_equals_the_loop(Case(make_loss_fn(forward, "vqa"), params, batch)) == (
         "groups" if name in QWEN else "one pass"
     )
 
@@ -59,7 +53,7 @@ def test_adapters_and_several_images_or_none(name, side):
     case = Case(
         make_loss_fn(lora.forward, image_text_loss), nonzero_b(lora.params), collate(samples(name, (1, 2, 0, 2)))
     )
-    assert auto_equals_loop(case) == ("groups" if name in QWEN else "one pass")
+    assert engine_that_equals_the_loop(case) == ("groups" if name in QWEN else "one pass")
     assert not without_gradient(truth_of(case))
 
 
@@ -134,7 +128,7 @@ def test_people_as_units():
     case = Case(
         make_loss_fn(projector.forward, mean_over_texts(image_text_loss)), projector.params, people.batch(batch)
     )
-    auto_equals_loop(case)
+    engine_that_equals_the_loop(case)
     each = make_loss_fn(projector.forward, image_text_loss)(projector.params, batch)
     expected = torch.stack([(each[0] + each[2]) / 2, each[1], each[3]])
     torch.testing.assert_close(case.loss_fn(case.params, case.batch), expected)

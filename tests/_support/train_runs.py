@@ -1,0 +1,44 @@
+"""A finished run of `dpfunc train`, and what is looked at in the folders of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from text_job import train, write_job
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+JOURNAL = "privacy_journal.jsonl"
+MODES = pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["train", "dry run"])
+
+
+def files(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*"))
+
+
+def adapters(folder):
+    return load_file(f"{folder}/model/adapter_model.safetensors")
+
+
+def same(one, two):
+    one, two = adapters(one), adapters(two)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def record(folder):
+    return json.loads(Path(folder, "privacy_accounting.json").read_text())
+
+
+def finished_job(place):
+    """A folder with a job and its finished run; and what that said."""
+    write_job(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        result = train()
+    assert result.exit_code == 0, result.output
+    return place, result.stdout

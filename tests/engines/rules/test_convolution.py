@@ -1,0 +1,54 @@
+"""Convolutions of any kind: per-sample gradients are torch's, and a bad sample stays in its group."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from factors import TOLERANCE, Draw, close, seeds, sizes, with_bad_row
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpfunc.engines._rules.convolution import ConvolutionArgs, Convolved
+
+
+@st.composite
+def convolutions(draw, dtype=torch.float64):
+    """A convolution of any kind, and torch's own gradient of each sample."""
+    axes, groups, transposed = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
+    each = lambda *values: tuple(draw(st.sampled_from(values)) for _ in range(axes))
+    stride, padding, dilation, taps = each(1, 2, 3), each(0, 1, 2), each(1, 2), each(1, 2, 3)
+    further = tuple(draw(st.integers(0, max(pair) - 1)) for pair in zip(stride, dilation, strict=True))
+    width_in, width_out = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([1, 3, 16]))
+    x_BmC = Draw(draw(seeds), draw(sizes), dtype).normal(draw(st.integers(1, 2)), width_in * groups, *each(5, 6, 7))
+    shape = (width_in * groups, width_out, *taps) if transposed else (width_out * groups, width_in, *taps)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    options |= {"output_padding": further} if transposed else {}
+    run = partial(getattr(torch, f"conv{'_transpose' if transposed else ''}{axes}d"), bias=None, **options)
+    weight = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    results = [run(x_mC, weight) for x_mC in x_BmC]
+    g_BmP = Draw(draw(seeds), len(results), dtype).normal(*results[0].shape)
+    rows = [torch.autograd.grad(y, weight, g)[0] for y, g in zip(results, g_BmP, strict=True)]
+    args = ConvolutionArgs(shape, stride, padding, dilation, groups, transposed, further if transposed else ())
+    return Convolved(g_BmP, x_BmC, args), torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@given(data=st.data())
+def test_convolutions_of_any_kind_are_torchs(dtype, data):
+    grad, rows_B = data.draw(convolutions(dtype))
+    sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
+    assert close(grad.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
+    assert close(grad.sq_norms(), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@given(drawn=convolutions(torch.float32))
+def test_a_bad_sample_stays_in_its_group(bad, drawn):
+    """Samples lie side by side in one convolution of torch's: none may reach into another."""
+    grad, rows_B = drawn
+    if len(rows_B) > 1:
+        spoilt = with_bad_row(grad, len(rows_B) - 1, bad)
+        assert close(spoilt.dense()[:-1], rows_B[:-1].double(), 2e-5, float(rows_B.norm()))
+        assert torch.isfinite(spoilt.sq_norms()[:-1]).all()

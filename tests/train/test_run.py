@@ -1,0 +1,194 @@
+"""A run of a job: other tasks and numbers, kills, a full disk, and launchers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from full_disk import allow
+from text_job import at_events, train, write_job
+from train_runs import JOURNAL, adapters, files, finished_job, record, same
+from trainer_cases import again
+
+from dpfunc.checkpoint.journal import journal_ledger, read_steps
+from dpfunc.hf.trainer._files import is_complete
+from dpfunc.rng import insecure_key
+from dpfunc.train import _run_folder as run_folder
+from dpfunc.train import run as train_job
+from dpfunc.train._config_file import read_job
+from dpfunc.train._model import load_base, load_processing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return finished_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder[0])
+    return folder[0]
+
+
+def test_T8_the_adapter_opens_with_peft(here):
+    from peft import PeftModel
+
+    job = read_job("job.yaml")
+    base = load_base(job, load_processing(job))
+    before = base.state_dict()["model.layers.0.self_attn.q_proj.weight"].clone()
+    model = PeftModel.from_pretrained(base, here / "run" / "model")
+    trained = [value for name, value in model.named_parameters() if "lora_B" in name]
+    assert any(value.abs().max() > 0 for value in trained)
+    assert len(adapters("run")) == 2 * len(trained)
+    assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
+
+
+@pytest.mark.slow
+def test_L21_killed_command_resumes_bit_for_bit(here):
+    flags = ["--steps", "40", "--save_steps", "5", "--physical_batch_size", "32", "--insecure-seed", "7"]
+    whole = train(*flags, "--output_dir", "whole")
+    assert whole.exit_code == 0, whole.output
+    assert "anybody can guess the noise" in whole.stdout
+    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
+    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 600
+    while not any(map(is_complete, Path("killed").glob("checkpoint-[1-9]*"))):
+        assert process.poll() is None, "finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not Path("killed/model").exists()
+    taken = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
+    resumed = train(*flags, "--output_dir", "killed", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert same("whole", "killed")
+    after = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
+    assert sum(taken.values()) >= 5
+    assert list(after) == list(taken)
+    assert list(after.values()) == [40]
+    assert record("whole")["epsilon"] == record("killed")["epsilon"]
+
+
+FULL = {  # when the disk is full, for files of how many bytes, what could not be written, steps that were released
+    "job": ("make_trainer", 10, "The run in {folder} could not go on: [Errno 27] File too large. Stopped", 0),
+    "first checkpoint": ("on_train_begin", 1000, "{folder}/checkpoint-0/dpfunc could not be written: ", 0),
+    "journal": ("on_step_end", 400, "{folder}/privacy_journal.jsonl could not be written: File too large", 1),
+    "checkpoint": ("on_step_end", 3000, "{folder}/checkpoint-2/dpfunc could not be written: ", 2),
+    "record": ("on_train_end", 1500, "{folder}/privacy_accounting.json could not be written: File too large", 4),
+    "model": ("check_accounting", 100, "The run in {folder} could not go on: ", 4),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, name):
+    when, size, said, steps = FULL[name]
+    folder, owner = tmp_path / "full", next((each for each in (train_job, run_folder) if hasattr(each, when)), None)
+    real = getattr(owner, when, None)
+    flags = ["--output_dir", folder, "--insecure-seed", 3]
+
+    def filled(*given):
+        result = real(*given)
+        allow(size)
+        return result
+
+    again(insecure_key(3))
+    with monkeypatch.context() as patch:
+        if real is None:
+            at_events(patch, **{when: lambda *given: allow(size)})
+        else:
+            patch.setattr(owner, when, filled)
+        try:
+            result = train(*flags)
+        finally:
+            allow()
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert "Error: " + said.format(folder=folder) in result.stderr
+    assert "Traceback" not in result.output
+    spent = "Stopped before the first step was released: nothing was spent."
+    if steps:
+        known = journal_ledger(folder / JOURNAL)
+        assert known.num_steps == steps
+        spent = f"Stopped. The journal has {steps} steps, which spent epsilon={known.epsilon(1e-3).epsilon:.4g} at"
+        assert result.stderr.endswith("--resume goes on with this run.\n")
+    assert spent in result.stderr
+    again(insecure_key(3))
+    result = train(*flags, *(["--resume"] if steps else []))
+    assert result.exit_code == 0, result.output
+    assert journal_ledger(folder / JOURNAL).num_steps == 4
+
+
+LAUNCHERS = {  # environment -> message
+    "one process only": ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`"),
+    "FSDP": ({"ACCELERATE_USE_FSDP": "true"}, "got ACCELERATE_USE_FSDP='true' in the environment"),
+    "DeepSpeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, "got ACCELERATE_USE_DEEPSPEED='true' in the environment"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_that_does_not_keep_privacy_is_refused(here, monkeypatch, name):
+    environment, message = LAUNCHERS[name]
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    before = files(here)
+    for flags in ([], ["--dry-run"], *([["--no-dp"]] if name == "one process only" else [])):
+        result = train("--output_dir", "other", *flags)
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert "torchrun --nproc-per-node N" in result.stderr
+    assert files(here) == before
+
+
+@pytest.mark.slow
+def test_L9_T5_torchrun_with_one_process(here):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "dpfunc.cli.main", "train"]
+    options = ["job.yaml", "--output_dir", "launched", "--steps", "2", "--save_steps", "2", "--dp-epsilon", "3"]
+    result = subprocess.run([*command, *options], cwd=here, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Spent: epsilon=" in result.stdout
+    assert record("launched")["epsilon"] <= 3.0
+    assert adapters("launched")
+
+
+def test_L18_bf16_with_gradient_checkpointing(here):
+    result = train("--bf16", "--gradient_checkpointing", "--steps", 2, "--output_dir", "narrow")
+    assert result.exit_code == 0, result.output
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in adapters("narrow").values())
+
+
+def test_text_classification(tmp_path, monkeypatch):
+    from transformers import AutoModelForSequenceClassification
+
+    write_job(tmp_path, "text_classification", "gpt2")
+    monkeypatch.chdir(tmp_path)
+    result = train("--strategy", "head", "--eval_steps", 2)
+    assert result.exit_code == 0, result.output
+    assert "eval_accuracy: 0." in result.stdout
+    model = AutoModelForSequenceClassification.from_pretrained("run/model")
+    assert model.config.id2label == {0: "sport", 1: "money"}
+
+
+def test_L7_L8_vqa(tmp_path, monkeypatch):
+    from dpfunc.hf.vision_language.tiny_llava import write
+
+    write(tmp_path, 24)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(
+        "task: vqa\nstrategy: projector\noutput_dir: run\nmodel: {path: llava}\n"
+        "data: {train: data.jsonl, max_length: 24, eval_fraction: 0.2}\n"
+        "privacy: {dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}\n"
+        "training: {learning_rate: 1e-2, batch_size: 8, steps: 2, physical_batch_size: 4}\n"
+    )
+    assert "(lora)" in train("--strategy", "lora", "--dry-run").stdout
+    result = train()
+    assert result.exit_code == 0, result.output
+    assert "eval_loss" in result.stdout
+    Path("images/003.png").unlink()
+    missing = train("--output_dir", "other")
+    assert missing.exit_code == 1
+    assert "Expected an image file for row 4 of data.jsonl" in missing.stderr
