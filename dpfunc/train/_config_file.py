@@ -52,7 +52,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[e
 def read_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file. Only plain values: no tags, no key twice, and no more than a job can have.
 
-    Errors name the line and show nothing of it (tests/train/test_config_file.py::test_errors_show_no_value_of_the_file).
+    Errors show nothing of it (tests/train/test_config_file.py::test_errors_show_no_value_of_the_file).
     """
     try:
         with open(path, "rb") as file:

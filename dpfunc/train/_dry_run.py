@@ -27,7 +27,7 @@ _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
 
 def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None) -> list[str]:
-    """The plan and an estimate of memory, as lines (tests/cli/test_train.py::test_dry_run_writes_nothing)."""
+    """The plan and an estimate of memory, as lines (tests/train/test_dry_run.py::test_dry_run_writes_nothing)."""
     check_job(job, resume, insecure_seed)
     job = recorded_job(job) if resume else job
     missing, prepared = job.training.missing, prepare(job)
