@@ -30,6 +30,10 @@ MUSEUM = {
     "the tail of the accumulation is lost": "test_clipped.py::test_microbatch_invariance",
     "misspelt privacy arguments are swallowed": "test_step.py::test_misspelt_arguments_are_not_swallowed",
     "noise is drawn in another dtype than promised": "noise/test_gaussian.py::test_noise_is_drawn_as_promised",
+    "the divisor is the drawn number of records": "test_step.py::test_divided_by_the_expected_size_after_the_noise",
+    "the number of records is published": "evidence/test_certificate.py::test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name",
+    "a generator keeps 32 bits of its seed": "noise/test_streams.py::test_every_bit_of_a_key_changes_the_noise",
+    "the step that crosses the budget is taken": "test_step.py::test_budget",
     "the sum is divided before the noise": "noise/test_gaussian.py::test_a_divided_sum_cannot_be_released",
 }
 CAPABILITIES = {

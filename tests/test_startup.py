@@ -19,7 +19,7 @@ from dpfunc.types import Event
 ROOT = Path(dpfunc.__file__).parent
 HEAVY = ("torch", "opacus", "transformers", "peft", "accelerate")
 GAUSSIAN = ("-q", "1", "--steps", "10", "--sigma", "5", "--delta", "1e-5")
-HELP = ("", "epsilon", "sigma", "requirements", "ledger show", "ledger check", "train", "generate")
+HELP = ("", "epsilon", "sigma", "requirements", "ledger show", "ledger check", "train", "generate", "certify")
 COMMANDS = {
     **{f"help of {command}": [*command.split(), "--help"] for command in HELP},
     "version": ["--version"],

@@ -32,7 +32,6 @@ from dpfunc.types import Adjacency, Event
 
 RECORD_FILE = "privacy_accounting.json"
 RUN, SELECTION = "dpfunc.accounting/", "dpfunc.selection/"  # schemas, before their version
-_VERSION = "2"
 
 NEIGHBOURS: dict[Adjacency, str] = {
     "add_remove": "data sets that differ by one unit, which is in one of them and not in the other",
@@ -64,6 +63,8 @@ ONE_RECORD = "one record of the training data set"
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 SECRET, GUESSABLE = "secret", "guessable"
 SIZES = ("number of records", "public bound on the number of records")
+COMPARED, ELSEWHERE = "compared with the plan's draw of each step", "drawn elsewhere, by claim (verify_batch=False)"
+UNRECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class _Published:
 
     kind: ClassVar[str]
     """The schema, before its version."""
+    version: ClassVar[str] = "2"
     what: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -82,10 +84,15 @@ class _Published:
     def _neighbours(self) -> Adjacency:
         raise NotImplementedError
 
+    @classmethod
+    def _readable(cls) -> dict[str, dict[str, str]]:
+        """Schemas that are read -> values of the fields that an older one did not have."""
+        return {cls.kind + cls.version: {}}
+
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        schema, neighbours = self.kind + _VERSION, NEIGHBOURS[self._neighbours()]
+        schema, neighbours = self.kind + self.version, NEIGHBOURS[self._neighbours()]
         return json.dumps(signed({"schema": schema, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
 
     @classmethod
@@ -100,9 +107,10 @@ class _Published:
         if not isinstance(values, dict) or not str(values.get("schema")).startswith(cls.kind):
             raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
         schema = values["schema"]
-        if schema != cls.kind + _VERSION:
-            raise fail(f"a record with schema {cls.kind + _VERSION!r}", "schema", schema, OTHER_VERSION)
-        given = {name: value for name, value in unsigned("record", values).items() if name != "schema"}
+        if schema not in cls._readable():
+            raise fail(f"a record with schema {cls.kind + cls.version!r}", "schema", schema, OTHER_VERSION)
+        known = cls._readable()[schema]
+        given = {**known, **{name: value for name, value in unsigned("record", values).items() if name != "schema"}}
         expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
         if set(given) != expected:
             raise InvalidArgument(
@@ -133,6 +141,7 @@ class Record(_Published):
         mechanism: kind of noise. noise_multiplier: noise / sensitivity, of the last step.
         noise_source: generator of the noise. noise_key: `secret`, or `guessable`: then nothing is protected.
         max_grad_norm: bound on the gradient of one unit. clip: the rule.
+        rows: how they were kept apart. batches: `COMPARED` or `ELSEWHERE`. Records of version 2 have `UNRECORDED`.
         sampler: how batches are drawn. sampling_prob: chance of a unit to be in a batch. expected_batch_size: of it.
         dataset_size: number that was used for sampling. dataset_size_is: one of `SIZES`.
         global_step: steps that were taken. num_steps: steps of the plan or of the budget. epoch: passes over the data.
@@ -147,6 +156,7 @@ class Record(_Published):
     """
 
     kind = RUN
+    version = "3"
     what = "run"
 
     date: str
@@ -165,6 +175,8 @@ class Record(_Published):
     noise_key: str
     max_grad_norm: float
     clip: str
+    rows: str
+    batches: str
     sampler: str
     sampling_prob: float
     expected_batch_size: float
@@ -183,6 +195,10 @@ class Record(_Published):
 
     def _neighbours(self) -> Adjacency:
         return self.adjacency
+
+    @classmethod
+    def _readable(cls) -> dict[str, dict[str, str]]:
+        return {cls.kind + "2": {"rows": UNRECORDED, "batches": UNRECORDED}, **super()._readable()}
 
 
 @dataclass(frozen=True)
@@ -340,6 +356,7 @@ _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
     "sampling_prob": probability,
     "dataset_size": lambda name, value: integer(name, value, minimum=1),
     "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
+    "batches": lambda name, value: one_of(name, value, (COMPARED, ELSEWHERE, UNRECORDED)),
     "epoch": non_negative,
     "chosen_score": lambda name, value: real(name, value, f"a finite {name}"),
 }

@@ -8,13 +8,19 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from dpfunc._utils.versions import installed
-from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
+from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
+from dpfunc.engines.loop import Loop
+from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.step import DPStep
 from dpfunc.types import schedule_at
 
 _SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "Philox generator of the CUDA device"}
+_ENGINES: dict[type, str] = {
+    VmapGrad: "vmap(grad(loss)): no row sees another; rows drawn by the key are computed alone and compared",
+    Loop: "each row computed alone",
+}
 _MECHANISMS = {"uniform": "Gaussian", "optimal": "Gaussian, scaled by group"}
 
 
@@ -88,6 +94,8 @@ def make_record(
         noise_key=GUESSABLE if state.key.guessable else SECRET,
         max_grad_norm=math.hypot(*bound.values()) if isinstance(bound, Mapping) else bound,
         clip=type(plan.clip).__name__,
+        rows=_ENGINES.get(type(dp_step.clipped_grad.engine), "by an engine of the user, by claim"),
+        batches=COMPARED if dp_step.verify_batch else ELSEWHERE,
         sampler=type(plan.sampler).__name__,
         sampling_prob=size / n,
         expected_batch_size=size,

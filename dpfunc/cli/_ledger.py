@@ -182,6 +182,8 @@ def _about_run(record: Record) -> dict[str, str]:
         "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
         "noise source": f"{record.noise_source}, {record.noise_key}",
         "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}",
+        "rows": record.rows,
+        "batches": record.batches,
         "sampling": f"{record.sampler}, probability {record.sampling_prob:.6g}, expected batch size "
                     f"{record.expected_batch_size:g}",
     }  # fmt: skip

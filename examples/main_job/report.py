@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dpfunc
+from dpfunc.evidence import certify
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,11 @@ def epsilons(ledger: dpfunc.Ledger | None, delta: float) -> tuple[float, float]:
 
 
 def write_run(folder: Path, rows: list[Row], settings: dict[str, Any], adapter: dpfunc.lora.LoRA, run: Run) -> None:
-    """What a run cost and learnt; the table and the settings, for programs."""
+    """What a run cost and learnt, and its certificate; the table and the settings, for programs."""
     (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
     (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
     dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
+    certify(folder)
     results = [
         {
             **{k: (None if isinstance(v, float) and math.isinf(v) else v) for k, v in asdict(row).items()},

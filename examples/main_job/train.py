@@ -157,6 +157,7 @@ def main(
         print(
             f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, "
             f"adapter.safetensors, metrics.json, run.png.\nNot to be shared: checkpoint/, UNRELEASED_norms.png.\n"
+            f"Certificate: {folder / 'certificate.json'}. Anyone can check it: dpfunc certify --check FILE\n"
             f"Whole command: {settings['seconds']:.0f} s."
         )
 

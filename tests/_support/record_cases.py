@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import NOT_COVERED, SECRET, SIZES, Record
+from dpfunc.accounting.record import COMPARED, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.types import Event
 
 LEDGER = Ledger((Event(1.0, 5.0, 10),))
@@ -26,6 +26,8 @@ RECORD = Record(
     noise_key=SECRET,
     max_grad_norm=1.0,
     clip="Flat",
+    rows="each row computed alone",
+    batches=COMPARED,
     sampler="Poisson",
     sampling_prob=1.0,
     expected_batch_size=100.0,

@@ -105,9 +105,9 @@ def test_a_file_without_a_digest_is_refused_with_what_to_do(tmp_path, name):
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "digest"}))
     with pytest.raises(InvalidArgument, match="The file was changed or damaged after it was written, or by hand"):
         read_spent([path])
-    path.write_text(json.dumps(signed({**values, "schema": values["schema"].replace("/2", "/1")})))
+    path.write_text(json.dumps(signed({**values, "schema": f"{values['schema'][:-1]}1"})))
     with pytest.raises(
-        InvalidArgument, match=r"Expected a (ledger|record) with schema '.*/2', .*/1'.*name its journal"
+        InvalidArgument, match=r"Expected a (ledger|record) with schema '.*/[23]', .*/1'.*name its journal"
     ):
         read_spent([path])
 

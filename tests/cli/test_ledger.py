@@ -87,7 +87,7 @@ def test_a_changed_record_is_refused(folder, command):
     for changed, message in (
         ({**values, "epsilon": 0.1}, "Expected a record with the digest of its values"),
         ({**values, "schema": "dpfunc.accounting/1"}, "before version 2 files had no digest"),
-        ({**values, "schema": "dpfunc.accounting/3"}, "Use the version of dpfunc that wrote it"),
+        ({**values, "schema": "dpfunc.accounting/4"}, "Use the version of dpfunc that wrote it"),
         (old, "which is none of them. The journal of a run"),
     ):
         path.write_text(json.dumps(changed))

@@ -17,6 +17,7 @@ from scripts import ran
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.evidence import check
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "main_job"
@@ -50,11 +51,20 @@ def test_the_run_folder_is_complete(finished):
         "journal.jsonl",
         "adapter.safetensors",
         "metrics.json",
+        "certificate.json",
+        "certificate.html",
         "run.png",
         "UNRELEASED_norms.png",
         "checkpoint",
     } <= names
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_certificate_is_named_and_holds(finished):
+    folder, output = finished
+    assert f"Certificate: {folder / 'certificate.json'}" in output.replace("\n", " ")
+    assert all(finding.agrees for finding in check(folder / "certificate.json"))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from dpfunc._utils.dtensor import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
 from dpfunc.noise._streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile, tiles
-from dpfunc.rng import fold_in, insecure_key
+from dpfunc.rng import Key, fold_in, insecure_key
 
 KEY = insecure_key(0)
 LEAVES = {"a": torch.zeros(3 * TILE + 17), "b.weight": torch.zeros(40, 50), "c": torch.zeros(()), "d": torch.zeros(0)}
@@ -46,6 +46,13 @@ def test_is_standard_normal(key):
     assert not looks_normal(1.01 * values)
     assert not looks_normal(values + 0.02)
     assert not looks_normal(stats.t(30).ppf(stats.norm.cdf(values)))  # the right middle with the wrong tails
+
+
+def test_every_bit_of_a_key_changes_the_noise():
+    """A generator of the CPU that keeps 32 bits of a seed would give 224 of these keys the noise of another."""
+    keys = [Key((1 << bit).to_bytes(32, "big")) for bit in range(256)]
+    drawn = {secure_normal(key, {"w": torch.zeros(4)})["w"].numpy().tobytes() for key in keys}
+    assert len(drawn) == 256
 
 
 def test_tails():

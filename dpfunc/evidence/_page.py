@@ -1,0 +1,100 @@
+"""A certificate as one HTML page to print: no script, no style and no picture from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from dpfunc.evidence._attacker import true_positives
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:44em;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
+    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;padding:.25em .5em;text-align:left;"
+    "vertical-align:top;overflow-wrap:anywhere}h1{font-size:1.5em}h2{font-size:1.15em;break-after:avoid}"
+    "tr,svg{break-inside:avoid}.no{font-weight:bold}@page{margin:2cm}"
+)
+_MET = {True: "met", False: "NOT MET", None: "cannot be shown by a run"}
+_SIDE = 300  # of the picture
+
+
+def page(values: Mapping[str, Any]) -> str:
+    """The page of the values of a certificate."""
+    claim, how, result = values["claim"], values["mechanism"], values["result"]
+    attack = [
+        (f"{each['false_positives']:.1%}", f"at most {each['true_positives']:.2%}") for each in result["attacker"]
+    ]
+    sections = [
+        ("The claim", _table([
+            ("protected", claim["unit"]),
+            ("epsilon, delta", f"epsilon {claim['epsilon']:.6g} at delta {claim['delta']:g}"),
+            ("neighbours", f"{claim['neighbours']} ({claim['adjacency']})"),
+            ("covered", "; ".join(claim["covered"])),
+            ("not covered", "; ".join(claim["not_covered"])),
+        ])),
+        ("Assumptions", _table((each["says"], _MET[each["met"]]) for each in values["assumptions"])),
+        ("Epsilon by two accountants", _table(
+            (each["name"], f"{each['epsilon']:.6g}: {each['error']}") for each in result["accountants"]
+        )),
+        ("What an attacker can reach", "<p>An attacker who knows all other records guesses whether one unit was "
+         "there. Whatever the attack is:</p>" + _table(attack, ("false positives", "true positives"))
+         + _picture([(delta, epsilon) for delta, epsilon in result["curve"]])),
+        ("How it was done", _table([(name.replace("_", " "), str(value)) for name, value in how.items()])),
+        ("Steps", _table(map(_step, values["steps"]), ("steps", "sampling probability, noise multiplier"))
+         + _earlier(values["earlier"])),
+        ("Digests", _table((name.replace("_", " "), _listed(value)) for name, value in values["digests"].items())),
+        ("Versions", _table(values["versions"].items())),
+        ("Signature", _table([("digest", values["digest"]), *values.get("signature", {"signed": "no"}).items()])),
+    ]  # fmt: skip
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Certificate of differential privacy</title>'
+        f"<style>{_STYLE}</style></head><body><h1>Certificate of differential privacy</h1><p>Made {values['date']} "
+        "from the journal of the run. The JSON file with this digest counts, not this page; to check it: "
+        f"<code>dpfunc certify --check FILE</code></p>{body}</body></html>\n"
+    )
+
+
+def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = None) -> str:
+    top = f"<tr><th>{header[0]}</th><th>{header[1]}</th></tr>" if header else ""
+    cells = (
+        f"<tr><td>{escape(name)}</td><td{' class=no' if text == _MET[False] else ''}>{escape(text)}</td></tr>"
+        for name, text in rows
+    )
+    return f"<table>{top}{''.join(cells)}</table>"
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _events(events: Iterable[Mapping[str, Any]]) -> str:
+    return "; ".join(f"{e['sampling_prob']:g}, {e['noise_multiplier']:g}" for e in events) or "paid by an earlier step"
+
+
+def _step(row: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{row['first']} to {row['last']} of {row['run']}", _events(row["events"])
+
+
+def _earlier(events: list[Mapping[str, Any]]) -> str:
+    """What earlier runs on the same records have cost, which the claim includes."""
+    if not events:
+        return ""
+    rows = [(f"{event['num_steps']} steps of earlier runs", _events([event])) for event in events]
+    return _table(rows)
+
+
+def _picture(points: list[tuple[float, float]]) -> str:
+    """The largest share of true positives over that of false ones, and the line of a guess without knowledge."""
+    rates = [k / 100 for k in range(101)]
+    line = " ".join(f"{rate * _SIDE:.1f},{(1 - true_positives(points, rate)) * _SIDE:.1f}" for rate in rates)
+    return (
+        f'<svg viewBox="-40 -10 {_SIDE + 50} {_SIDE + 50}" width="{_SIDE + 50}" role="img" '
+        'aria-label="trade-off curve" font-size="12" font-family="sans-serif">'
+        f'<rect width="{_SIDE}" height="{_SIDE}" fill="none" stroke="#999"/>'
+        f'<path d="M0 {_SIDE}L{_SIDE} 0" stroke="#999" stroke-dasharray="4"/>'
+        f'<polyline points="{line}" fill="none" stroke="#111" stroke-width="2"/>'
+        f'<text x="{_SIDE // 2}" y="{_SIDE + 30}" text-anchor="middle">false positives</text>'
+        f'<text transform="translate(-20 {_SIDE // 2}) rotate(-90)" text-anchor="middle">true positives</text>'
+        f'<text x="0" y="{_SIDE + 15}">0</text><text x="{_SIDE}" y="{_SIDE + 15}" text-anchor="end">1</text></svg>'
+    )

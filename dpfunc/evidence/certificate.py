@@ -1,0 +1,343 @@
+"""The certificate of a run: its claim, all that the claim follows from, and what it assumes; anyone can check it.
+
+It is made from the journal and the record of a run. To check it needs this file and accounting: no data, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from dpfunc._utils.validation import apart, fail, unique_json
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import fewer_kinds
+from dpfunc.accounting.events import from_values, to_values
+from dpfunc.accounting.record import COMPARED, COVERED, EXACT_SIZE, NEIGHBOURS, RECORD_FILE, SECRET, Record
+from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
+from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.evidence._attacker import RATES, curve, tight_method, true_positives
+from dpfunc.evidence._page import page
+from dpfunc.evidence._signature import sign, signed_by
+from dpfunc.types import Adjacency
+
+SCHEMA = "dpfunc.certificate/1"
+FILE = "certificate.json"
+_ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
+_RECORDED = 1e-4  # relative: up to which the epsilon of a record may be below the one that is computed now
+_ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opacus has by itself
+
+LAWS = {
+    "Poisson": "each unit is in a batch with probability sampling_prob, independently of all others and of other steps",
+    "FixedSize": "a fixed number of different units, drawn anew each step; no amplification is claimed",
+    "Shuffled": "a new permutation each epoch, in batches; no amplification is claimed",
+    "InOrder": "each unit in one batch of an epoch, in the order of the data set; no amplification is claimed",
+}
+"""Class of a sampler -> its law. That of another class is the claim of who wrote it."""
+
+_FIELDS = (
+    "schema", "date", "claim", "mechanism", "steps", "earlier", "result", "assumptions", "digests", "versions", "digest"
+)  # fmt: skip
+_ERRORS = {
+    "tilted": "an upper bound, at most 0.1 % above the truth, nearly always 0.01 %",
+    "gaussian": "exact, rounded up by 1e-9 of itself",
+    "opacus": "an upper bound, typically 5 to 30 % above the truth",
+    "rdp": "an upper bound, typically 5 to 30 % above the truth; it shares the privacy loss of a step with the first",
+}
+
+
+class Finding(NamedTuple):
+    """Result of one check: its name, True if it agrees, and what was found."""
+
+    name: str
+    agrees: bool
+    found: str
+
+
+def certify(run: Path | str, *, out: Path | str | None = None, private_key: Path | str | None = None) -> Path:
+    """Write the certificate of a run, a JSON file, and beside it the same as a page to print (`.html`).
+
+    Everything that can be is computed again from the journal: the steps, epsilon by two accountants, the trade-off
+    curve, and what an attacker can reach. The record adds what the journal does not have, and must agree with it.
+
+    Args:
+        run: folder of a run, with its journal (`*journal.jsonl`) and its record (`privacy_accounting.json`). Weights
+            in `*.safetensors`, in it or in its folder `model`, are the model.
+        out: the JSON file; `certificate.json` in the folder by default. A file that is there is replaced.
+        private_key: an Ed25519 key (PEM) to sign with. It needs the extra `sign`.
+
+    Returns:
+        Path of the JSON file. It may be published, as the record may: it has no number of records, no batch, no order
+        and no name of a file.
+
+    Raises:
+        InvalidArgument: a file that is missing or cannot be read, or a claim that does not follow from the journal.
+        CheckpointError: a journal that lost lines.
+
+    Guarantees:
+        tests/evidence/test_certificate.py: one changed byte is found (test_one_changed_byte_is_found), what does not
+        follow is refused (test_what_cannot_be_derived_is_refused), the exact curve of the Gaussian mechanism
+        (test_figures_of_the_gaussian_mechanism).
+
+    >>> certify("nowhere")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected the folder of a run with privacy_accounting.json in it, got run='nowhere'.
+    """
+    folder = Path(run)
+    record, runs, journal = _read_run(folder)
+    ledger = whole_ledger(runs.values())
+    earlier = ledger.beyond(steps_ledger(runs.values()))
+    values: dict[str, Any] = {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "claim": _claim(record),
+        "mechanism": _mechanism(record),
+        "steps": [row for name, taken in runs.items() for row in _rows(name, taken)],
+        "earlier": [to_values(event) for event in earlier.events],
+        "result": _result(record, ledger),
+        "digests": {
+            "model": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _weights(folder)],
+            "data_order": list(runs),  # a fingerprint of the key, of which all draws are functions
+            "journal": chain.read_chain(journal)[-1][0].digest,
+            "record": hashlib.sha256((folder / RECORD_FILE).read_bytes()).hexdigest(),
+        },
+        "versions": dict(record.versions),
+    }
+    values["assumptions"] = _assumptions(values)
+    if private_key is not None:
+        values["signature"] = sign(_canonical(values).encode(), Path(private_key))
+    values["digest"] = _digest(values)
+    path = Path(out) if out is not None else folder / FILE
+    chain.replace_file(path, _canonical(values))
+    chain.replace_file(path.with_suffix(".html"), page(values))
+    return path
+
+
+def check(path: Path | str, public_key: Path | str | None = None) -> list[Finding]:
+    """Check a certificate: that it is unchanged, and that all that can be computed follows from its steps.
+
+    Args:
+        path: of the JSON file. public_key: the Ed25519 key (PEM) of who should have signed it.
+
+    Returns:
+        What was compared. The certificate holds if all agree; assumptions that are not met are no error of it.
+
+    Raises:
+        InvalidArgument: a file that is no certificate.
+
+    >>> check("nowhere.json")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a certificate, got path='nowhere.json', which is no file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InvalidArgument(f"Expected a certificate, got path={str(path)!r}, which is no file.")
+    text = file.read_bytes()
+    values = read(text)
+    try:
+        rows = [_unchanged(text, values), *_recomputed(values)]
+    except (DPFuncError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InvalidArgument(f"Expected a certificate, got one that does not fit together: {error!r}.") from error
+    return [*rows, *_signature(values, None if public_key is None else Path(public_key))]
+
+
+def read(text: bytes) -> dict[str, Any]:
+    """The values of a certificate; it is not checked.
+
+    Raises:
+        InvalidArgument: no JSON, another schema, or fields that are missing or unknown.
+
+    >>> read(b"{}")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected a certificate of schema 'dpfunc.certificate/1', got schema=None.
+    """
+    try:
+        values = unique_json(text)
+    except ValueError as error:
+        raise InvalidArgument(f"Expected a certificate as JSON: {error}.") from error
+    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+        found = values.get("schema") if isinstance(values, dict) else values
+        raise fail(f"a certificate of schema {SCHEMA!r}", "schema", found)
+    missing, unknown = set(_FIELDS) - set(values), set(values) - {*_FIELDS, "signature"}
+    if missing or unknown:
+        raise InvalidArgument(f"Expected the fields of {SCHEMA}, got a certificate {apart(missing, unknown)}.")
+    return values
+
+
+def ledger_of(values: Mapping[str, Any]) -> Ledger:
+    """The ledger of the steps in a certificate, earlier ones included."""
+    events = [from_values(event) for event in values["earlier"]]
+    for row in values["steps"]:
+        count = row["last"] - row["first"] + 1
+        one = [from_values(event) for event in row["events"]]
+        events += [dataclasses.replace(event, num_steps=event.num_steps * count) for event in one]
+    return Ledger(tuple(events), cast(Adjacency, values["claim"]["adjacency"]))
+
+
+def _read_run(folder: Path) -> tuple[Record, dict[str, dict[int, Taken]], Path]:
+    """The record of a run, the steps in its journal, and the path of that; refused unless they agree."""
+    if not (folder / RECORD_FILE).is_file():
+        raise fail(f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
+    journals = sorted(folder.glob("*journal.jsonl"))
+    if len(journals) != 1:
+        raise fail("one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
+    record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
+    counted = whole_ledger(runs.values())
+    if counted != record.ledger:
+        raise InvalidArgument(
+            f"Expected a record of all that the journal has, {counted}, got one of {record.ledger}. What the record "
+            "claims cannot be derived. Make the record at the end of the run, or restore it."
+        )
+    return record, runs, journals[0]
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Files of the released model: checkpoints, which hold the key, are in folders of their own."""
+    return sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
+
+
+def _claim(record: Record) -> dict[str, Any]:
+    return {
+        "unit": record.unit,
+        "adjacency": record.adjacency,
+        "neighbours": NEIGHBOURS[record.adjacency],
+        "delta": record.delta,
+        "epsilon": record.epsilon,
+        "target_epsilon": record.target_epsilon,
+        "delta_below_one_over_records": record.delta * record.dataset_size < 1,
+        "covered": list(COVERED),
+        "not_covered": list(record.not_covered),
+    }
+
+
+def _mechanism(record: Record) -> dict[str, Any]:
+    same = ("sampler", "clip", "max_grad_norm", "mechanism", "noise_source", "noise_key", "rows", "batches")
+    law = LAWS.get(record.sampler, "as its events claim: a sampler of the user")
+    return {**{name: getattr(record, name) for name in same}, "law": law}
+
+
+def _rows(name: str, taken: Mapping[int, Taken]) -> Iterator[dict[str, Any]]:
+    """The steps of a run, those in a row of equal cost together."""
+    for (_, events), some in groupby(enumerate(sorted(taken)), key=lambda at: (at[1] - at[0], taken[at[1]].events)):
+        steps = [step for _, step in some]
+        costs = [to_values(event) for event in events]
+        yield {"run": name, "first": steps[0], "last": steps[-1], "events": costs}
+
+
+def _result(record: Record, ledger: Ledger) -> dict[str, Any]:
+    """Epsilon by two accountants, and the trade-off curve."""
+    points, method = curve(ledger, record.delta), tight_method(ledger)
+    tight = dict(points)[record.delta]
+    if not math.isfinite(tight):
+        raise fail("steps with noise", "epsilon", tight, "Nothing is protected, so nothing can be certified.")
+    other, by = _second(ledger, record.delta)
+    if record.epsilon < min(tight, other) * (1 - _RECORDED):
+        hint = "What is claimed does not follow from the steps."
+        raise fail(f"a claim of at least epsilon={min(tight, other):.6g}", "epsilon", record.epsilon, hint)
+    bounds = {method: tight, by: other}
+    return {
+        "epsilon": min(tight, other),
+        "accountants": [{"name": name, "epsilon": value, "error": _ERRORS[name]} for name, value in bounds.items()],
+        "curve": [list(point) for point in points],
+        "attacker": [{"false_positives": rate, "true_positives": true_positives(points, rate)} for rate in RATES],
+    }
+
+
+def _second(ledger: Ledger, delta: float) -> tuple[float, str]:
+    """Epsilon by an accountant of Opacus alone, which has add/remove only; else by Renyi differential privacy here."""
+    if ledger.adjacency == "replace_one":
+        return ledger.epsilon(delta, "rdp").epsilon, "rdp"
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    accountant.history.extend((e.noise_multiplier, e.sampling_prob, e.num_steps) for e in fewer_kinds(ledger.law)[0])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # of Opacus: looser, and still a bound
+        epsilon = accountant.get_epsilon(delta, alphas=[*RDPAccountant.DEFAULT_ALPHAS, *_ORDERS])
+    return float(epsilon), "opacus"
+
+
+def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the claim rests on: met by what was recorded, not met, or (null) nothing that a run can show."""
+    claim, how = values["claim"], values["mechanism"]
+    budget = claim["target_epsilon"]
+    publishes_size = EXACT_SIZE in claim["not_covered"]
+    known = {
+        "The key of the noise is secret.": how["noise_key"] == SECRET,
+        "Noise comes from a cryptographic stream.": how["noise_source"].startswith("AES"),
+        "Batches are the draws of the sampler: each was compared.": how["batches"] == COMPARED,
+        "The law of the sampler is one that is proven.": how["sampler"] in LAWS,
+        "No row changes the gradient of another.": how["rows"].startswith(("vmap(grad(loss))", "each row")),
+        "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
+        "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + _ROUNDING),
+        "The number of records is not published by the record of the run.": not publishes_size,
+        "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus",
+        "A row of a batch is one unit, and a unit is in one row.": None,
+        "No other run on the same records was looked at, or it is counted here.": None,
+        "Rounding of floating-point numbers and the time of a step reveal nothing.": None,
+    }
+    return [{"says": says, "met": met} for says, met in known.items()]
+
+
+def _unchanged(text: bytes, values: Mapping[str, Any]) -> Finding:
+    same = text == _canonical(values).encode() and values["digest"] == _digest(values)
+    return Finding("bytes", same, "as they were written" if same else "other bytes, or another digest: it was changed")
+
+
+def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compare all that follows from the steps with what the certificate says."""
+    claim, result, ledger = values["claim"], values["result"], ledger_of(values)
+    method, bounds = tight_method(ledger), {each["name"]: each["epsilon"] for each in result["accountants"]}
+    tight = ledger.epsilon(claim["delta"], method).epsilon
+    yield _close(f"epsilon by {method}", bounds[method], tight)
+    other = next(epsilon for name, epsilon in bounds.items() if name != method)
+    text = f"{other:.6g}, an upper bound too; not computed again, since it needs Opacus"
+    yield Finding("epsilon by another", other >= tight * (1 - _RECORDED), text)
+    yield _close("epsilon", result["epsilon"], min(tight, other))
+    enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
+    yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
+    points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
+    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
+    yield Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
+    for each in result["attacker"]:
+        rate = each["false_positives"]
+        yield _close(f"true positives at {rate:g}", each["true_positives"], true_positives(points, rate))
+    agree = values["assumptions"] == _assumptions(values)
+    not_met = sum(each["met"] is False for each in values["assumptions"])
+    yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
+
+
+def _near(said: float, found: float) -> bool:
+    return math.isclose(said, found, rel_tol=_ROUNDING, abs_tol=1e-9)
+
+
+def _close(name: str, said: float, found: float) -> Finding:
+    return Finding(name, _near(said, found), f"{said:.6g}, computed again {found:.6g}")
+
+
+def _signature(values: dict[str, Any], public_key: Path | None) -> Iterable[Finding]:
+    """Compare the signature with the key that is given, or else with the one in the file."""
+    signature = values.get("signature")
+    if signature is None:
+        return [] if public_key is None else [Finding("signature", False, "there is none")]
+    plain = {name: value for name, value in values.items() if name not in ("digest", "signature")}
+    agrees, found = signed_by(signature, _canonical(plain).encode(), public_key)
+    return [Finding("signature", agrees, found)]
+
+
+def _canonical(values: Mapping[str, Any]) -> str:
+    """The one text of these values: names sorted, and each number as Python writes it."""
+    return json.dumps(values, sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    text = _canonical({name: value for name, value in values.items() if name != "digest"})
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,341 @@
+"""Certificates: what they say follows from the journal, any change is found, and who checks needs only the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from certified import plan_of, trained
+from new_python import python
+from scipy.stats import norm
+from text_job import run as invoke
+
+import dpfunc
+from dpfunc import sampling
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import Record
+from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.evidence import certify, check
+from dpfunc.evidence._attacker import RATES, curve, delta_at, true_positives
+from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
+from dpfunc.evidence.certificate import _canonical, _digest, ledger_of
+from dpfunc.types import Event, Schedule
+
+ROOT = Path(dpfunc.__file__).parents[1]
+SCHEMA = json.loads((ROOT / "docs" / "reference" / "certificate.schema.json").read_text())
+POISSON = sampling.Poisson(1000, 0.1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certified") / "run"
+    trained(folder)
+    (folder / "adapter.safetensors").write_bytes(b"weights")
+    return certify(folder)
+
+
+def values_of(path):
+    return json.loads(path.read_text())
+
+
+def agrees(path, **options):
+    return all(finding.agrees for finding in check(path, **options))
+
+
+def rewritten(path, change):
+    """A forged certificate: other values, and the digest that fits them."""
+    values = change(values_of(path)) or values_of(path)
+    values["digest"] = _digest(values)
+    path.write_text(_canonical(values))
+    return path
+
+
+def unmet(path):
+    return [each["says"] for each in values_of(path)["assumptions"] if each["met"] is False]
+
+
+def test_figures_of_the_gaussian_mechanism():
+    """mu = 1: delta(1), and the exact trade-off curve, which the bound is above by little."""
+    ledger = Ledger((Event(1.0, 1.0, 1),))
+    assert delta_at(ledger, 1.0) == pytest.approx(0.126936, abs=2e-6)
+    points = curve(ledger, 1e-5)
+    for rate in RATES:
+        exact = norm.cdf(norm.ppf(rate) + 1)
+        assert exact <= true_positives(points, rate) <= exact * 1.01
+    assert norm.cdf(norm.ppf(0.1) + 1) == pytest.approx(0.38914, abs=1e-5)
+    assert true_positives(points, 0.1) == pytest.approx(0.38914, abs=2e-3)
+
+
+def test_a_certificate_says_what_the_run_was(made):
+    values = values_of(made)
+    record = Record.from_json((made.parent / "privacy_accounting.json").read_bytes())
+    assert ledger_of(values) == record.ledger
+    assert values["claim"]["epsilon"] == record.epsilon
+    assert values["result"]["epsilon"] == pytest.approx(record.epsilon, rel=1e-6)
+    names = [each["name"] for each in values["result"]["accountants"]]
+    assert names == ["gaussian", "opacus"]
+    assert [(row["first"], row["last"]) for row in values["steps"]] == [(0, 3)]
+    assert values["digests"]["data_order"] == [values["steps"][0]["run"]]
+    assert len(values["digests"]["model"]) == 1
+    assert unmet(made) == []
+    assert agrees(made)
+    page = made.with_suffix(".html").read_text()
+    assert values["digest"] in page
+    assert re.findall(r"(?:src|href|url)\W", page) == []  # self-contained
+
+
+def test_sampled_batches_and_schedules(tmp_path):
+    plan = plan_of(POISSON, adjacency="add_remove", delta=1e-5, noise_multiplier=Schedule(((2, 0.7), (2, 0.8))))
+    trained(tmp_path / "run", plan)
+    path = certify(tmp_path / "run")
+    values = values_of(path)
+    assert [(row["first"], row["last"]) for row in values["steps"]] == [(0, 1), (2, 3)]
+    first, second = values["result"]["accountants"]
+    assert (first["name"], second["name"]) == ("tilted", "opacus")
+    assert first["epsilon"] <= second["epsilon"]
+    assert unmet(path) == ["The number of records is not published by the record of the run."]
+    assert agrees(path)
+
+
+UNMET = {
+    "insecure key": ({"key": dpfunc.insecure_key(1)}, "The key of the noise is secret."),
+    "batches from elsewhere": ({"verify_batch": False}, "Batches are the draws of the sampler: each was compared."),
+    "an engine of the user": (
+        {"engine": lambda *a: dpfunc.engines.auto()(*a)}, "No row changes the gradient of another."
+    ),
+    "large delta": (
+        {"plan": plan_of(delta=0.02, allow_large_delta=True)}, "Delta is below 1 / number of records."
+    ),
+    "replaced records": ({"plan": plan_of(adjacency="replace_one")}, "The two accountants share no code."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNMET)
+def test_assumptions_that_are_not_met_are_named(tmp_path, name):
+    options, says = UNMET[name]
+    trained(tmp_path / "run", **options)
+    path = certify(tmp_path / "run")
+    assert unmet(path) == [says]
+    assert agrees(path)
+    assert "NOT MET" in path.with_suffix(".html").read_text()
+
+
+def test_one_changed_byte_is_found(made, tmp_path):
+    whole, path = made.read_bytes(), tmp_path / "certificate.json"
+    draw = random.Random(0)
+    for _ in range(1000):
+        at = draw.randrange(len(whole))
+        other = bytes([draw.choice([byte for byte in range(256) if byte != whole[at]])])
+        path.write_bytes(whole[:at] + other + whole[at + 1 :])
+        try:
+            found = agrees(path)
+        except InvalidArgument:
+            found = False
+        assert not found, f"byte {at}: {other!r}"
+    path.write_bytes(whole)
+    assert agrees(path)
+
+
+def changed(*names, to):
+    def change(values):
+        place = values
+        for name in names[:-1]:
+            place = place[name]
+        place[names[-1]] = to
+        return values
+
+    return change
+
+
+FORGED = {
+    "a smaller epsilon": (changed("result", "epsilon", to=0.1), "epsilon"),
+    "a smaller claim": (changed("claim", "epsilon", to=0.1), "claim"),
+    "another bound": (changed("result", "accountants", 0, "epsilon", to=0.1), "epsilon by gaussian"),
+    "fewer steps": (changed("steps", 0, "last", to=1), "epsilon by gaussian"),
+    "another accountant below": (changed("result", "accountants", 1, "epsilon", to=0.1), "epsilon by another"),
+    "weaker attackers": (changed("result", "attacker", 0, "true_positives", to=0.001), "true positives at 0.001"),
+    "a better curve": (changed("result", "curve", 0, 1, to=0.1), "trade-off curve"),
+    "an assumption less": (changed("assumptions", to=[]), "assumptions"),
+    "a key that is not secret": (changed("mechanism", "noise_key", to="guessable"), "assumptions"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_certificate_contradicts_itself(made, tmp_path, name):
+    """Whoever can write a digest cannot write a claim that does not follow from the steps in it."""
+    change, where = FORGED[name]
+    path = tmp_path / "certificate.json"
+    path.write_bytes(made.read_bytes())
+    wrong = [finding.name for finding in check(rewritten(path, change)) if not finding.agrees]
+    assert where in wrong
+    assert "bytes" not in wrong
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', '{"schema": "dpfunc.certificate/1"}'])
+def test_other_files_are_no_certificates(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(InvalidArgument, match="Expected .*certificate"):
+        check(tmp_path / "x.json")
+
+
+def test_values_of_another_shape_are_no_certificate(made, tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps(dict.fromkeys(values_of(made), 3) | {"schema": SCHEMA_NAME}))
+    with pytest.raises(InvalidArgument, match="does not fit together"):
+        check(tmp_path / "x.json")
+
+
+def fewer_steps(folder):
+    text = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
+    (folder / "journal.jsonl").write_text("".join(text[:-1]))
+
+
+def with_record(**changes):
+    def change(folder):
+        path = folder / "privacy_accounting.json"
+        path.write_text(dataclasses.replace(Record.from_json(path.read_bytes()), **changes).to_json())
+
+    return change
+
+
+REFUSED = {
+    "no record": (lambda folder: (folder / "privacy_accounting.json").unlink(), "Expected the folder of a run"),
+    "no journal": (lambda folder: (folder / "journal.jsonl").unlink(), "one journal"),
+    "lost lines": (fewer_steps, "Expected 4 lines in the journal"),
+    "a record of less": (with_record(ledger=Ledger((Event(1.0, 2.0, 3),), "zero_out")), "cannot be derived"),
+    "a claim that is too small": (with_record(epsilon=0.2), "does not follow from the steps"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_derived_is_refused(tmp_path, name):
+    change, message = REFUSED[name]
+    trained(tmp_path / "run")
+    change(tmp_path / "run")
+    with pytest.raises(DPFuncError, match=message):
+        certify(tmp_path / "run")
+    assert not (tmp_path / "run" / "certificate.json").exists()
+
+
+def test_signatures(made, tmp_path):
+    keys = {name: tmp_path / f"{name}.pem" for name in ("private", "public", "other", "other_public")}
+    for secret, public in (("private", "public"), ("other", "other_public")):
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", keys[secret]], check=True)
+        subprocess.run(["openssl", "pkey", "-in", keys[secret], "-pubout", "-out", keys[public]], check=True)
+    path = certify(made.parent, out=tmp_path / "signed.json", private_key=keys["private"])
+    assert agrees(path)
+    assert agrees(path, public_key=keys["public"])
+    assert not agrees(path, public_key=keys["other_public"])
+    assert not agrees(made, public_key=keys["public"])  # which has no signature
+    rewritten(path, changed("claim", "unit", to="one person"))
+    assert [finding.name for finding in check(path, keys["public"]) if not finding.agrees] == ["signature"]
+    for wrong in (keys["public"], tmp_path / "nowhere.pem"):
+        with pytest.raises(InvalidArgument, match="Expected an Ed25519 private key"):
+            certify(made.parent, out=tmp_path / "x.json", private_key=wrong)
+    with pytest.raises(InvalidArgument, match="Expected an Ed25519 public key"):
+        check(path, keys["private"])
+
+
+def test_the_command(made, tmp_path):
+    done = invoke("certify", made.parent, "--out", tmp_path / "c.json")
+    assert done.exit_code == 0
+    assert (tmp_path / "c.html").exists()
+    assert "All agrees." in invoke("certify", "--check", tmp_path / "c.json").output
+    assert json.loads(invoke("certify", "--check", tmp_path / "c.json", "--json").stdout)["agrees"]
+    rewritten(tmp_path / "c.json", changed("claim", "epsilon", to=0.1))
+    failed = invoke("certify", "--check", tmp_path / "c.json")
+    assert failed.exit_code == 1
+    assert "WRONG" in failed.output
+    for wrong in (
+        (),
+        (made.parent, "--check", made),
+        (made.parent, "--public-key", "x"),
+        ("--check", made, "--out", "x"),
+    ):
+        assert invoke("certify", *wrong).exit_code == 2
+
+
+def test_a_check_imports_no_torch(made):
+    code = f"""
+import sys
+from dpfunc.evidence import check
+print(all(finding.agrees for finding in check({str(made)!r})), [n for n in ("torch", "opacus") if n in sys.modules])
+"""
+    assert python(code).strip() == "True []"
+
+
+KINDS = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def follows(schema, value, where="certificate"):
+    """The part of JSON Schema that the published one uses."""
+    schema = SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")] if "$ref" in schema else schema
+    if "const" in schema:
+        assert value == schema["const"], where
+    if "type" in schema:
+        kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        assert any(isinstance(value, KINDS[kind]) for kind in kinds), where
+    for name in schema.get("required", ()):
+        assert name in value, f"{where}.{name}"
+    if schema.get("additionalProperties") is False:
+        assert set(value) <= set(schema["properties"]), where
+    for name, each in schema.get("properties", {}).items():
+        if name in value:
+            follows(each, value[name], f"{where}.{name}")
+    for each in value if "items" in schema else ():
+        follows(schema["items"], each, f"{where}[]")
+
+
+def test_the_published_schema(made):
+    values = values_of(made)
+    follows(SCHEMA, values)
+    assert set(SCHEMA["properties"]) == {*values, "signature"}
+    with pytest.raises(AssertionError):
+        follows(SCHEMA, {**values, "steps": 3})
+
+
+def test_an_old_record_is_read_and_says_less(tmp_path):
+    """Of version 2, which did not say how rows were kept apart."""
+    from dpfunc._utils.validation import signed
+
+    trained(tmp_path / "run")
+    path = tmp_path / "run" / "privacy_accounting.json"
+    values = json.loads(path.read_text())
+    old = {name: value for name, value in values.items() if name not in ("rows", "batches")}
+    path.write_text(json.dumps(signed({**old, "schema": "dpfunc.accounting/2"})))
+    assert Record.from_json(path.read_bytes()).rows == "not recorded"
+    assert unmet(certify(tmp_path / "run")) == [
+        UNMET[name][1] for name in ("batches from elsewhere", "an engine of the user")
+    ]
+
+
+def test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name(tmp_path, capsys, caplog):
+    """Of a run with a public bound on the number of records: in files that may be published, and in lines that are printed."""
+    place = tmp_path / "secret_name_of_a_study"
+    plan = plan_of(sampling.Poisson(10000, 0.02), adjacency="add_remove", delta=1e-5, num_steps=5, noise_multiplier=0.6)
+    with caplog.at_level("DEBUG"):
+        _, sizes = trained(place, plan, num_records=8713, public_bound=True)
+        path = certify(place)
+    files = [path, path.with_suffix(".html"), place / "privacy_accounting.json"]
+    printed = [caplog.text, *capsys.readouterr()]
+    for text in [*(file.read_text() for file in files), *printed]:
+        assert "8713" not in text
+        assert "secret_name_of_a_study" not in text
+        assert "journal.jsonl" not in text
+    journal = (place / "journal.jsonl").read_text()
+    assert "8713" not in journal
+    alone = [rf"(?<![\w.]){size}(?![\w.])" for size in sizes]
+    assert [size for size in alone for text in (path.read_text(), journal, *printed) if re.search(size, text)] == []
+    assert unmet(path) == []
