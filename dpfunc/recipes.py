@@ -201,7 +201,8 @@ class Recipe:
     def clip_arguments(self) -> dict[str, Any]:
         """The clip rule alone, for `dpfunc.hf.trainer.PrivacyArguments`.
 
-        >>> found = recipe("head", dataset_size=2000, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
+        >>> found = recipe("head", dataset_size=9000, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
+        >>> found.clip_arguments()
         >>> found.clip_arguments()
         {'dp_clip': 'flat', 'dp_max_grad_norm': 1.0}
         """

@@ -207,6 +207,20 @@ def test_the_rate_falls_to_zero():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize("n", [2000, 60_000])
+def test_requirements_agree_with_a_recipe(n):
+    """The batch is at least the one that they recommend, and the noise over the run is nearly the least."""
+    found = head(dataset_size=n)
+    epochs = found.num_steps * found.expected_batch_size / n
+    need = dpfunc.accounting.privacy_requirements(
+        dataset_size=n, batch_size=found.expected_batch_size, epochs=epochs, target_epsilon=3.0, delta=1e-5
+    )
+    assert need.recommended_batch_size <= found.expected_batch_size
+    assert need.noise_multiplier == pytest.approx(float(found.plan().noise_multiplier), rel=1e-2)
+    (asked,) = (choice for choice in need.choices if choice.batch_size == found.expected_batch_size)
+    assert asked.noise_per_run <= 1.05 * min(choice.noise_per_run for choice in need.choices)
+
+
 @NOISY
 def test_a_smaller_share_of_the_records():
     assert head(sampling_prob=0.1).expected_batch_size == 200

@@ -120,7 +120,11 @@ def sentences(texts: list[str], name: str, max_length: int) -> Tensor:
         for start in range(0, len(order), 32):
             rows = order[start : start + 32]
             tokens = tokenizer(
-                [texts[i] for i in rows], truncation=True, max_length=max_length, padding=True, return_tensors="pt"
+                [texts[i][: 20 * max_length] for i in rows],
+                truncation=True,
+                max_length=max_length,
+                padding=True,
+                return_tensors="pt",
             )
             mask_BT1 = tokens["attention_mask"][..., None].float()  # the mean is without padding
             means = (model(**tokens).last_hidden_state * mask_BT1).sum(1) / mask_BT1.sum(1)
