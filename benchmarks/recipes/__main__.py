@@ -10,8 +10,8 @@ share that is found) and calibration error (ECE, 15 bins). Contestants:
 - tuned: the best of a grid (`RATES` x `BOUNDS` x `STEPS`) of private runs on `unit_rows`, chosen by the
   cross-entropy of validation data, which epsilon does not count; then run with other seeds.
 - recipe: `recipe("head", ...)`, nothing chosen.
-- network, normalised: `recipe("full", ...)` on rows of unit variance, one hidden layer; and the rule before, `Automatic`
-  with twice the rate; at epsilon 3 alone.
+- network, normalised: `recipe("full", ...)` on rows of unit variance, one hidden layer; and the rule before,
+  `Automatic` with twice the rate; at epsilon 3 alone.
 
 All are run in closed form (closed.py), which tests/benchmarks/test_recipes.py compares with the library. The rules were
 chosen on one half of the sets (`chosen_on` in data.py), the other half was run once, when they stood.
