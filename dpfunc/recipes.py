@@ -394,7 +394,7 @@ def _clip(strategy: Strategy, noise: float, norm: float) -> Flat | Automatic:
 def _rate(strategy: Strategy, d: int, noise: float, steps: int, norm: float) -> float:
     """Rate of the first step; of adapters beside a head, theirs."""
     if strategy == "head":
-        return _HEAD_WAY / (norm * noise**0.25 * math.sqrt(steps))
+        return _HEAD_WAY / (norm * math.sqrt(math.sqrt(noise) * steps))
     rate = _RULES[strategy].rate
     if isinstance(rate, float):
         return rate

@@ -89,6 +89,7 @@ def test_results_have_the_recipe_of_now(result):
     assert result["recipe_settings"]["steps"] == found.num_steps
 
 
+# 105 records are few
 @pytest.mark.filterwarnings("ignore:Expected noise_to_signal")
 def test_a_small_set_is_measured(monkeypatch):
     """All contestants, at one epsilon."""
