@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, probability, records, warn
 from dpfunc.accounting import calibrate_noise
-from dpfunc.clipping import Automatic
+from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import NoiseWarning
 from dpfunc.plan import Plan
 
@@ -38,19 +39,75 @@ class _Rule:
     cheap: int = 1
 
 
-_HEAD_RATE = 0.5  # times k^(1/4) / sqrt(r): how far a step can move a logit
-_HEAD_RANGE = (2.0, 18.0)  # more lost accuracy on texts, less was not measured
+_HEAD_STEPS = (200, 400)  # fewest and most: 4 / r between
+_HEAD_BOUND = (0.25, 1.0)  # of gradients on rows of norm 1: 0.08 / sqrt(r) between
+_FULL_BOUND = 3.0  # of all weights of a small network, on inputs of unit variance
+_HEAD_WAY = 2.0  # r^(-1/4) times this / sqrt(T) is the rate of a head on rows of norm 1
+_BESIDE_RATE = 0.5  # times k^(1/4) / sqrt(r): how far a step can move a logit of a head beside adapters
+_BESIDE_RANGE = (2.0, 18.0)  # more lost accuracy on texts, less was not measured
 _UNSEARCHED = "not measured here"
 _RULES: dict[Strategy, _Rule] = {
-    "head": _Rule(0.5, 100, math.nan, 0.25, "measured on nine data sets"),
+    "head": _Rule(0.5, 100, math.nan, 0.25, "chosen on six data sets"),
     "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts, in one layer"),
     "projector": _Rule(
         0.1, 100, (8.0, 0.0, 0.05), 1.0, "measured on two data sets of images, in one language model", cheap=1000
     ),
-    "full": _Rule(0.1, 100, (4.0, 0.004, 0.2), 1.0, "measured on seven data sets", cheap=1000),
+    "full": _Rule(0.1, 100, (2.0, 0.002, 0.1), 1.0, "chosen on four data sets", cheap=1000),
     "pretrained": _Rule(0.1, 100, 5e-4, 1.0, f"{_UNSEARCHED}: that of Li et al. 2022"),
 }
 STRATEGIES: tuple[Strategy, ...] = tuple(_RULES)
+
+
+def unit_rows(x_Bk: Tensor) -> Tensor:
+    """Rows of norm 1 with a constant feature: what a recipe for a head needs, from each row alone.
+
+        [x / |x|, 1] / sqrt(2)
+
+    The gradient of a softmax or logistic cross-entropy for a linear layer without bias is then at most sqrt(2) long,
+    whatever weights, row and label are: a bound that is known without the data and cuts nothing off. The constant
+    feature takes the place of a bias, which would be small beside the other weights and drown in their noise.
+
+    Args:
+        x_Bk: features (..., k), finite; centred and scaled by what is public: ranges, the mean of each row, but no mean
+            or deviation over records.
+
+    Returns:
+        (..., k + 1) of norm 1, or 1 / sqrt(2) for a row of zeros.
+
+    Guarantees:
+        tests/test_recipes.py: norms and the bound (test_rows_have_norm_1, test_the_bound_of_a_head), each row alone
+        (test_a_row_is_scaled_alone).
+
+    >>> unit_rows(torch.tensor([[3.0, 4.0]])) * 2**0.5
+    tensor([[0.6000, 0.8000, 1.0000]])
+    """
+    constant = torch.ones_like(x_Bk[..., :1])
+    return torch.cat([F.normalize(x_Bk, dim=-1), constant], -1) * math.sqrt(0.5)
+
+
+class Head(nn.Linear):
+    """A linear layer that starts at zero, on `unit_rows` of its inputs: logits W unit_rows(x).
+
+    For `recipe("head", ...)`, which needs rows of norm 1 and takes classes * (k + 1) parameters.
+
+    Args:
+        num_features: k of a row, >= 1. num_classes: outputs, >= 1.
+
+    >>> Head(3, 2)(torch.randn(5, 3)).shape, sum(p.numel() for p in Head(3, 2).parameters())
+    (torch.Size([5, 2]), 8)
+    """
+
+    def __init__(self, num_features: int, num_classes: int) -> None:
+        features = integer("num_features", num_features, minimum=1)
+        super().__init__(features + 1, integer("num_classes", num_classes, minimum=1), bias=False)
+
+    def reset_parameters(self) -> None:
+        """Zeros: no class is preferred, and no random direction has to be unlearnt."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x_Bk: Tensor) -> Tensor:
+        """Logits (..., num_classes) of features (..., k)."""
+        return F.linear(unit_rows(x_Bk), self.weight)
 
 
 @dataclass(frozen=True)
@@ -62,7 +119,7 @@ class Recipe:
         dataset_size: number of records n. num_parameters: number of trained parameters d.
         epsilon, delta: the budget.
         expected_batch_size: q n. num_steps: T.
-        clip: clip rule.
+        clip: clip rule; `Flat` for a head and a small network, else `Automatic`.
         learning_rate: of the first step; it falls linearly to 0. The rate of Adam, without weight decay.
         noise_to_signal: `sqrt(d) sigma_1 / n`, see `recipe`.
         head_rate: rate of a new head beside adapters; None where there is none.
@@ -73,9 +130,9 @@ class Recipe:
     >>> found = recipe("head", dataset_size=2000, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
     >>> plan = found.plan()
     >>> plan.num_steps, plan.sampler.expected_batch_size(0)
-    (100, 1000.0)
-    >>> weight = torch.zeros(2, 385, requires_grad=True)
-    >>> optimizer = found.optimizer([weight])
+    (207, 1000.0)
+    >>> model = Head(384, 2)
+    >>> optimizer = found.optimizer(model.parameters())
     >>> scheduler = found.scheduler(optimizer)
     """
 
@@ -86,7 +143,7 @@ class Recipe:
     delta: float
     expected_batch_size: int
     num_steps: int
-    clip: Automatic
+    clip: Flat | Automatic
     learning_rate: float
     noise_to_signal: float
     head_rate: float | None = None
@@ -140,7 +197,19 @@ class Recipe:
         >>> sorted(found.privacy_arguments())
         ['dp_clip', 'dp_delta', 'dp_epsilon']
         """
-        return {"dp_epsilon": self.epsilon, "dp_delta": self.delta, "dp_clip": "automatic"}
+        return {"dp_epsilon": self.epsilon, "dp_delta": self.delta, **self.clip_arguments()}
+
+    def clip_arguments(self) -> dict[str, Any]:
+        """The clip rule alone, for `dpfunc.hf.trainer.PrivacyArguments`.
+
+        >>> found = recipe("head", dataset_size=9000, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
+        >>> found.clip_arguments()
+        >>> found.clip_arguments()
+        {'dp_clip': 'flat', 'dp_max_grad_norm': 1.0}
+        """
+        if isinstance(self.clip, Automatic):
+            return {"dp_clip": "automatic"}
+        return {"dp_clip": "flat", "dp_max_grad_norm": self.clip.clip_norm}
 
     def reasons(self) -> dict[str, str]:
         """Each value with its reason, by the names of a training script.
@@ -151,12 +220,18 @@ class Recipe:
         """
         rule = _RULES[self.strategy]
         share = self.expected_batch_size / self.dataset_size
+        steps = "the noise of all steps together hardly depends on their number"
+        clip = f"automatic, norm {self.clip.clip_norm:g}: Adam takes the scale of a gradient away"
+        if self.strategy == "head":
+            steps = f"{steps}; the less noise, the more steps are of use"
+        if isinstance(self.clip, Flat):
+            clip = f"flat, norm {self.clip.clip_norm:.3g}: what is learnt already gets small gradients"
         found = {
             "batch_size": f"{self.expected_batch_size}: {share:.2g} of {self.dataset_size} records; larger batches "
             "cost time and gain little",
-            "steps": f"{self.num_steps}: the noise of all steps together hardly depends on their number",
+            "steps": f"{self.num_steps}: {steps}",
             "learning_rate": f"{self.learning_rate:.3g} of Adam, falling linearly to 0; {rule.origin}",
-            "clip": f"automatic, norm {self.clip.clip_norm:g}: Adam takes the scale of a gradient away",
+            "clip": clip,
         }
         if self.head_rate is not None:
             found["head_rate"] = f"{self.head_rate:.3g} for the new head, which has longer ways to go than adapters"
@@ -203,32 +278,37 @@ def recipe(
     the noise of one release of all records at (epsilon, delta), and k = num_head_parameters / num_classes inputs:
 
         r = sqrt(d) sigma_1 / n                                          noise-to-signal ratio of the whole run
-        clip = Automatic(clip_norm=1)                                    every gradient gets norm 1
+        T = 4 / r, at least 200 and at most 400                          steps of a head
+        C = feature_norm 0.08 / sqrt(r), 0.25..1 times feature_norm      bound of a head
         batch = q n, and the learning rate of Adam falls linearly to 0, from:
 
-        | strategy   | q    | steps | learning rate |
-        |---|---|---|---|
-        | head       | 0.5  | 100   | a / (feature_norm sqrt(k)), a = k^(1/4) / (2 sqrt(r)), 2 <= a <= 18 |
-        | lora       | 0.16 | 40    | 0.001; a new head beside the adapters has that of a head |
-        | projector  | 0.1, and up to 0.5 for 1000 rows | 100 | 8 / sqrt(d), at most 0.05 |
-        | full       | 0.1, and up to 0.5 for 1000 rows | 100 | 4 / sqrt(d), at least 0.004 and at most 0.2 |
-        | pretrained | 0.1  | 100   | 0.0005 |
+        | strategy   | q    | steps | clip | learning rate |
+        |---|---|---|---|---|
+        | head       | 0.5  | T     | Flat(C) | 2 / (feature_norm r^(1/4) sqrt(T)) |
+        | lora       | 0.16 | 40    | Automatic(1) | 0.001; b / (feature_norm sqrt(k)) for a new head of k inputs |
+        | projector  | 0.1, and up to 0.5 for 1000 rows | 100 | Automatic(1) | 8 / sqrt(d), at most 0.05 |
+        | full       | 0.1, and up to 0.5 for 1000 rows | 100 | Flat(3) | 2 / sqrt(d), within 0.002..0.1 |
+        | pretrained | 0.1  | 100   | Automatic(1) | 0.0005 |
 
-    Adam divides by the noise, so its rate is a distance: a is about how far a step can move a logit. What is smaller
-    than the noise needs shorter steps; the more inputs a logit has, the more their noise averages out. How each of
-    them was found: docs/recipes.md.
+        b = k^(1/4) / (2 sqrt(r)), at least 2 and at most 18
+
+    `Automatic` gives every gradient norm 1: a model never learns that it is already right, so its probabilities are too
+    sure and rare classes are outvoted. The gradient of a head is at most sqrt(2) feature_norm long, known without the
+    data: a `Flat` bound near it biases hardly anything, and a smaller one pays where there is more noise. What Adam
+    adds up in T steps of noise is about rate * sqrt(T), which is why the rate falls with T. How each of them was
+    found: docs/recipes.md.
 
     Args:
-        strategy: `head`, a linear layer on frozen features that starts at zero; `lora`, adapters of a pretrained
-            model; `projector`, between a vision tower and a language model; `full`, all weights of a small network
-            that starts at random, on inputs of unit variance; `pretrained`, all weights of a pretrained model.
+        strategy: `head`, a linear layer on frozen features that starts at zero, best a `Head`; `lora`, adapters of a
+            pretrained model; `projector`, between a vision tower and a language model; `full`, all weights of a small
+            network that starts at random, on inputs of unit variance; `pretrained`, all weights of a pretrained model.
         dataset_size: number of records n, >= 1.
         num_parameters: number of trained parameters d, >= 1.
         epsilon: budget, > 0. delta: 0 < delta < 1.
         num_classes: outputs of the head, >= 1; required for `head`, and for `lora` with a new head.
         num_head_parameters: of a new head beside the adapters of `lora`, 1 <= it <= d.
-        feature_norm: norm of the features of a row, > 0; with a head only. None: sqrt(k), as behind a layer norm.
-            It must be known without the data: normalise each row by its own norm.
+        feature_norm: norm of what a row gives to the head, the 1 of its bias included, > 0; with a head only. None: 1,
+            that of `Head` and `unit_rows`; behind a layer norm it is sqrt(k). It must be known without the data.
         sampling_prob: q, 0 < q <= 1. A smaller one costs less time and a little accuracy. None: see above.
 
     Returns:
@@ -241,21 +321,24 @@ def recipe(
         a function of its arguments alone (tests/test_recipes.py::test_a_recipe_is_a_pure_function).
 
     >>> found = recipe("head", dataset_size=7463, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
-    >>> found.expected_batch_size, found.num_steps
-    (3732, 100)
+    >>> found.expected_batch_size, found.num_steps, found.clip.clip_norm
+    (3732, 400, 1.0)
     """
     rule = _RULES[one_of("strategy", strategy, STRATEGIES)]
     size, d = records(dataset_size), integer("num_parameters", num_parameters, minimum=1)
     positive("epsilon", epsilon)
     open_unit("delta", delta)
     inputs = _head_inputs(strategy, d, num_classes, num_head_parameters, feature_norm)
+    norm = 1.0 if feature_norm is None else positive("feature_norm", feature_norm)
     if sampling_prob is None:
         q = max(rule.sampling_prob, min(0.5, rule.cheap / size))
     else:
         q = probability("sampling_prob", sampling_prob)
     sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1)
     noise = math.sqrt(d) * sigma / size
-    head_rate = None if inputs is None else _head_rate(inputs, feature_norm, noise)
+    fewest, most = _HEAD_STEPS
+    steps = max(fewest, min(most, round(4 / noise))) if strategy == "head" else rule.steps
+    head_rate = None if inputs is None else _beside_adapters(inputs, noise) / norm
     found = Recipe(
         strategy=strategy,
         dataset_size=size,
@@ -263,11 +346,11 @@ def recipe(
         epsilon=epsilon,
         delta=delta,
         expected_batch_size=max(1, round(q * size)),
-        num_steps=rule.steps,
-        clip=Automatic(),
-        learning_rate=_rate(strategy, d, head_rate),
+        num_steps=steps,
+        clip=_clip(strategy, noise, norm),
+        learning_rate=_rate(strategy, d, noise, steps, norm),
         noise_to_signal=noise,
-        head_rate=None if strategy == "head" else head_rate,
+        head_rate=head_rate if strategy == "lora" else None,
     )
     if (advice := found.advice()) is not None:
         warn(advice, NoiseWarning)
@@ -301,10 +384,17 @@ def _head_inputs(
     return None
 
 
-def _rate(strategy: Strategy, d: int, head_rate: float | None) -> float:
+def _clip(strategy: Strategy, noise: float, norm: float) -> Flat | Automatic:
+    if strategy == "head":
+        low, high = _HEAD_BOUND
+        return Flat(norm * min(high, max(low, 0.08 / math.sqrt(noise))))
+    return Flat(_FULL_BOUND) if strategy == "full" else Automatic()
+
+
+def _rate(strategy: Strategy, d: int, noise: float, steps: int, norm: float) -> float:
     """Rate of the first step; of adapters beside a head, theirs."""
-    if strategy == "head" and head_rate is not None:
-        return head_rate
+    if strategy == "head":
+        return _HEAD_WAY / (norm * math.sqrt(math.sqrt(noise) * steps))
     rate = _RULES[strategy].rate
     if isinstance(rate, float):
         return rate
@@ -312,8 +402,7 @@ def _rate(strategy: Strategy, d: int, head_rate: float | None) -> float:
     return min(high, max(low, a / math.sqrt(d)))
 
 
-def _head_rate(inputs: float, feature_norm: float | None, noise: float) -> float:
-    root_k = math.sqrt(inputs)
-    norm = root_k if feature_norm is None else positive("feature_norm", feature_norm)
-    low, high = _HEAD_RANGE
-    return min(high, max(low, _HEAD_RATE * math.sqrt(root_k / noise))) / (norm * root_k)
+def _beside_adapters(inputs: float, noise: float) -> float:
+    """Rate of a new head beside adapters, on rows of norm 1: how far a step can move a logit, within what was seen."""
+    low, high = _BESIDE_RANGE
+    return min(high, max(low, _BESIDE_RATE * math.sqrt(math.sqrt(inputs) / noise))) / math.sqrt(inputs)

@@ -17,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from benchmarks.recipes.__main__ import EPSILON, PAGE, SEEDS, delta_of, spread, table
-from benchmarks.recipes.data import ROOT, SHARES, Part, load, news, reviews
-from benchmarks.results import FOLDER, fill, keep, row, rows_of
+from benchmarks.recipes.__main__ import NETWORK_EPSILON as EPSILON
+from benchmarks.recipes.__main__ import PAGE, SEEDS, delta_of
+from benchmarks.recipes.data import ROOT, SHARES, Part, load, mails, news
+from benchmarks.results import FOLDER, fill, keep, markdown, rows_of
 from dpfunc.hf import DPTrainer, PrivacyArguments
+from dpfunc.recipes import Head
 from dpfunc.train._dataset import PadRight
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import classification
@@ -42,19 +44,17 @@ RESULT = FOLDER / "recipes_trainer.json"
 HEADS = ("data", "strategy", "way", "tokens", "n", "parameters", "rate of head", "majority", "recipe", "runs")
 STRATEGIES = ("head", "lora")
 WAYS = ("dpfunc train", "DPTrainer")
-LENGTH = {"rotten": 64, "bbc": 96}  # tokens
-IMAGES = ("fashion-vision", "signs-vision")
+LENGTH = {"mails": 64, "bbc": 96}  # tokens
+IMAGES = ("fashion-vision",)
 ROWS_AT_ONCE = 1024  # of features
 
 
 class ImageHead(nn.Module):
-    """A linear layer that starts at zero, on features (B, width) of unit variance: what a user writes in ten lines."""
+    """A `Head` on features (B, width): what a user writes in ten lines."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        self.classifier = nn.Linear(width, classes)
-        nn.init.zeros_(self.classifier.weight)
-        nn.init.zeros_(self.classifier.bias)
+        self.classifier = Head(width, classes)
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
         """Logits (B, classes), and the mean loss if the labels are given."""
@@ -112,7 +112,7 @@ def measure_images(name: str, seeds: int) -> Iterator[dict[str, Any]]:
     width = data.train.x.shape[1]
 
     def records(part: Part) -> list[dict[str, Any]]:
-        rows = zip(part.x * width**0.5, part.y.tolist(), strict=True)
+        rows = zip(part.x, part.y.tolist(), strict=True)
         return [{"pixel_values": x, "labels": y} for x, y in rows]
 
     train, test = records(data.train), records(data.test)
@@ -135,7 +135,7 @@ def measure(name: str, strategy: str, ways: tuple[str, ...], seeds: int, max_len
     """The result of each way after each run: with one run, with two, ..."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        pairs = reviews() if name == "rotten" else news()
+        pairs = mails() if name == "mails" else news()
         labels = write_parts(pairs, folder, {"train": SHARES[0], "validation": SHARES[0] + SHARES[1], "test": 1.0})
         delta = delta_of(round(len(pairs) * SHARES[0]))
         job = job_from_dict({
@@ -183,16 +183,20 @@ def result_of(
     }  # fmt: skip
 
 
-def line(result: dict[str, Any]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean, lowest and highest."""
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} - {max(values):.3f})"
+
+
+def line(result: dict[str, Any]) -> list[Any]:
     """One row of the table in docs/recipes.md."""
     settings = result["settings"]
     rate = settings["head_rate"] or settings["learning_rate"]
-    cells = [
+    return [
         *(result[key] for key in ("data", "strategy", "way")), settings["max_length"] or "", result["n"],
         result["parameters"], f"{rate:.3g}", f"{result['majority']:.3f}", spread(result["accuracy"]),
         len(result["accuracy"]),
     ]  # fmt: skip
-    return row(cells)
 
 
 def place(result: dict[str, Any]) -> tuple[str, ...]:
@@ -202,7 +206,7 @@ def place(result: dict[str, Any]) -> tuple[str, ...]:
 
 def tables(results: list[dict[str, Any]]) -> dict[str, str]:
     """Of docs/recipes.md."""
-    return {"way": table(HEADS, [line(each) for each in results])}
+    return {"way": markdown(HEADS, [line(each) for each in results])}
 
 
 @click.command(help=__doc__)
@@ -222,7 +226,7 @@ def main(
     for name in names or (*LENGTH, *IMAGES):
         for each in strategy or STRATEGIES:
             for result in results(name, each, way or WAYS, seeds, max_length):
-                console.print(line(result))
+                console.print(*line(result))
                 keep(out, result, place)
                 if out == RESULT:
                     fill(PAGE, tables(rows_of(out)))

@@ -14,15 +14,16 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dpfunc.hf._padding import mean_of_tokens
+from dpfunc.recipes import Head
 
 
 class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
     """An encoder, the mean of its last hidden states over the tokens, and a linear layer that starts at zero.
 
-        logits = W layer_norm(mean over tokens of encoder(input_ids)) + b
+        logits = W unit_rows(layer_norm(mean over tokens of encoder(input_ids)))
 
-    The layer norm has no parameters, so the inputs of W have a known norm, sqrt(width): the rate of a private run
-    depends on it (docs/recipes.md). `load_mean_pooled` reads a bare encoder or a classifier that was saved.
+    The inputs of W have norm 1, a constant among them, so its gradients have a bound that is known without the data: a
+    `dpfunc.recipes.Head`. `load_mean_pooled` reads a bare encoder or a classifier that was saved.
 
     Args:
         config: of the encoder, with `num_labels`.
@@ -37,14 +38,13 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.backbone: Any = _without_pooler(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = Head(config.hidden_size, config.num_labels)
         self.first_layer: int | None = None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is getattr(self, "classifier", None):
-            nn.init.zeros_(self.classifier.weight)
-            nn.init.zeros_(self.classifier.bias)
+            self.classifier.reset_parameters()
 
     def forward(
         self,

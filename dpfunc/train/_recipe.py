@@ -11,7 +11,7 @@ from torch import nn
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.pooled import wants_mean
-from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe
+from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, with_clip
 from dpfunc.recipes import Recipe, Strategy
 from dpfunc.train.config import PAIRS, Job
 
@@ -67,7 +67,7 @@ def with_recipe(
         steps=found.num_steps if "steps" in missing else training.steps,
         physical_batch_size=asked or min(at_once, batch),
     )
-    return dataclasses.replace(job, training=filled), found
+    return dataclasses.replace(job, training=filled, privacy=with_clip(job.privacy, found)), found
 
 
 def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:

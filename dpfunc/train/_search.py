@@ -214,14 +214,15 @@ def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: flo
 def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) -> Job:
     """The job of one run, with the values of the recipe for its epsilon, and without what would publish anything."""
     privacy = dataclasses.replace(job.privacy, dp_epsilon=plan.guarantee().epsilon)
-    training = with_recipe(dataclasses.replace(job, privacy=privacy), model, size)[0].training
+    by_recipe, _ = with_recipe(dataclasses.replace(job, privacy=privacy), model, size)
+    training = by_recipe.training
     training = dataclasses.replace(
         training,
         learning_rate=factor * (training.learning_rate or 0.0),
         head_rate=None if training.head_rate is None else factor * training.head_rate,
         steps=plan.num_steps, epochs=None, eval_steps=None, report_to=None, save_steps=plan.num_steps,
     )  # fmt: skip
-    noise = dataclasses.replace(privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
+    noise = dataclasses.replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
     return dataclasses.replace(job, training=training, privacy=noise)
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import BertConfig, DistilBertConfig
 
 from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled, wants_mean
+from dpfunc.recipes import Head
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 
@@ -27,7 +28,7 @@ def rows():
 def test_a_new_head_starts_at_zero():
     made = MeanPooledClassifier(BertConfig(vocab_size=50, num_labels=3, **SIZES))
     assert not made.classifier.weight.any()
-    assert not made.classifier.bias.any()
+    assert made.classifier.bias is None  # a constant feature stands for it
     assert any(p.any() for p in made.backbone.encoder.parameters())
 
 
@@ -35,6 +36,15 @@ def test_features_have_a_known_norm():
     ids, mask = rows()
     norms = model().pooled(ids, mask).norm(dim=1)
     torch.testing.assert_close(norms, torch.full((4,), 4.0), rtol=1e-3, atol=0.0)
+
+
+def test_the_head_has_rows_of_norm_1():
+    """Whatever the length of the features: they are those of `unit_rows`."""
+    ids, mask = rows()
+    made = model()
+    features = made.pooled(ids, mask)
+    torch.testing.assert_close(made(features=7 * features).logits, made(ids, mask).logits)
+    assert isinstance(made.classifier, Head)
 
 
 def test_padding_changes_nothing():

@@ -37,18 +37,20 @@ def test_a_first_run_says_what_it_derives_and_what_to_compare_with(here):
     size = next(line for line in result.stdout.splitlines() if line.startswith("recipe head, from "))
     assert "epsilon=8 and delta=0.001, which are public" in size
     for text in (
-        "  learning_rate = ", "  batch_size = ", "  steps = 100: ", "Frozen layers were computed once", "eval_accuracy: ",
+        "  learning_rate = ", "  batch_size = ", "  steps = 200: ", "Frozen layers were computed once", "eval_accuracy: ",
         "most frequent class of the evaluation records: 0.", "non-private reference: none. --no-dp trains the twin",
         "Not covered by epsilon: metrics on the evaluation records", "dpfunc.hf.pooled.load_mean_pooled(path)",
     ):  # fmt: skip
         assert text in result.stdout, text
     content = json.loads(Path("run/job.json").read_text())
     assert content["job"]["training"]["learning_rate"] is None
-    assert content["filled"]["training"]["steps"] == 100
+    assert content["filled"]["training"]["steps"] == 200
+    assert content["filled"]["privacy"]["dp_clip"] == "flat"
+    assert content["job"]["privacy"]["dp_clip"] is None
     assert content["filled"]["model"]["pooling"] == "mean"
     assert content["recipe"]["learning_rate"].startswith(f"{content['filled']['training']['learning_rate']:.3g} ")
     accounting = json.loads(Path("run/privacy_accounting.json").read_text())
-    assert (accounting["global_step"], accounting["epsilon"] <= 8.0) == (100, True)
+    assert (accounting["global_step"], accounting["epsilon"] <= 8.0) == (200, True)
     measured = json.loads(Path("run/metrics.json").read_text())
     assert 0 <= measured["eval_accuracy"] <= 1
     assert 0.5 <= measured["eval_majority"] < 0.6
@@ -64,7 +66,7 @@ def test_the_twin_takes_the_same_values(here):
     private, twin = (train(*flags, "--dry-run").stdout for flags in ([], ["--no-dp"]))
     lines = [line for line in private.splitlines() if line.startswith(("  ", "steps", "logical", "recipe"))]
     assert [line for line in lines if line not in twin] == []
-    assert "  steps = 100" in private
+    assert "  steps = 200" in private
 
 
 GIVEN = {"learning_rate": 0.25, "batch_size": 7, "steps": 9, "epochs": 2.5}
@@ -108,7 +110,7 @@ def test_adapters_in_the_highest_layer_and_a_rate_for_the_head(here):
     rates = {
         group["lr"]: len(group["params"]) for group in train_job.make_trainer(prepared, None).optimizer.param_groups
     }
-    assert rates == {found.learning_rate: len(trained) - 2, found.head_rate: 2}
+    assert rates == {found.learning_rate: len(trained) - 1, found.head_rate: 1}
     own = prepare(read_job("job.yaml", ["--strategy", "lora", "--learning_rate", "0.1", "--top_layers", "2"])).job
     assert (own.lora.top_layers, own.training.head_rate) == (2, None)
 
@@ -187,11 +189,12 @@ def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     begun = json.loads(Path("run/job.json").read_text())
     other = dataclasses.replace(recipes._RULES["head"], steps=5, sampling_prob=0.9)
     monkeypatch.setitem(recipes._RULES, "head", other)
-    monkeypatch.setattr(recipes, "_HEAD_RATE", 99.0)
+    monkeypatch.setattr(recipes, "_HEAD_WAY", 99.0)
+    monkeypatch.setattr(recipes, "_HEAD_STEPS", (5, 5))
     result = train(*flags, "--resume", "--logging_steps", 50)
     assert result.exit_code == 0, result.output
     assert "recipe head" not in result.stdout
-    assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 100
+    assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 200
     assert json.loads(Path("run/job.json").read_text()) == begun
 
 

@@ -16,7 +16,8 @@ from dpfunc._utils.validation import fail
 from dpfunc.errors import InvalidArgument, NoiseWarning
 from dpfunc.hf.trainer._run import trainable
 from dpfunc.hf.trainer._settings import word
-from dpfunc.recipes import Recipe, Strategy, recipe
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.recipes import Head, Recipe, Strategy, recipe
 
 _ADAPTER = "lora_"  # in the names of parameters, by PEFT
 PHYSICAL = 64  # records differentiated at once where nobody says how many
@@ -34,7 +35,7 @@ def model_recipe(
 ) -> Recipe:
     """The recipe for the parameters of a model that require gradients.
 
-    The norm of a head's inputs is measured on made-up tokens, or, without `measure`, that behind a layer norm
+    The norm of a head's inputs is measured on made-up tokens, or, without `measure` or where that fails, that behind a layer norm
     (tests/hf/trainer/test_recipes.py::test_the_length_of_features_is_measured_without_data).
     """
     head = new_head(strategy, model)
@@ -47,15 +48,19 @@ def model_recipe(
     classes = getattr(getattr(model, "config", None), "num_labels", None)
     facts: dict[str, Any] = {}
     if weight is not None and (strategy == "head" or len(weight) == classes):  # not the words of a language model
-        facts = {
-            "num_classes": len(weight),
-            "num_head_parameters": sum(p.numel() for p in head.values()),
-            "feature_norm": _feature_norm(model, list(head.values())) if measure else None,
-        }
+        own = sum(p.numel() for p in head.values())
+        found = _feature_norm(model, list(head.values())) if measure else None
+        norm = 1.0 if _ends_in_unit_rows(model) else found or math.sqrt(own / len(weight))
+        facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
     size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
         return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
+
+
+def _ends_in_unit_rows(model: nn.Module) -> bool:
+    """True if the trained layer is a `Head`, whose inputs have norm 1."""
+    return any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules())
 
 
 def _weight_of_linear(params: list[Tensor]) -> Tensor | None:
@@ -95,6 +100,13 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
     finally:
         model.train(was_training)
     return sum(norms) / len(norms) or None
+
+
+def with_clip(privacy: PrivacyArguments, found: Recipe) -> PrivacyArguments:
+    """Privacy arguments with the clip rule of a recipe, where they name neither a rule nor a bound."""
+    if privacy.dp_clip is not None or privacy.dp_max_grad_norm is not None:
+        return privacy
+    return dataclasses.replace(privacy, **found.clip_arguments())
 
 
 def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:

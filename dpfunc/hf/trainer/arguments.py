@@ -60,7 +60,8 @@ class PrivacyArguments:
         dp_max_grad_norm: bound C on the gradient of one sample, > 0. Required for dp_clip="flat"; 1 for "automatic",
             where it acts like a learning rate.
         dp_recipe: take batch size, steps, rate, schedule and optimizer from `dpfunc.recipes.recipe`: `head`, `lora`,
-            `projector`, `full` or `pretrained`. Those of TrainingArguments are then left at their defaults.
+            `projector`, `full` or `pretrained`; the clip rule too, where neither it nor a bound is given. Those of
+            TrainingArguments are then left at their defaults.
         dp_noise_multiplier: noise / sensitivity, > 0, used as it is.
         dp_max_epsilon: with dp_noise_multiplier: the run has no more steps than this allows.
         dp_poisson_sampling: False shuffles the records each epoch and claims no amplification.

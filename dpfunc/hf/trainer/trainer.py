@@ -36,7 +36,7 @@ from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._labels import refuse_labels
-from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_recipe
+from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -115,11 +115,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         settings.refuse_values(self, DPTrainer, values)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
-        self.privacy = privacy
         self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
+            privacy = with_clip(privacy, self.recipe)
             at_once = privacy.dp_physical_batch_size or PHYSICAL
             args = settings.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
+        self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import BartConfig, BartForSequenceClassification, TrainerCallback
+from transformers import BartConfig, BartForSequenceClassification, BertConfig, TrainerCallback
 
+from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.hf.trainer import _recipes as recipes
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
@@ -211,9 +213,27 @@ def test_a_model_that_needs_more_than_tokens_has_a_recipe(tmp_path):
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith("classification_head.out_proj"))
     facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
-    wanted = recipe("head", num_parameters=34, num_classes=2, **facts)
+    wanted = recipe("head", num_parameters=34, num_classes=2, feature_norm=17**0.5, **facts)
     assert recipes.model_recipe("head", model, **facts) == wanted
     assert model.training
+
+
+def test_a_head_of_unit_rows_needs_no_measurement():
+    config = BertConfig(vocab_size=50, num_labels=2, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                        num_attention_heads=2)  # fmt: skip
+    model = MeanPooledClassifier(config)
+    model.backbone.requires_grad_(False)
+    facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
+    wanted = recipe("head", num_parameters=34, num_classes=2, **facts)
+    for measure in (True, False):
+        assert recipes.model_recipe("head", model, **facts, measure=measure) == wanted
+
+
+@pytest.mark.parametrize("given", [{}, {"dp_clip": "automatic"}, {"dp_max_grad_norm": 0.3}])
+def test_a_recipe_gives_the_clip_rule_where_none_is_given(tmp_path, given):
+    found = trainer(tmp_path, head_only(), dp_recipe="head", **given)
+    assert found.plan.clip == (PrivacyArguments(**BUDGET, **given).clip() if given else found.recipe.clip)
+    assert isinstance(found.recipe.clip, Flat)
 
 
 @pytest.mark.parametrize(
