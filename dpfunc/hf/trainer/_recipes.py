@@ -35,8 +35,8 @@ def model_recipe(
 ) -> Recipe:
     """The recipe for the parameters of a model that require gradients.
 
-    The norm of a head's inputs is measured on made-up tokens, or, without `measure` or where that fails, that behind a layer norm
-    (tests/hf/trainer/test_recipes.py::test_the_length_of_features_is_measured_without_data).
+    The norm of a head's inputs is measured on made-up tokens, or, where that fails or is not asked for, that behind a
+    layer norm (tests/hf/trainer/test_recipes.py::test_the_length_of_features_is_measured_without_data).
     """
     head = new_head(strategy, model)
     weight = _weight_of_linear([*head.values()])
