@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
-import torch
+from evidence_loops import RUNS, audited
 from scipy.stats import norm
 
-import dpfunc
-from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
-from dpfunc.engines.vmap_grad import engine_of
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence import Canaries, audit, plot
-from dpfunc.evidence.audit import Guesses, _p_value, grid
-from dpfunc.noise import Gaussian, gaussian
-from dpfunc.noise.mechanism import Mechanism
+from dpfunc.evidence import audit, plot
+from dpfunc.evidence.one_run import Guesses, _p_value, grid
 from dpfunc.types import Event
 
 FIGURES = {0: (0.0, 0.0), 1: (1.13346, 2.164749), 2: (2.311945, 4.7218075), 4: (4.395568, 9.133752)}
@@ -69,93 +62,10 @@ def test_the_worst_mechanism_is_not_refuted_too_often():
     assert 5 <= refuted <= 40
 
 
-@dataclass(frozen=True)
-class Less(Gaussian):
-    """A part of the noise that is claimed."""
-
-    factor: float = 0.0
-
-    def mechanism(self, noise_multiplier, allocation, source):
-        return gaussian(noise_multiplier * self.factor, allocation=allocation, source=source)
-
-
-@dataclass(frozen=True)
-class Reused(Gaussian):
-    """The same noise in each step."""
-
-    def mechanism(self, noise_multiplier, allocation, source):
-        init, add, _ = gaussian(noise_multiplier, allocation=allocation, source=source)
-        return Mechanism(init, lambda clipped, state, key: add(clipped, state, dpfunc.insecure_key(5)))
-
-
-@dataclass(frozen=True)
-class Everybody(sampling.Poisson):
-    """It claims to sample."""
-
-    def indices(self, key, step):
-        return torch.arange(self.dataset_size)
-
-
-class LayerLeftOut:
-    def __init__(self, per_sample):
-        self._inner, self.losses_B = per_sample, per_sample.losses_B
-        self.weighted_sum = per_sample.weighted_sum
-
-    def sq_norms(self):
-        return {name: norms * (name != "w") for name, norms in self._inner.sq_norms().items()}
-
-
-def left_out(loss_fn, params, batch):
-    return LayerLeftOut(engine_of("auto")(loss_fn, params, batch))
-
-
-def summed(reads):
-    return reads.sum(0)
-
-
-def spread(reads):
-    return reads.amax(0) - reads.amin(0)
-
-
-FAULTS = {
-    "none": ({}, {}, summed),
-    "none, of several steps": ({"sampling_prob": 0.5, "num_steps": 3}, {}, summed),
-    "none, by spread": ({"sampling_prob": 0.5, "num_steps": 3}, {}, spread),
-    "no noise": ({"noise": Less()}, {}, summed),
-    "half the noise": ({"noise": Less(factor=0.5)}, {}, summed),
-    "a layer is not clipped": ({}, {"engine": left_out}, summed),
-    "a key is used again": ({"sampling_prob": 0.5, "num_steps": 3, "noise": Reused()}, {}, spread),
-    "the sampler does not sample": ({"sampler": Everybody, "sampling_prob": 0.05, "noise_multiplier": 1.0}, {}, summed),
-}
-
-
-def audited(seed, changes, options, score, count=2000):
-    """The audit of a run with canaries in all parameters, at the claim of its ledger."""
-    settings = {"sampler": sampling.Poisson, "sampling_prob": 1.0, "noise_multiplier": 1.4, "num_steps": 1} | changes
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randn(16, 48, generator=generator)
-    params = {"w": torch.zeros(48, 48), "b": torch.zeros(48)}
-    sampler = settings.pop("sampler")(len(data) + count, settings.pop("sampling_prob"))
-    plan = dpfunc.Plan(sampler, clipping.Flat(1.0), delta=1e-5, **settings)
-    canaries = Canaries.draw(params, count, dpfunc.insecure_key(seed))
-
-    def loss_fn(params, x):
-        return (torch.nn.functional.linear(x, params["w"], params["b"]) - 1).square().sum(1)
-
-    dp_step = dpfunc.make_dp_step(canaries.loss(loss_fn), plan, microbatch_size=512, **options)
-    records, reads = canaries.extend(data), []
-    state = dp_step.init(params, dpfunc.insecure_key(1_000_000 + seed))
-    for indices in plan.batches(state):
-        grads, state, _ = dp_step(params, dpfunc.take(records, indices), state)
-        reads.append(canaries.read(grads))
-    scores = canaries.split(score(torch.stack(reads)))
-    return audit(*scores, delta=plan.delta, claim=state.ledger, guesses=[(50, 50) if score is summed else (100, 0)])
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", RUNS)
 def test_power(fault):
     """`python -m benchmarks.evidence` does it 20 times each."""
-    found = audited(700 + list(FAULTS).index(fault), *FAULTS[fault])
+    found = audited(700 + list(RUNS).index(fault), *RUNS[fault])
     assert found.exceeds == (not fault.startswith("none")), found
 
 
