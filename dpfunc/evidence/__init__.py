@@ -1,13 +1,22 @@
-"""Evidence for a claim of privacy: what anyone can check, and a budget that outlives the run."""
+"""Evidence that a claim holds: certificates of runs, audits by canaries, replays of a loop on neighbouring data."""
 
 from typing import TYPE_CHECKING
 
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
+    from dpfunc.evidence.canaries import Canaries, coins, exposure, loss_drops
     from dpfunc.evidence.certificate import certify, check
+    from dpfunc.evidence.neighbours import Replay, replay
+    from dpfunc.evidence.one_run import Audit, audit, plot
 
-__all__ = ["certify", "check"]
+__all__ = [
+    "Audit", "Canaries", "Replay", "audit", "certify", "check", "coins", "exposure", "loss_drops", "plot", "replay",
+]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"certificate": "certify check"})
+    _HOMES = {
+        "canaries": "Canaries coins exposure loss_drops", "certificate": "certify check",
+        "neighbours": "Replay replay", "one_run": "Audit audit plot",
+    }  # fmt: skip
+    __getattr__ = lazy(__name__, _HOMES)

@@ -1,0 +1,192 @@
+"""A step that a replay watches: what it is given, what it sums, and releases that are those of an earlier run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpfunc._utils.digests import checksum
+from dpfunc.accounting import Ledger
+from dpfunc.batches import tree_map
+from dpfunc.noise import Mechanism, Noise
+from dpfunc.rng import Key, fingerprint
+from dpfunc.sampling import Sampler
+from dpfunc.state import StepState, replay
+from dpfunc.step import DPStep, StepResult
+from dpfunc.types import Allocation, Batch, ClippedSum, Event, Params, Schedule, Unreleased
+
+_DEEP = 8  # objects inside of objects
+
+
+@dataclass(frozen=True)
+class Release:
+    """One call of the mechanism."""
+
+    clipped: ClippedSum
+    key: str
+    values: dict[str, Tensor]
+    state: Any
+
+
+@dataclass
+class Tape:
+    """What one run of a loop does. `forced` is the run whose releases it gets; `without` a record that is not drawn."""
+
+    forced: Tape | None = None
+    without: int | None = None
+    nobody: bool = False
+    releases: list[Release] = field(default_factory=list)
+    rows: list[list[bytes]] = field(default_factory=list)
+    draws: list[Tensor] = field(default_factory=list)
+    seen: list[dict[str, object]] = field(default_factory=list)
+    """What the loop has after each step, by its place."""
+
+    def __repr__(self) -> str:
+        return "Tape()"
+
+    def given(self, values: dict[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+        """The values to release at this place: own ones, or those of the run before."""
+        place = len(self.releases)
+        if self.forced is None or place >= len(self.forced.releases):
+            return values, state
+        before = self.forced.releases[place]
+        return {name: value.clone() for name, value in before.values.items()}, before.state
+
+
+@dataclass(frozen=True)
+class WatchedNoise:
+    """The noise of a plan, which notes what is summed. Its repr is that of the noise: it is the same plan."""
+
+    noise: Noise
+    tape: Tape
+
+    def __repr__(self) -> str:
+        return repr(self.noise)
+
+    def check(self, sampler: Sampler, noise_multiplier: float | Schedule) -> None:
+        self.noise.check(_own(sampler), noise_multiplier)
+
+    def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
+        return self.noise.events(_own(sampler), noise_multiplier, start, stop)
+
+    def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Any) -> Mechanism:
+        inner = self.noise.mechanism(noise_multiplier, allocation, source)
+
+        def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
+            kept = dataclasses.replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
+            values, after = self.tape.given(*inner.add(clipped, state, key))
+            self.tape.releases.append(
+                Release(kept, fingerprint(key), {name: value.clone() for name, value in values.items()}, after)
+            )
+            return values, after
+
+        return Mechanism(inner.init, add)
+
+
+@dataclass(frozen=True)
+class WatchedSampler:
+    """A sampler without one record, or without any. Its repr is that of the sampler: it is the same plan."""
+
+    sampler: Sampler
+    tape: Tape
+
+    def __repr__(self) -> str:
+        return repr(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        drawn = self.sampler.indices(key, step)
+        if self.tape.nobody:
+            return drawn[:0]
+        return drawn if self.tape.without is None else drawn[drawn != self.tape.without]
+
+
+def _own(sampler: Any) -> Any:
+    return sampler.sampler if isinstance(sampler, WatchedSampler) else sampler
+
+
+@dataclass(frozen=True)
+class WatchedStep(DPStep):
+    """A step that notes its batches, and releases again what a run released before."""
+
+    tape: Tape = field(default_factory=Tape, repr=False, compare=False)
+
+    def init(
+        self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
+    ) -> StepState:
+        return replay(super().init(params, key, ledger, num_records=num_records))
+
+    def __call__(
+        self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
+    ) -> StepResult:
+        self.tape.draws.append(torch.zeros(0) if state is None else self.plan.draw(state, state.step))
+        real = batch if mask_B is None else tree_map(lambda leaf: leaf[mask_B.to(leaf.device)], batch)
+        self.tape.rows.append(_digests_of_rows(real))
+        return super().__call__(params, batch, state, mask_B=mask_B)
+
+
+def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
+    """The step with a tape; it writes no journal."""
+    plan = dp_step.plan
+    seen = dataclasses.replace(
+        plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape), epsilon=None
+    )
+    return WatchedStep(
+        seen, dp_step.clipped_grad, dp_step.reduction, dp_step.noise_source, dp_step.verify_batch, None, None, tape=tape
+    )
+
+
+def _digests_of_rows(batch: Batch) -> list[bytes]:
+    leaves = [leaf.detach().cpu().contiguous() for leaf in pytree.tree_leaves(batch)]
+    size = len(leaves[0])
+    raw = [leaf.reshape(size, -1).view(torch.uint8).numpy() if leaf.numel() else None for leaf in leaves]
+    return [
+        hashlib.blake2b(b"".join(part[row].tobytes() for part in raw if part is not None), digest_size=12).digest()
+        for row in range(size)
+    ]
+
+
+def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, object]:
+    """Place -> what can be compared, of all that a loop carries; values that are marked private are left out."""
+    if isinstance(value, Unreleased) or deep > _DEEP:
+        return {}
+    if isinstance(value, Tensor):
+        return {place: checksum([("", value)])}
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return {place: repr(value)}
+    if isinstance(value, Key):
+        return {place: fingerprint(value)}
+    found: dict[str, object] = {}
+    for name, part in _parts(value).items():
+        found.update(described(part, f"{place}{name}", deep + 1))
+    return found
+
+
+def _parts(value: Any) -> Mapping[str, object]:
+    """What a value consists of."""
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+        value = value.state_dict()
+    if isinstance(value, StepState):
+        value = {**value._asdict(), "ledger": value.ledger.to_json()}
+    if isinstance(value, torch.Generator):
+        value = {"state": value.get_state()}
+    if isinstance(value, Mapping):
+        return {f"[{name!r}]": part for name, part in value.items()}
+    if hasattr(value, "_asdict"):
+        value = tuple(value)
+    if isinstance(value, (list, tuple)):
+        return {"": len(value), **{f"[{number}]": part for number, part in enumerate(value)}}
+    if isinstance(value, (set, frozenset)):
+        return {"": repr(sorted(map(repr, value)))}
+    if callable(value) or not hasattr(value, "__dict__"):
+        return {}
+    return {f".{name}": part for name, part in vars(value).items()}

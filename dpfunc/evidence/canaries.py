@@ -1,0 +1,198 @@
+"""What an audit plants and reads: canaries in gradients, canaries among the records, and texts that were learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.validation import fail, integer, positive
+from dpfunc.batches import batch_size, rows, tree_map
+from dpfunc.errors import InvalidArgument
+from dpfunc.rng import Key, check_key, fold_in, stream
+from dpfunc.types import Batch, LossFn, Params
+
+_ROWS = 256  # of a forward pass over canaries
+
+
+def coins(count: int, key: Key) -> Tensor:
+    """Fair coins, of the canaries of an audit: bool, (count,). Secret until the run has ended.
+
+    >>> from dpfunc.rng import insecure_key
+    >>> coins(4, insecure_key(0)).dtype
+    torch.bool
+    """
+    drawn = stream(fold_in(check_key(key), "coins")).integers(0, 2, integer("count", count, minimum=1))
+    return torch.from_numpy(drawn).bool()
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """Records whose gradients are known: canary i has the gradient `norm` at one coordinate of its own, if it is in.
+
+    All of them are records of the data set, and drawn, clipped and summed like others; one that is out has the gradient
+    zero. So one that is in or out is a record that was added or removed, and its score is the released gradient at its
+    coordinate, summed over the steps: nothing else is there but noise and other records.
+
+    Args:
+        names: parameter of each canary. positions: coordinate in that parameter, flat. present: in, by a fair coin.
+        norm: of the gradient before clipping. One larger than the clip norm also finds clipping that does not happen.
+
+    Guarantees:
+        a clipped canary is `C` in one coordinate (tests/evidence/test_canaries.py::test_what_a_canary_adds); other
+        records are as without canaries (test_other_records_are_untouched).
+    """
+
+    names: tuple[str, ...] = field(repr=False)
+    positions: Tensor = field(repr=False)
+    present: Tensor = field(repr=False)
+    norm: float
+
+    @classmethod
+    def draw(cls, params: Params, count: int, key: Key, *, norm: float = 100.0) -> Canaries:
+        """Draw coordinates, no two alike, and coins.
+
+        Args:
+            params: of the run, or some of them: per-sample gradients of these are formed, (B, *shape) each.
+            count: number of canaries, at most that of coordinates. key: other than that of the run.
+            norm: see the class.
+
+        Raises:
+            InvalidArgument: an argument outside its domain.
+
+        >>> from dpfunc.rng import insecure_key
+        >>> Canaries.draw({"w": torch.zeros(4, 4)}, 10, insecure_key(0))
+        Canaries(norm=100.0)
+        """
+        sizes = torch.tensor([param.numel() for param in params.values()])
+        total, number = int(sizes.sum()), integer("count", count, minimum=1)
+        if number > total:
+            raise fail(f"count <= {total}, the number of coordinates of params", "count", count)
+        flat = torch.from_numpy(
+            stream(fold_in(check_key(key), "coordinates")).choice(total, number, replace=False, shuffle=False)
+        )
+        ends = sizes.cumsum(0)
+        owner = torch.searchsorted(ends, flat, right=True)
+        names = tuple(params)
+        return cls(
+            tuple(names[i] for i in owner.tolist()), flat - (ends - sizes)[owner], coins(number, key),
+            positive("norm", norm),
+        )  # fmt: skip
+
+    def extend(self, data: Batch) -> tuple[Batch, Tensor]:
+        """The data set with the canaries behind it: `(data, number)`, where number is that of the canary, or -1.
+
+        Args:
+            data: pytree of tensors, n >= 1 rows. Its first row stands for each canary, without its loss.
+
+        >>> from dpfunc.rng import insecure_key
+        >>> canaries = Canaries.draw({"w": torch.zeros(4)}, 2, insecure_key(0))
+        >>> canaries.extend(torch.zeros(3, 4))[1]
+        tensor([-1, -1, -1,  0,  1])
+        """
+        n, m = batch_size(data), len(self.names)
+        if not n:
+            raise InvalidArgument("Expected data with at least one record, got none: canaries take its shapes.")
+        extended = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(m, *leaf.shape[1:])]), data)
+        return extended, torch.cat([torch.full((n,), -1), torch.arange(m)])
+
+    def loss(self, loss_fn: LossFn) -> LossFn:
+        """The loss of batches of `extend(data)`: that of each record, and `norm * param[position]` of each canary.
+
+        Sampler, engine, clip rule and noise of the run are used as they are, in
+        `make_dp_step(canaries.loss(loss_fn), plan)`; the plan counts the canaries as records.
+
+        Args:
+            loss_fn: `(params, batch) -> (B,)`, of the data.
+        """
+        owned = {name: self.present & self._owned(name) for name in dict.fromkeys(self.names)}
+        positions, norm = self.positions, self.norm
+
+        def planted(params: Params, batch: Batch) -> Tensor:
+            records, number_B = batch
+            which_B, device = number_B.clamp(min=0), number_B.device
+            losses_B = loss_fn(params, records)
+            losses_B = torch.where(number_B < 0, losses_B, torch.zeros_like(losses_B))
+            for name, owned_m in owned.items():
+                flat = params[name].reshape(-1)
+                value_B = norm * flat[positions.to(device)[which_B] % flat.numel()]
+                here_B = owned_m.to(device)[which_B] & (number_B >= 0)
+                losses_B = losses_B + torch.where(here_B, value_B, torch.zeros_like(value_B))
+            return losses_B
+
+        return planted
+
+    def read(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """The coordinate of each canary in released gradients: float64, (m,). Released.
+
+        A score is chosen before the run. The sum of all steps finds noise that is too small and records that are drawn
+        too often; the largest minus the smallest finds noise that is used again.
+        """
+        found = torch.zeros(len(self.names), dtype=torch.float64)
+        for name in dict.fromkeys(self.names):
+            owned_m = self._owned(name)
+            found[owned_m] = grads[name].detach().reshape(-1).cpu().double()[self.positions[owned_m]]
+        return found
+
+    def split(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of those that were in and of those that were out, for `audit`."""
+        return scores[self.present], scores[~self.present]
+
+    def _owned(self, name: str) -> Tensor:
+        return torch.tensor([own == name for own in self.names])
+
+
+def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) -> Tensor:
+    """Scores of canaries among the records: by how much training has lowered the loss of each, (m,).
+
+    Add those that were in (`coins`) to the data, and train. A record that the model would never guess, e.g. with a
+    label at random, is a better canary than a typical one.
+
+    Args:
+        loss_fn: of the run. before, after: parameters; released. canaries: all of them, in and out.
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> loss_drops(loss_fn, {"w": torch.zeros(2)}, {"w": -torch.ones(2)}, torch.eye(2))
+    tensor([1., 1.])
+    """
+    drops = []
+    with torch.no_grad():
+        for start in range(0, batch_size(canaries), _ROWS):
+            some = rows(canaries, start, start + _ROWS)
+            drops.append(loss_fn(before, some) - loss_fn(after, some))
+    return torch.cat(drops)
+
+
+def exposure(losses: Iterable[float] | Tensor, candidates: Iterable[float] | Tensor) -> Tensor:
+    """Exposure of texts that were in the training data, in bits: `log2(1 + N) - log2(rank)`.
+
+    The rank of a text is by its loss (sum of log perplexities) among N candidates that were drawn like it and were not
+    in the data; of equals it is the last. A model that knows nothing of the text has exposure >= b with probability
+    2^-b. Carlini et al. 2019, The Secret Sharer, Definition 4.
+
+    Args:
+        losses: of the m texts. candidates: losses of the N others.
+
+    Raises:
+        InvalidArgument: none, or losses that are not numbers.
+
+    >>> exposure([1.0, 9.0], [2.0, 3.0, 4.0])
+    tensor([2., 0.], dtype=torch.float64)
+    """
+    own, others = (torch.as_tensor(each, dtype=torch.float64).cpu() for each in (losses, candidates))
+    if (
+        own.ndim != 1
+        or others.ndim != 1
+        or not len(own)
+        or not len(others)
+        or own.isnan().any()
+        or others.isnan().any()
+    ):
+        raise InvalidArgument(
+            f"Expected losses and candidates as lists of numbers, got shapes {tuple(own.shape)} and "
+            f"{tuple(others.shape)}, or NaN."
+        )
+    rank = 1 + torch.searchsorted(others.sort().values, own, right=True)
+    return torch.log2(torch.tensor(1.0 + len(others), dtype=torch.float64)) - torch.log2(rank.double())

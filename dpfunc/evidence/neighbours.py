@@ -1,0 +1,315 @@
+"""Replay of a loop on neighbouring data: the clipped sum moves by at most its sensitivity, and nothing else moves.
+
+A run is taken once, and its releases are kept. Then it is taken again on other data with the same keys, and each of its
+steps releases what it released the first time. All that a private loop may know of its records is in the releases, so
+everything else must be the same bit for bit: how many steps there are, rates, ledger, files, lines.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.digests import digest
+from dpfunc._utils.validation import integer, wrong_type
+from dpfunc.batches import batch_size, tree_map
+from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
+from dpfunc.evidence._watch import Release, Tape, WatchedStep, described, watched
+from dpfunc.rng import Key, cpu_seeds, fold_in, insecure_key
+from dpfunc.step import DPStep
+from dpfunc.types import Batch
+
+Init = Callable[[WatchedStep, Batch, Key], Any]
+Step = Callable[[WatchedStep, Batch, Any], Any]
+# Rounding: sums of other rows are computed in other shapes. Relative to the sensitivity, and to the sum.
+_OF_SENSITIVITY, _OF_SUM = 1e-3, 3e-6
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of `replay`.
+
+    Args:
+        steps: of the loop. record: that moved the sum most, of those that were tried.
+        ratio: the largest distance of two clipped sums, over their sensitivity, in any step and clip group.
+        moved: what else moved, or by more than it may; empty if nothing did.
+        not_compared: what differs between two runs on the same data, such as times in log lines.
+
+    >>> Replay(steps=5, record=3, ratio=0.98, moved=(), not_compared=())
+    Replay(holds: 5 steps; record 3 moves the clipped sum by 0.98 of its sensitivity; nothing else moves)
+    """
+
+    steps: int
+    record: int
+    ratio: float
+    moved: tuple[str, ...]
+    not_compared: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Nothing was found."""
+        return not self.moved
+
+    def __repr__(self) -> str:
+        """The verdict in one line."""
+        others = f"what moves: {'; '.join(self.moved)}" if self.moved else "nothing else moves"
+        rest = f"; not compared: {'; '.join(self.not_compared)}" if self.not_compared else ""
+        return (
+            f"Replay({'holds' if self.holds else 'DOES NOT HOLD'}: {self.steps} steps; record {self.record} moves the "
+            f"clipped sum by {self.ratio:.3g} of its sensitivity; {others}{rest})"
+        )
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop of a user, and how it is run."""
+
+    dp_step: DPStep
+    init: Init
+    step: Step
+    key: Key = field(repr=False)
+
+    def run(self, data: Batch, steps: int, tape: Tape) -> Tape:
+        """Run the loop in an empty folder; note what it has after each step, and what it leaves."""
+        with tempfile.TemporaryDirectory() as folder, chdir(folder), _lines() as lines, cpu_seeds(self.key):
+            step = watched(self.dp_step, tape)
+            carry = self.init(step, data, self.key)
+            tape.seen.append(described(carry))
+            while carry is not None and len(tape.seen) <= steps:
+                carry = self._next(step, data, carry)
+                tape.seen.append({"the end of the loop": carry is None, **described(carry)})
+            left = {f"line {number} of what it prints": line for number, line in enumerate(lines())}
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            left |= {f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}
+        tape.seen.append(dict(left))
+        return tape
+
+    def _next(self, step: WatchedStep, data: Batch, carry: Any) -> Any:
+        try:
+            return self.step(step, data, carry)
+        except BudgetExhausted:  # the plan's last step was taken: an end like None
+            return None
+
+
+@contextmanager
+def _lines() -> Iterator[Callable[[], list[str]]]:
+    """Lines that are printed or logged inside; warnings about keys of tests are left out."""
+    text, root = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler(text)
+    root.addHandler(handler)
+    try:
+        with redirect_stdout(text), redirect_stderr(text), warnings.catch_warnings():
+            warnings.simplefilter("ignore", InsecureKeyWarning)  # keys of replays protect nothing
+            warnings.simplefilter("ignore", RunWarning)  # the runs are one run, several times
+            warnings.simplefilter("ignore", NoGradientWarning)  # where all records are one, gradients may be NaN
+            yield lambda: text.getvalue().splitlines()
+    finally:
+        root.removeHandler(handler)
+
+
+def replay(
+    dp_step: DPStep,
+    init: Init,
+    step: Step,
+    data: Batch,
+    *,
+    steps: int = 50,
+    candidates: int = 8,
+    key: Key | None = None,
+) -> Replay:
+    """Run a loop on its data and on neighbours with the same keys, and report what moves.
+
+    Each candidate record of the first batch is left out (replaced by another one, with replace_one) for one step; the
+    one that moves the clipped sum most is left out for all steps. Then no record at all is drawn, and then all records
+    are this one: the clipped sum may move as it likes, and nothing else may. Every step releases what it released in
+    the first run, so that a difference does not spread.
+
+    Args:
+        dp_step: of one process. Its journal is not written.
+        init: `(dp_step, data, key) -> carry`: all that the loop has before its first step, parameters, state of
+            `dp_step.init`, optimizer, ... Nothing is kept from run to run elsewhere.
+        step: `(dp_step, data, carry) -> carry`: one step of the loop, with the given `dp_step` (another plan: by
+            `dataclasses.replace(dp_step, plan=...)`); None, or `BudgetExhausted`, at its end.
+        data: pytree of tensors, one row a record. Rows are changed; private data stay in this process.
+        steps: at most so many are taken. candidates: records to try.
+        key: of the runs, guessable by default: results of a replay are for you, not to be published.
+
+    Returns:
+        A `Replay`; UNRELEASED: it says how far a record moves a sum.
+
+    Raises:
+        InvalidArgument: an argument outside its domain, or no record is drawn in these steps.
+        DPFuncError: what the loop itself raises in its first run. An error in a later run is one thing that moved.
+
+    Guarantees:
+        faults are found (tests/evidence/test_replay.py::test_faults_are_found), loops without fault hold
+        (test_loops_that_hold). Not compared: time, memory, and what is kept outside of carry, files and lines.
+
+    >>> import dpfunc
+    >>> from dpfunc import clipping, sampling
+    >>> plan = dpfunc.Plan(sampling.Poisson(50, 0.2), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=5, delta=1e-3)
+    >>> dp_step = dpfunc.make_dp_step(lambda params, x: (params["w"] * x).sum(1), plan)
+    >>> def init(dp_step, data, key):
+    ...     params = {"w": torch.zeros(2)}
+    ...     return params, dp_step.init(params, key)
+    >>> def step(dp_step, data, carry):
+    ...     params, state = carry
+    ...     indices = dp_step.plan.draw(state, state.step)
+    ...     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
+    ...     params = {name: value - 0.1 * grads[name] for name, value in params.items()}
+    ...     return None if state.step == state.limit else (params, state)
+    >>> replay(dp_step, init, step, 9 + torch.rand(50, 2)).holds
+    True
+    """
+    if not isinstance(dp_step, DPStep):
+        raise wrong_type("dp_step to be a step of dpfunc.make_dp_step", "dp_step", dp_step)
+    if dp_step.ranks is not None:
+        raise InvalidArgument("Expected a step of one process, got ranks. Replay the step with ranks=None.")
+    integer("steps", steps, minimum=1)
+    integer("candidates", candidates, minimum=1)
+    root = insecure_key(0) if key is None else key
+    loop = _Loop(dp_step, init, step, fold_in(root, "replay"))
+    first = loop.run(data, steps, Tape())
+    unsteady = set(_moved(first, loop.run(data, steps, Tape(forced=first)), None))
+    begin = next((number for number, drawn in enumerate(first.draws) if len(drawn)), None)
+    if begin is None:
+        raise InvalidArgument(
+            f"Expected a record in one of {steps} steps, got empty batches: nothing can be compared. Take more steps."
+        )
+    drawn = first.draws[begin]
+    tried = drawn[torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn))).round().long()].unique().tolist()
+    ratio_of = {one: _ratio(first, _neighbour(loop, data, begin + 1, first, one)) for one in tried}
+    record = max(tried, key=lambda one: ratio_of[one])
+    neighbour = _neighbour(loop, data, steps, first, record)
+    ratio = max(_ratio(first, neighbour), ratio_of[record])
+    nobody = _again(loop, data, steps, Tape(forced=first, nobody=True))
+    alike = _again(loop, _all_alike(data, record), steps, Tape(forced=first))
+    moved = [f"{what} (on the same data: the loop keeps something from run to run)" for what in unsteady & {_SUM}]
+    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, record)
+    for name, other in (("without the record", neighbour), ("without records", nobody), ("with other records", alike)):
+        moved += [f"{what} ({name})" for what in _moved(first, other, unsteady)]
+    fatal = [f"{what} (on the same data)" for what in unsteady if what.startswith(_SUM)]
+    return Replay(len(first.releases), record, ratio, _first_of_each(moved + fatal), tuple(sorted(unsteady)[:_SHOWN]))
+
+
+_SUM = "the clipped sum"
+_SHOWN = 8
+
+
+def _neighbour(loop: _Loop, data: Batch, steps: int, first: Tape, record: int) -> Tape:
+    """The run on data without a record, or with another one in its place."""
+    removed = loop.dp_step.plan.adjacency != "replace_one"
+    other = (record + 1) % batch_size(data)
+    changed = tree_map(lambda leaf: _with_row(leaf, record, other), data)
+    return _again(loop, changed, steps, Tape(forced=first, without=record if removed else None))
+
+
+def _with_row(leaf: Tensor, record: int, other: int) -> Tensor:
+    changed = leaf.clone()
+    changed[record] = leaf[other]
+    return changed
+
+
+def _all_alike(data: Batch, record: int) -> Batch:
+    return tree_map(lambda leaf: leaf[record : record + 1].expand_as(leaf).clone(), data)
+
+
+def _again(loop: _Loop, data: Batch, steps: int, tape: Tape) -> Tape:
+    """Another run; an error in it is something that it has, and the first run has not."""
+    try:
+        return loop.run(data, steps, tape)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        tape.seen.append({f"an error, {type(error).__name__}: {str(error).splitlines()[0][:100]}": True})
+        return tape
+
+
+def _distances(first: Release, other: Release) -> dict[str, tuple[float, float, float]]:
+    """Group -> distance of the two sums, sensitivity, norm of the first sum; `all` is of all groups together."""
+    squares: dict[str, list[float]] = {}
+    for name, value in first.clipped.sums.items():
+        moved = float((value.double() - other.clipped.sums[name].double()).square().sum())
+        so_far = squares.setdefault(first.clipped.group_of[name], [0.0, 0.0])
+        so_far[0] += moved
+        so_far[1] += float(value.double().square().sum())
+    found = {
+        group: (math.sqrt(moved), first.clipped.sensitivities[group], math.sqrt(size))
+        for group, (moved, size) in squares.items()
+    }
+    return {f"of group {group}" if len(found) > 1 else "": values for group, values in found.items()}
+
+
+def _ratio(first: Tape, other: Tape) -> float:
+    """The largest distance over its sensitivity, in all steps."""
+    pairs = zip(first.releases, other.releases, strict=False)
+    return max((d / s for one, two in pairs for d, s, _ in _distances(one, two).values()), default=0.0)
+
+
+def _too_far(first: Tape, other: Tape) -> list[str]:
+    """Steps in which the sums are farther apart than their sensitivity."""
+    return [
+        f"step {number}: {_SUM} {group}{' ' if group else ''}by {distance / sensitivity:.3g} of its sensitivity"
+        for number, (one, two) in enumerate(zip(first.releases, other.releases, strict=False))
+        for group, (distance, sensitivity, size) in _distances(one, two).items()
+        if not distance <= sensitivity * (1.0 + _OF_SENSITIVITY) + _OF_SUM * size
+    ]
+
+
+def _other_rows(first: Tape, other: Tape, record: int) -> list[str]:
+    """Steps in which rows of other records are not the same, or not in the same order."""
+    found = []
+    for number, (one, two, drawn) in enumerate(zip(first.rows, other.rows, first.draws, strict=False)):
+        kept = one
+        if len(one) == len(drawn):
+            place = torch.nonzero(drawn == record)[:, 0].tolist()
+            kept = [row for index, row in enumerate(one) if index not in place]
+            two = two if len(two) == len(kept) else [row for index, row in enumerate(two) if index not in place]
+        if kept != two:
+            found.append(f"step {number}: rows of other records in the batch")
+    return found
+
+
+def _moved(first: Tape, other: Tape, unsteady: set[str] | None) -> list[str]:
+    """What differs beside the sums; `None` compares the sums as well, and names no steps."""
+    found: list[str] = []
+    for number, (one, two) in enumerate(zip(first.releases, other.releases, strict=False)):
+        found += [f"step {number}: {what}" for what in _public_facts(one, two)]
+        if unsteady is None and any(d > _OF_SUM * size for d, _, size in _distances(one, two).values()):
+            found.append(_SUM)
+    if len(first.releases) != len(other.releases):
+        found.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
+    last = max(len(first.seen), len(other.seen)) - 1
+    for number in range(last + 1):
+        here, there = (tape.seen[number] if number < len(tape.seen) else {} for tape in (first, other))
+        changed = sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
+        found += [what if number == last else f"step {number - 1}: {what}" for what in changed]
+    known = {what.partition(": ")[2] or what for what in unsteady or ()}
+    return [what for what in found if (what.partition(": ")[2] or what) not in known]
+
+
+def _public_facts(one: Release, two: Release) -> list[str]:
+    """What a release must not take from records, beside its sum."""
+    facts: Mapping[str, bool] = {
+        "sensitivity": one.clipped.sensitivities == two.clipped.sensitivities,
+        "clip groups": one.clipped.group_of == two.clipped.group_of,
+        "key of the noise": one.key == two.key,
+    }
+    return [what for what, same in facts.items() if not same]
+
+
+def _first_of_each(moved: list[str]) -> tuple[str, ...]:
+    """The first step of each thing that moves, and no more than a reader looks at."""
+    found: dict[str, str] = {}
+    for what in moved:
+        found.setdefault((what.partition(": ")[2] or what).partition(" (")[0].partition(" by ")[0], what)
+    return tuple(list(found.values())[:_SHOWN])

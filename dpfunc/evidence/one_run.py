@@ -1,0 +1,308 @@
+"""Lower bounds on epsilon from one run, by guesses which canaries were in: exact tails, and an error that is kept.
+
+Each of m canaries is in the data or not by its own fair coin. An attacker sees a score of each, guesses of some that
+they were in and of others that they were out, and is right too often for a claim that does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dpfunc._utils.validation import fail, integer, non_negative, one_of, open_unit
+from dpfunc.accounting import Ledger
+from dpfunc.accounting._gaussian import gaussian_epsilon
+from dpfunc.errors import InvalidArgument
+
+Array = npt.NDArray[np.float64]
+Curve = Callable[[float], float]
+"""Inverse of a trade-off curve: true positives -> the least false positives that the claim allows for them."""
+
+# Numbers of guesses that are tried: shares of all canaries, as guesses of both kinds, and of "in" alone.
+_BOTH = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_TOP = (0.01, 0.05, 0.2)
+_ROOT_BITS = 40  # of the search for a bound: far below what a number of canaries can tell
+_LARGEST = 700.0  # e^epsilon within float64
+_LEDGER_DELTAS = np.concatenate([np.geomspace(1e-8, 0.2, 20), np.linspace(0.25, 0.95, 12)])
+
+
+class Guesses(NamedTuple):
+    """Guesses about the highest scores (in) and the lowest ones (out).
+
+    Args:
+        highest, lowest: numbers of guesses. correct: how many of both were right.
+    """
+
+    highest: int
+    lowest: int
+    correct: int
+
+    @property
+    def total(self) -> int:
+        """Number of guesses; the other canaries are passed over."""
+        return self.highest + self.lowest
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of `audit`.
+
+    Args:
+        epsilon: lower bound at delta, for all that an (epsilon, delta) mechanism can do.
+        epsilon_gaussian: lower bound at delta, if the mechanism's trade-off curve is that of a Gaussian one.
+        delta, confidence: of both bounds, each for itself.
+        num_canaries: in and out.
+        tries: numbers of guesses that were tried, for which both bounds and the verdict are corrected.
+        best: the guesses of the bound epsilon, or of the most correct ones where the bound is 0.
+        claim: epsilon of the claim; None without one.
+        exceeds: the claim is refuted at this confidence; None without a claim.
+
+    >>> Audit(0.0, 0.0, 1e-5, 0.95, 100, 10, Guesses(5, 5, 6), claim=1.0, exceeds=False)
+    Audit(epsilon >= 0, 0 if Gaussian, at delta=1e-05, confidence 0.95; 6 of 10 guesses right; claim 1 is not refuted)
+    """
+
+    epsilon: float
+    epsilon_gaussian: float
+    delta: float
+    confidence: float
+    num_canaries: int
+    tries: int
+    best: Guesses
+    claim: float | None = None
+    exceeds: bool | None = None
+
+    def __repr__(self) -> str:
+        """All that a reader needs, in one line."""
+        verdict = "" if self.claim is None else f"; claim {self.claim:.4g} is {'' if self.exceeds else 'not '}refuted"
+        return (
+            f"Audit(epsilon >= {self.epsilon:.4g}, {self.epsilon_gaussian:.4g} if Gaussian, at delta={self.delta:g}, "
+            f"confidence {self.confidence:g}; {self.best.correct} of {self.best.total} guesses right{verdict})"
+        )
+
+
+def audit(
+    scores_in: Any,
+    scores_out: Any,
+    *,
+    delta: float,
+    confidence: float = 0.95,
+    claim: float | Ledger | None = None,
+    guesses: Literal["grid", "hull"] | Sequence[tuple[int, int]] = "grid",
+) -> Audit:
+    """Lower bounds on epsilon, and a verdict on a claim, from the scores of canaries in one run.
+
+    With m canaries, r guesses and v right ones, epsilon is refuted at level alpha if
+    `P[B >= v] + 2 m delta max_(1<=i<=v) P[v > B >= v - i] / i <= alpha` for `B ~ Binomial(r, 1 / (1 + e^-epsilon))`:
+    Steinke, Nasr and Jagielski 2023, Privacy Auditing with One (1) Training Run, Theorem 5.2. A trade-off curve is
+    refuted by the recursion of Mahloujifar, Melis and Chaudhuri 2024, Auditing f-Differential Privacy in One Run.
+
+    Args:
+        scores_in, scores_out: scores of the canaries that were in and out, each by its own fair coin (`coins`); higher
+            means rather in. Finite numbers; which score it is was chosen before the run.
+        delta: 0 < delta < 1.
+        confidence: 1 - alpha: a claim that holds is refuted with probability alpha at most.
+        claim: None; an epsilon at delta, judged by the bound on (epsilon, delta) mechanisms; or the ledger of the run,
+            judged by its whole trade-off curve, which refutes more.
+        guesses: pairs (highest, lowest) that were fixed before the run; or "grid", ten pairs that follow from the
+            number of canaries alone. With several pairs alpha is divided by their number, so that the best one may be
+            taken. "hull" is the rule of the `auditing` module of JAX Privacy, to compare figures: guesses "in" above
+            each threshold on the convex hull of the scores, alpha divided by their number. That hull is chosen with
+            the coins known, so no theorem bounds its error; measured by `python -m benchmarks.evidence`.
+
+    Returns:
+        Released as far as the scores are: the bounds follow from them and the coins.
+
+    Raises:
+        InvalidArgument: an argument outside its domain.
+
+    Guarantees:
+        at most a share alpha of audits refutes what holds (tests/evidence/test_audit.py::test_calibration); the
+        figures of JAX Privacy (test_figures_of_jax_privacy); faults are found (test_power).
+
+    >>> rng = np.random.default_rng(0)
+    >>> audit(rng.normal(4.0, 1.0, 500), rng.normal(0.0, 1.0, 500), delta=1e-5, claim=1.0)  # doctest: +ELLIPSIS
+    Audit(epsilon >= 4.439, 7.366 if Gaussian, at delta=1e-05, ...; 500 of 500 guesses right; claim 1 is refuted)
+    """
+    inside, outside = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
+    open_unit("delta", delta)
+    alpha = 1.0 - open_unit("confidence", confidence)
+    tried = _tried(inside, outside, guesses)
+    m, level = len(inside) + len(outside), alpha / len(tried)
+
+    def refutes(epsilon: float, made: Guesses) -> bool:
+        return _p_value(m, made, epsilon, delta) <= level
+
+    def refutes_gaussian(mu: float, made: Guesses) -> bool:
+        return _refutes_curve(m, made, level, _gaussian_curve(mu))
+
+    epsilon, best = _largest(refutes, tried)
+    mu, _ = _largest(refutes_gaussian, tried)
+    claimed, exceeds = None, None
+    if isinstance(claim, Ledger):
+        claimed = claim.epsilon(delta).epsilon
+        exceeds = math.isfinite(claimed) and _refutes_ledger(claim, m, tried, level)
+    elif claim is not None:
+        claimed = non_negative("claim", claim)
+        exceeds = epsilon > claimed
+    return Audit(
+        epsilon, gaussian_epsilon(mu, delta), delta, confidence, m, len(tried), best, claim=claimed, exceeds=exceeds
+    )
+
+
+def _scores(name: str, values: Any) -> Array:
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 1 or not len(scores) or not np.isfinite(scores).all():
+        shape = f"shape {scores.shape}{'' if np.isfinite(scores).all() else ' with numbers that are not finite'}"
+        raise InvalidArgument(f"Expected {name} to be a list of at least one finite number, got {shape}.")
+    return scores
+
+
+def _tried(inside: Array, outside: Array, guesses: str | Sequence[tuple[int, int]]) -> list[Guesses]:
+    """Guesses that are tried; the number of right ones is that of the worst order of equal scores."""
+    m = len(inside) + len(outside)
+    if isinstance(guesses, str):
+        if one_of("guesses", guesses, ("grid", "hull")) == "hull":
+            return _hull(inside, outside)
+        guesses = grid(m)
+    pairs = [(integer("highest", a), integer("lowest", b)) for a, b in guesses]
+    if not pairs or any(not 0 < a + b <= m for a, b in pairs):
+        raise fail(f"pairs of 1 to {m} guesses together, the number of canaries", "guesses", guesses)
+    was_in = np.concatenate([np.ones(len(inside)), np.zeros(len(outside))])
+    both = np.concatenate([inside, outside])
+    from_top = np.cumsum(was_in[np.lexsort((was_in, -both))])
+    from_bottom = np.cumsum(1.0 - was_in[np.lexsort((1.0 - was_in, both))])
+    right = [int((from_top[a - 1] if a else 0) + (from_bottom[b - 1] if b else 0)) for a, b in pairs]
+    return [Guesses(a, b, correct) for (a, b), correct in zip(pairs, right, strict=True)]
+
+
+def grid(num_canaries: int) -> list[tuple[int, int]]:
+    """The pairs (highest, lowest) of guesses that `audit` tries; a function of the number of canaries alone.
+
+    >>> grid(1000)[:3]
+    [(5, 0), (5, 5), (10, 10)]
+    """
+    counts = [round(share * num_canaries) for share in _BOTH]
+    top = [round(share * num_canaries / 2) for share in _TOP]
+    pairs = {(count // 2, count - count // 2) for count in counts} | {(count, 0) for count in top}
+    return sorted(pair for pair in pairs if sum(pair)) or [(num_canaries, 0)]
+
+
+def _hull(inside: Array, outside: Array) -> list[Guesses]:
+    """Guesses "in" above each threshold that is a corner of the convex hull of (true, false) positives."""
+    values = np.unique(np.concatenate([inside, outside]))[::-1]
+    true = np.searchsorted(np.sort(-inside), -values, side="right")
+    false = np.searchsorted(np.sort(-outside), -values, side="right")
+    corners: list[tuple[int, int]] = [(0, 0)]
+    for point in zip(false.tolist(), true.tolist(), strict=True):
+        while len(corners) > 1 and _turns_left(corners[-2], corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return [Guesses(a + b, 0, b) for a, b in corners]
+
+
+def _turns_left(first: tuple[int, int], second: tuple[int, int], third: tuple[int, int]) -> bool:
+    """True if the second point lies on or below the line from the first to the third."""
+    (x1, y1), (x2, y2), (x3, y3) = first, second, third
+    return (y2 - y1) * (x3 - x2) <= (y3 - y2) * (x2 - x1)
+
+
+def _largest(refutes: Callable[[float, Guesses], bool], tried: Sequence[Guesses]) -> tuple[float, Guesses]:
+    """The largest parameter that some guesses refute, from below, and these guesses."""
+    bound, best = 0.0, max(tried, key=lambda made: made.correct / max(made.total, 1))
+    for made in sorted(tried, key=lambda made: -made.correct / max(made.total, 1)):
+        if not made.total or not refutes(bound, made):
+            continue
+        low, high = bound, max(1.0, 2.0 * bound)
+        while refutes(high, made):
+            low, high = high, 2.0 * high
+        for _ in range(_ROOT_BITS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if refutes(middle, made) else (low, middle)
+        bound, best = low, made
+    return bound, best
+
+
+def _p_value(m: int, made: Guesses, epsilon: float, delta: float) -> float:
+    """The probability of so many right guesses, at most, if (epsilon, delta) holds; Theorem 5.2."""
+    from scipy.special import bdtrc, expit
+
+    if not made.correct:
+        return 1.0
+    q = float(expit(epsilon))
+    tail = float(bdtrc(made.correct - 1, made.total, q))
+    steps = np.arange(1, made.correct + 1)
+    lower = np.append(bdtrc(made.correct - 1 - steps[:-1], made.total, q), 1.0)
+    return tail + 2 * m * delta * float(np.max((lower - tail) / steps))
+
+
+def _gaussian_curve(mu: float) -> Curve:
+    from scipy.special import ndtr, ndtri
+
+    return lambda true: float(ndtr(ndtri(true) - mu))
+
+
+def _refutes_ledger(ledger: Ledger, m: int, tried: Sequence[Guesses], level: float) -> bool:
+    """True if some guesses refute the curve of a ledger, taken from below: the best of its epsilon at many delta."""
+    deltas = _LEDGER_DELTAS
+    ratio = np.exp(np.minimum([ledger.epsilon(float(delta)).epsilon for delta in deltas], _LARGEST))
+
+    def false(true: float) -> float:
+        return max(0.0, float(np.max((true - deltas) / ratio)), float(np.max(1.0 - deltas - (1.0 - true) * ratio)))
+
+    return any(_refutes_curve(m, made, level, false) for made in tried)
+
+
+def _refutes_curve(m: int, made: Guesses, level: float, curve: Curve) -> bool:
+    """True if this many right guesses have less probability than `level` under the claim.
+
+    Suppose the tail P[right >= v] is `level`, with all of it at v. For each number n < v the claim bounds
+    `sum_(i>n) i p_i` by `sum_(i>=n) (r - i) p_i`, with p_i = P[right = i], so p_n is at least something. If all these
+    probabilities add up to more than 1, the tail is smaller than `level`.
+    """
+    count, correct = made.total, made.correct
+    right, wrong = level * correct / m, level * (count - correct) / m
+    for n in range(correct - 1, -1, -1):
+        least = curve(min(right, 1.0))
+        if least <= wrong:  # and so for all smaller n
+            break
+        right += n / (count - n) * (least - wrong)
+        wrong = least
+    return right + wrong > count / m
+
+
+def plot(audits: Iterable[Audit], path: str | Path) -> None:
+    """Draw claims against lower bounds into a file: what holds lies below the diagonal.
+
+    Args:
+        audits: with claims. path: of a picture, e.g. `audits.png`.
+
+    Raises:
+        InvalidArgument: an audit without a claim, or matplotlib is not installed.
+
+    >>> plot([], "audits.png")
+    Traceback (most recent call last):
+    dpfunc.errors.InvalidArgument: Expected audits with finite claims, got audits=[]. Pass claim= to audit(...).
+    """
+    shown = list(audits)
+    if not shown or any(one.claim is None or math.isinf(one.claim) for one in shown):
+        raise fail("audits with finite claims", "audits", shown, "Pass claim= to audit(...).")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidArgument('Expected matplotlib for plot(...). Run: pip install "dpfunc[demo]".') from error
+    claims = [one.claim for one in shown if one.claim is not None]
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.axline((0, 0), slope=1, color="gray", linestyle="--", label="claim")
+    axes.plot(claims, [one.epsilon for one in shown], "o", label="lower bound, any mechanism")
+    axes.plot(claims, [one.epsilon_gaussian for one in shown], "s", label="lower bound, if Gaussian")
+    axes.set_xlabel(f"claimed epsilon at delta={shown[0].delta:g}")
+    axes.set_ylabel(f"lower bound, confidence {shown[0].confidence:g}")
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,239 @@
+"""Runs with canaries and loops that a replay takes, with and without faults; tables for tests and `python -m benchmarks.evidence`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import dpfunc
+from dpfunc import clipping, sampling
+from dpfunc.clipped import make_clipped_grad
+from dpfunc.engines.vmap_grad import engine_of
+from dpfunc.evidence import Canaries, audit
+from dpfunc.noise import Gaussian, Mechanism, gaussian
+
+STEPS = 8
+
+
+def records(seed, n=48):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator) + torch.randn(4, generator=generator)
+    return {"x": x, "y": torch.randint(2, (n,), generator=generator)}
+
+
+def loss_fn(params, batch):
+    logits = torch.nn.functional.linear(batch["x"], params["w"], params["b"])
+    return torch.nn.functional.cross_entropy(logits, batch["y"], reduction="none")
+
+
+def make_step(clip=None, **options):
+    plan = dpfunc.Plan(
+        sampling.Poisson(48, 0.25), clip or clipping.Flat(1.0), noise_multiplier=1.0, num_steps=STEPS, delta=1e-3
+    )
+    return dpfunc.make_dp_step(loss_fn, dataclasses.replace(plan, **options))
+
+
+def init(dp_step, data, key):
+    params = {"w": torch.zeros(2, 4), "b": torch.zeros(2)}
+    return {"params": params, "state": dp_step.init(params, key), "rate": 0.1, "key": key}
+
+
+def take_step(dp_step, batch, carry, divide=1.0):
+    grads, state, unreleased = dp_step(carry["params"], batch, carry["state"])
+    params = {name: value - carry["rate"] * grads[name] / divide for name, value in carry["params"].items()}
+    return {**carry, "params": params, "state": state}, unreleased
+
+
+def drawn(dp_step, data, carry):
+    return dpfunc.take(data, dp_step.plan.draw(carry["state"], carry["state"].step))
+
+
+def step(dp_step, data, carry):
+    carry, _ = take_step(dp_step, drawn(dp_step, data, carry), carry)
+    print("step", carry["state"].step)
+    return None if carry["state"].step == carry["state"].limit else carry
+
+
+def momentum(dp_step, data, carry):
+    """An optimizer and a schedule of torch, made in the first step."""
+    params = carry["params"]
+    if "optimizer" not in carry:
+        optimizer = torch.optim.AdamW(params.values(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        carry = {**carry, "optimizer": optimizer, "scheduler": scheduler}
+    grads, state, _ = dp_step(params, drawn(dp_step, data, carry), carry["state"])
+    for name, param in params.items():
+        param.grad = grads[name]
+    carry["optimizer"].step()
+    carry["scheduler"].step()
+    return {**carry, "state": state}
+
+
+def batch_statistics(dp_step, data, carry):
+    batch = drawn(dp_step, data, carry)
+    return take_step(dp_step, {**batch, "x": batch["x"] - batch["x"].mean(0)}, carry)[0]
+
+
+def drawn_divisor(dp_step, data, carry):
+    batch = drawn(dp_step, data, carry)
+    return take_step(dp_step, batch, carry, divide=max(1, len(batch["y"])) / 12)[0]
+
+
+def private_stop(dp_step, data, carry):
+    """Patience of one step for the mean loss of the batch."""
+    carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
+    loss = float(unreleased.losses_B.mean())
+    return carry if loss < 0.72 else None
+
+
+def private_rate(dp_step, data, carry):
+    carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
+    return {**carry, "rate": 0.1 if unreleased.losses_B.mean() < 0.69 else 0.05}
+
+
+def memory_bank(dp_step, data, carry):
+    batch = drawn(dp_step, data, carry)
+    bank = carry.get("bank", torch.zeros(1, 4))
+    after, _ = take_step(dp_step, {**batch, "x": batch["x"] + bank.mean(0)}, carry)
+    return {**after, "bank": torch.cat([bank, batch["x"]])[-20:]}
+
+
+def private_normaliser(dp_step, data, carry):
+    batch = drawn(dp_step, data, carry)
+    x = (batch["x"] - data["x"].mean(0)) / data["x"].std(0)
+    return take_step(dp_step, {**batch, "x": x}, carry)[0]
+
+
+def private_bound(dp_step, data, carry):
+    """A new clip norm each step, the median of the norms of the last batch."""
+    bound = carry.get("bound", 1.0)
+    clipped = make_clipped_grad(loss_fn, clipping.Flat(bound), engine=dp_step.clipped_grad.engine)
+    own_step = dataclasses.replace(dp_step, clipped_grad=clipped)
+    after, unreleased = take_step(own_step, drawn(dp_step, data, carry), carry)
+    return {**after, "bound": float(unreleased.norms_BG.median())} if len(unreleased.norms_BG) else after
+
+
+def private_file(dp_step, data, carry):
+    carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
+    Path("losses.txt").write_text(f"{unreleased.losses_B.sum():.2f}")
+    return carry
+
+
+def private_line(dp_step, data, carry):
+    batch = drawn(dp_step, data, carry)
+    print(len(batch["y"]), "records")
+    return take_step(dp_step, batch, carry)[0]
+
+
+def kept_elsewhere():
+    """A memory bank that no carry shows."""
+    bank = [torch.zeros(4)]
+
+    def remembering(dp_step, data, carry):
+        batch = drawn(dp_step, data, carry)
+        after, _ = take_step(dp_step, {**batch, "x": batch["x"] + sum(bank) / len(bank)}, carry)
+        bank.append(batch["x"].sum(0))
+        return after
+
+    return remembering
+
+
+# fault -> step, and words of what moves
+FAULTS = {
+    "batch statistics": (batch_statistics, "rows of other records"),
+    "a divisor by the drawn size": (drawn_divisor, "['params']"),
+    "a stop that depends on losses": (private_stop, "number of steps"),
+    "a learning rate that follows losses": (private_rate, "['rate']"),
+    "a memory bank": (memory_bank, "['bank']"),
+    "a normaliser fitted on private data": (private_normaliser, "rows of other records"),
+    "a clip bound that follows norms": (private_bound, "sensitivity"),
+    "a file of losses": (private_file, "file losses.txt"),
+    "a line with the number of records": (private_line, "what it prints"),
+    "a memory bank outside of the loop": (kept_elsewhere(), "on the same data"),
+}
+
+
+@dataclass(frozen=True)
+class Less(Gaussian):
+    """A part of the noise that is claimed."""
+
+    factor: float = 0.0
+
+    def mechanism(self, noise_multiplier, allocation, source):
+        return gaussian(noise_multiplier * self.factor, allocation=allocation, source=source)
+
+
+@dataclass(frozen=True)
+class Reused(Gaussian):
+    """The same noise in each step."""
+
+    def mechanism(self, noise_multiplier, allocation, source):
+        init, add, _ = gaussian(noise_multiplier, allocation=allocation, source=source)
+        return Mechanism(init, lambda clipped, state, key: add(clipped, state, dpfunc.insecure_key(5)))
+
+
+@dataclass(frozen=True)
+class Everybody(sampling.Poisson):
+    """It claims to sample."""
+
+    def indices(self, key, step):
+        return torch.arange(self.dataset_size)
+
+
+class LayerLeftOut:
+    def __init__(self, per_sample):
+        self._inner, self.losses_B = per_sample, per_sample.losses_B
+        self.weighted_sum = per_sample.weighted_sum
+
+    def sq_norms(self):
+        return {name: norms * (name != "w") for name, norms in self._inner.sq_norms().items()}
+
+
+def left_out(loss_fn, params, batch):
+    return LayerLeftOut(engine_of("auto")(loss_fn, params, batch))
+
+
+def summed(reads):
+    return reads.sum(0)
+
+
+def spread(reads):
+    return reads.amax(0) - reads.amin(0)
+
+
+# fault -> settings of the plan, options of the step, score
+RUNS = {
+    "none": ({}, {}, summed),
+    "none, by spread": ({"sampling_prob": 0.5, "num_steps": 3}, {}, spread),
+    "no noise": ({"noise": Less()}, {}, summed),
+    "half the noise": ({"noise": Less(factor=0.5)}, {}, summed),
+    "a layer is not clipped": ({}, {"engine": left_out}, summed),
+    "a key is used again": ({"sampling_prob": 0.5, "num_steps": 3, "noise": Reused()}, {}, spread),
+    "the sampler does not sample": ({"sampler": Everybody, "sampling_prob": 0.05, "noise_multiplier": 1.0}, {}, summed),
+}
+
+
+def audited(seed, changes, options, score, count=2000):
+    """The audit of a run with canaries in all parameters, at the claim of its ledger."""
+    settings = {"sampler": sampling.Poisson, "sampling_prob": 1.0, "noise_multiplier": 1.4, "num_steps": 1} | changes
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(16, 48, generator=generator)
+    params = {"w": torch.zeros(48, 48), "b": torch.zeros(48)}
+    sampler = settings.pop("sampler")(len(data) + count, settings.pop("sampling_prob"))
+    plan = dpfunc.Plan(sampler, clipping.Flat(1.0), delta=1e-5, **settings)
+    canaries = Canaries.draw(params, count, dpfunc.insecure_key(seed))
+
+    def loss_fn(params, x):
+        return (torch.nn.functional.linear(x, params["w"], params["b"]) - 1).square().sum(1)
+
+    dp_step = dpfunc.make_dp_step(canaries.loss(loss_fn), plan, microbatch_size=512, **options)
+    records, reads = canaries.extend(data), []
+    state = dp_step.init(params, dpfunc.insecure_key(1_000_000 + seed))
+    for indices in plan.batches(state):
+        grads, state, _ = dp_step(params, dpfunc.take(records, indices), state)
+        reads.append(canaries.read(grads))
+    scores = canaries.split(score(torch.stack(reads)))
+    return audit(*scores, delta=plan.delta, claim=state.ledger, guesses=[(50, 50) if score is summed else (100, 0)])
