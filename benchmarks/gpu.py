@@ -40,7 +40,7 @@ def commands(results: Path, pages: Path) -> dict[str, list[str]]:
     return {
         "tests": [python, "-m", "pytest", "-m", "cuda", str(ROOT / "tests")],
         "engines": [python, "-m", "benchmarks.engines", *measure],
-        "page of engines": [python, "-m", "benchmarks.engines.plots", str(engines), "--out", str(pages)],
+        "pictures of engines": [python, "-m", "benchmarks.engines.plots", str(engines), "--out", str(pages)],
     }
 
 
