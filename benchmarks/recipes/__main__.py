@@ -235,11 +235,11 @@ def line(result: Mapping[str, Any]) -> list[str]:
     return [*facts, *(cell(result, each) for each in (*CONTESTANTS, "network"))]
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> str:
+def summary(results: Sequence[Mapping[str, Any]], epsilons: Sequence[float] = EPSILONS) -> str:
     """For each epsilon and contestant: means over the data sets, and how often it is worse than the constant."""
     heads = ("epsilon", "", "accuracy", "balanced", "cross-entropy", "calibration error", "worse than constant")
     lines = []
-    for epsilon in EPSILONS:
+    for epsilon in epsilons:
         here = [each for each in results if each["epsilon"] == epsilon]
         for contestant in here[0]["contestants"] if here else ():
             cells = []
@@ -276,6 +276,11 @@ def tables(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+def short(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of the README: means over the sets that were kept apart."""
+    return {"recipes": summary(halves(results)["apart"], (NETWORK_EPSILON,))}
+
+
 def place(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """Of a result in its file; those on which the rules were chosen first."""
     return result["chosen_on"] is False, result["data"], result["epsilon"]
@@ -299,6 +304,7 @@ def main(names: tuple[str, ...], half: str | None, out: Path) -> None:
             keep(out, result, place)
     if out == RESULT:
         fill(PAGE, tables(read(out)["rows"]))
+        fill(README, short(read(out)["rows"]))
 
 
 if __name__ == "__main__":

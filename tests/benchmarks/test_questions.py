@@ -24,6 +24,7 @@ TABLES = {
     "growth": (growth.PAGE, lambda: {"growth": growth.table(read(growth.RESULT)["cases"])}),
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
     "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
+    "readme": (recipes.README, lambda: recipes.short(rows_of(recipes.RESULT))),
     "trainer": (recipes.PAGE, lambda: trainer.tables(rows_of(trainer.RESULT))),
     "scaling": (scaling.DOCUMENT, lambda: scaling.filled_in(read(scaling.RESULT))),
 }
