@@ -1,5 +1,5 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
-# make test   set up, then lint, types, doctests and tests; it prints the coverage, and fails below 92 % of lines
+# make test   set up, then lint, types, doctests and tests
 # make docs   the site, in build/site; CI builds it too
 # make bench  every benchmark in one go, and each target beside what was measured: about two hours on two cores
 # make survey   which engine takes each model family
@@ -54,19 +54,15 @@ downloads: $(VENV)/dev
 
 # Tests start many processes, and each would compile the source anew where the environment forbids to keep bytecode.
 # Files begin in the order of tests/conftest.py.
-PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-PYTHON_OF_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
-
-# Lines of dpfunc/ that no test runs are printed; with ARGS, which choose among tests, coverage has no limit. SlipCover
-# and not coverage.py, whose tracer makes the tests half as slow again on Python 3.11.
-COVERAGE := -m slipcover --source dpfunc --skip-covered $(if $(ARGS),,--fail-under 92)
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile \
+	--no-loadscope-reorder
 
 test: check downloads
-	$(PYTHON_OF_TESTS) $(COVERAGE) $(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 # only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads
-	$(PYTHON_OF_TESTS) $(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
+	$(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
 
 # apart from the environment: dpfunc does not need it, and it would pin packages that others need
 jax: .cache/jax/installed

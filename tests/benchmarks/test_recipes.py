@@ -77,6 +77,8 @@ def test_both_halves_have_every_kind():
     assert all(result["chosen_on"] == chosen_on(result["data"]) for result in RESULTS)
 
 
+# two sets have too few records at epsilon 1
+@pytest.mark.filterwarnings("ignore:Expected noise_to_signal")
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: f"{result['data']} {result['epsilon']}")
 def test_results_have_the_recipe_of_now(result):
     """A rule that is changed must be measured again."""
