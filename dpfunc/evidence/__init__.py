@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
+    from dpfunc.evidence._neighbours import Replay, replay
+    from dpfunc.evidence._one_run import Audit, audit, plot
     from dpfunc.evidence.canaries import Canaries, coins, exposure, loss_drops
     from dpfunc.evidence.certificate import certify, check
-    from dpfunc.evidence.neighbours import Replay, replay
-    from dpfunc.evidence.one_run import Audit, audit, plot
 
 __all__ = [
     "Audit", "Canaries", "Replay", "audit", "certify", "check", "coins", "exposure", "loss_drops", "plot", "replay",
@@ -17,6 +17,6 @@ __all__ = [
 if not TYPE_CHECKING:
     _HOMES = {
         "canaries": "Canaries coins exposure loss_drops", "certificate": "certify check",
-        "neighbours": "Replay replay", "one_run": "Audit audit plot",
+        "_neighbours": "Replay replay", "_one_run": "Audit audit plot",
     }  # fmt: skip
     __getattr__ = lazy(__name__, _HOMES)

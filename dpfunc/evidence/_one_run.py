@@ -122,7 +122,7 @@ def audit(
         InvalidArgument: an argument outside its domain.
 
     Guarantees:
-        at most a share alpha of audits refutes what holds (tests/evidence/test_audit.py::test_calibration); the
+        at most a share alpha of audits refutes what holds (tests/evidence/test_one_run.py::test_calibration); the
         figures of JAX Privacy (test_figures_of_jax_privacy); faults are found (test_power).
 
     >>> rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from scipy.stats import norm
 from dpfunc.accounting import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import audit, plot
-from dpfunc.evidence.one_run import Guesses, _p_value, grid
+from dpfunc.evidence._one_run import Guesses, _p_value, grid
 from dpfunc.types import Event
 
 FIGURES = {0: (0.0, 0.0), 1: (1.13346, 2.164749), 2: (2.311945, 4.7218075), 4: (4.395568, 9.133752)}

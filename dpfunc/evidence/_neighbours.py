@@ -153,7 +153,7 @@ def replay(
         DPFuncError: what the loop itself raises in its first run. An error in a later run is one thing that moved.
 
     Guarantees:
-        faults are found (tests/evidence/test_replay.py::test_faults_are_found), loops without fault hold
+        faults are found (tests/evidence/test_neighbours.py::test_faults_are_found), loops without fault hold
         (test_loops_that_hold). Not compared: time, memory, and what is kept outside of carry, files and lines.
 
     >>> import dpfunc
