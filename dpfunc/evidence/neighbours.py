@@ -310,7 +310,8 @@ def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
         found += [f"step {number}: {what}" for what in _public_facts(one, two)]
     if len(first.releases) != len(other.releases):
         found.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
-    pairs = list(zip_longest(first.seen, other.seen, fillvalue={}))
+    nothing: dict[str, object] = {}
+    pairs = list(zip_longest(first.seen, other.seen, fillvalue=nothing))
     for number, pair in enumerate(pairs[:-1]):
         found += [f"step {number - 1}: {what}" for what in _different(*pair)]
     found += _different(*pairs[-1])  # what is left at the end
