@@ -12,9 +12,10 @@ import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -172,39 +173,56 @@ def replay(
     >>> replay(dp_step, init, step, 9 + torch.rand(50, 2)).holds
     True
     """
+    _check(dp_step, steps, candidates)
+    root = insecure_key(0) if key is None else key
+    loop = _Loop(dp_step, init, step, fold_in(root, "replay"))
+    first = loop.run(data, steps, Tape())
+    again = loop.run(data, steps, Tape(forced=first))
+    unsteady = {*_moved(first, again, ()), *([_SUM] if _sum_differs(first, again) else [])}
+    record, ratio = _largest(loop, data, first, candidates)
+    neighbour = _neighbour(loop, data, steps, first, record)
+    others = {
+        "without the record": neighbour,
+        "without records": _again(loop, data, steps, Tape(forced=first, nobody=True)),
+        "with other records": _again(loop, _all_alike(data, record), steps, Tape(forced=first)),
+    }
+    moved = [f"{_SUM} (on the same data: the loop keeps something from run to run)"] if _SUM in unsteady else []
+    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, record)
+    moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
+    return Replay(
+        len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
+        tuple(sorted(unsteady - {_SUM})[:_SHOWN]),
+    )  # fmt: skip
+
+
+_SUM = "the clipped sum"
+_SHOWN = 8
+
+
+def _check(dp_step: object, steps: int, candidates: int) -> None:
     if not isinstance(dp_step, DPStep):
         raise wrong_type("dp_step to be a step of dpfunc.make_dp_step", "dp_step", dp_step)
     if dp_step.ranks is not None:
         raise InvalidArgument("Expected a step of one process, got ranks. Replay the step with ranks=None.")
     integer("steps", steps, minimum=1)
     integer("candidates", candidates, minimum=1)
-    root = insecure_key(0) if key is None else key
-    loop = _Loop(dp_step, init, step, fold_in(root, "replay"))
-    first = loop.run(data, steps, Tape())
-    unsteady = set(_moved(first, loop.run(data, steps, Tape(forced=first)), None))
+
+
+def _largest(loop: _Loop, data: Batch, first: Tape, candidates: int) -> tuple[int, float]:
+    """The record of the first batch that moves the sum of that step most, of some of them, and by how much."""
     begin = next((number for number, drawn in enumerate(first.draws) if len(drawn)), None)
     if begin is None:
         raise InvalidArgument(
-            f"Expected a record in one of {steps} steps, got empty batches: nothing can be compared. Take more steps."
+            f"Expected a record in one of {len(first.draws)} steps, got empty batches: nothing can be compared. Take "
+            "more steps."
         )
     drawn = first.draws[begin]
-    tried = drawn[torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn))).round().long()].unique().tolist()
-    ratio_of = {one: _ratio(first, _neighbour(loop, data, begin + 1, first, one)) for one in tried}
-    record = max(tried, key=lambda one: ratio_of[one])
-    neighbour = _neighbour(loop, data, steps, first, record)
-    ratio = max(_ratio(first, neighbour), ratio_of[record])
-    nobody = _again(loop, data, steps, Tape(forced=first, nobody=True))
-    alike = _again(loop, _all_alike(data, record), steps, Tape(forced=first))
-    moved = [f"{what} (on the same data: the loop keeps something from run to run)" for what in unsteady & {_SUM}]
-    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, record)
-    for name, other in (("without the record", neighbour), ("without records", nobody), ("with other records", alike)):
-        moved += [f"{what} ({name})" for what in _moved(first, other, unsteady)]
-    fatal = [f"{what} (on the same data)" for what in unsteady if what.startswith(_SUM)]
-    return Replay(len(first.releases), record, ratio, _first_of_each(moved + fatal), tuple(sorted(unsteady)[:_SHOWN]))
-
-
-_SUM = "the clipped sum"
-_SHOWN = 8
+    places = torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn))).round().long()
+    ratio_of = {
+        one: _ratio(first, _neighbour(loop, data, begin + 1, first, one)) for one in drawn[places].unique().tolist()
+    }
+    record = max(ratio_of, key=lambda one: ratio_of[one])
+    return record, ratio_of[record]
 
 
 def _neighbour(loop: _Loop, data: Batch, steps: int, first: Tape, record: int) -> Tape:
@@ -279,22 +297,36 @@ def _other_rows(first: Tape, other: Tape, record: int) -> list[str]:
     return found
 
 
-def _moved(first: Tape, other: Tape, unsteady: set[str] | None) -> list[str]:
-    """What differs beside the sums; `None` compares the sums as well, and names no steps."""
+def _sum_differs(first: Tape, again: Tape) -> bool:
+    """True if the sums of two runs on the same data differ by more than rounding."""
+    pairs = zip(first.releases, again.releases, strict=False)
+    return any(d > _OF_SUM * size for one, two in pairs for d, _, size in _distances(one, two).values())
+
+
+def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
+    """What differs beside the sums, without what differs on the same data as well."""
     found: list[str] = []
     for number, (one, two) in enumerate(zip(first.releases, other.releases, strict=False)):
         found += [f"step {number}: {what}" for what in _public_facts(one, two)]
-        if unsteady is None and any(d > _OF_SUM * size for d, _, size in _distances(one, two).values()):
-            found.append(_SUM)
     if len(first.releases) != len(other.releases):
         found.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
-    last = max(len(first.seen), len(other.seen)) - 1
-    for number in range(last + 1):
-        here, there = (tape.seen[number] if number < len(tape.seen) else {} for tape in (first, other))
-        changed = sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
-        found += [what if number == last else f"step {number - 1}: {what}" for what in changed]
-    known = {what.partition(": ")[2] or what for what in unsteady or ()}
-    return [what for what in found if (what.partition(": ")[2] or what) not in known]
+    nothing: dict[str, object] = {}
+    pairs = list(zip_longest(first.seen, other.seen, fillvalue=nothing))
+    for number, pair in enumerate(pairs[:-1]):
+        found += [f"step {number - 1}: {what}" for what in _different(*pair)]
+    found += _different(*pairs[-1])  # what is left at the end
+    known = {_what(one) for one in unsteady}
+    return [one for one in found if _what(one) not in known]
+
+
+def _different(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:
+    """Places that have not the same value."""
+    return sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
+
+
+def _what(found: str) -> str:
+    """A finding without its step."""
+    return found.partition(": ")[2] if found.startswith("step ") else found
 
 
 def _public_facts(one: Release, two: Release) -> list[str]:
@@ -311,5 +343,5 @@ def _first_of_each(moved: list[str]) -> tuple[str, ...]:
     """The first step of each thing that moves, and no more than a reader looks at."""
     found: dict[str, str] = {}
     for what in moved:
-        found.setdefault((what.partition(": ")[2] or what).partition(" (")[0].partition(" by ")[0], what)
+        found.setdefault(_what(what).partition(" (")[0].partition(" by ")[0], what)
     return tuple(list(found.values())[:_SHOWN])

@@ -175,10 +175,13 @@ def _tried(inside: Array, outside: Array, guesses: str | Sequence[tuple[int, int
         raise fail(f"pairs of 1 to {m} guesses together, the number of canaries", "guesses", guesses)
     was_in = np.concatenate([np.ones(len(inside)), np.zeros(len(outside))])
     both = np.concatenate([inside, outside])
-    from_top = np.cumsum(was_in[np.lexsort((was_in, -both))])
-    from_bottom = np.cumsum(1.0 - was_in[np.lexsort((1.0 - was_in, both))])
-    right = [int((from_top[a - 1] if a else 0) + (from_bottom[b - 1] if b else 0)) for a, b in pairs]
-    return [Guesses(a, b, correct) for (a, b), correct in zip(pairs, right, strict=True)]
+    from_top, from_bottom = _right(-both, was_in), _right(both, 1.0 - was_in)
+    return [Guesses(a, b, int(from_top[a] + from_bottom[b])) for a, b in pairs]
+
+
+def _right(order: Array, was: Array) -> Array:
+    """Number of right ones of the first 0, 1, ... guesses in an order; of equal scores the wrong ones come first."""
+    return np.concatenate([[0.0], np.cumsum(was[np.lexsort((was, order))])])
 
 
 def grid(num_canaries: int) -> list[tuple[int, int]]:

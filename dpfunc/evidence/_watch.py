@@ -173,16 +173,9 @@ def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, ob
 
 def _parts(value: Any) -> Mapping[str, object]:
     """What a value consists of."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-        value = value.state_dict()
-    if isinstance(value, StepState):
-        value = {**value._asdict(), "ledger": value.ledger.to_json()}
-    if isinstance(value, torch.Generator):
-        value = {"state": value.get_state()}
+    value = _state_of(value)
     if isinstance(value, Mapping):
         return {f"[{name!r}]": part for name, part in value.items()}
-    if hasattr(value, "_asdict"):
-        value = tuple(value)
     if isinstance(value, (list, tuple)):
         return {"": len(value), **{f"[{number}]": part for number, part in enumerate(value)}}
     if isinstance(value, (set, frozenset)):
@@ -190,3 +183,14 @@ def _parts(value: Any) -> Mapping[str, object]:
     if callable(value) or not hasattr(value, "__dict__"):
         return {}
     return {f".{name}": part for name, part in vars(value).items()}
+
+
+def _state_of(value: Any) -> Any:
+    """The state of what is not made of parts: modules, optimizers, schedules, generators, states of a run."""
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+        return value.state_dict()
+    if isinstance(value, torch.Generator):
+        return {"state": value.get_state()}
+    if isinstance(value, StepState):
+        return {**value._asdict(), "ledger": value.ledger.to_json()}
+    return value
