@@ -204,7 +204,6 @@ class Recipe:
 
         >>> found = recipe("head", dataset_size=9000, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
         >>> found.clip_arguments()
-        >>> found.clip_arguments()
         {'dp_clip': 'flat', 'dp_max_grad_norm': 1.0}
         """
         if isinstance(self.clip, Automatic):
