@@ -14,7 +14,7 @@ share that is found) and calibration error (ECE, 15 bins). Contestants:
   `Automatic` with twice the rate; at epsilon 3 alone.
 
 All are run in closed form (closed.py), which tests/benchmarks/test_recipes.py compares with the library. The rules were
-chosen on one half of the sets (`chosen_on` in data.py), the other half was run once, when they stood.
+chosen on one half of the sets (`chosen_on` in data.py), the other half had no part in them (docs/recipes.md).
 """
 
 from __future__ import annotations

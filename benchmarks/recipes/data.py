@@ -294,7 +294,7 @@ SETS: dict[str, tuple[str, Callable[[], tuple[Tensor, Tensor]]]] = {
 def chosen_on(name: str) -> bool:
     """True for the half of the data sets on which the rules were chosen: of each kind the 1st, 3rd, ... by name.
 
-    The others were read once, when the rules stood.
+    The others had no part in the rules; docs/recipes.md says what of them had been seen.
     """
     kind = SETS[name][0]
     return sorted(each for each in SETS if SETS[each][0] == kind).index(name) % 2 == 0
