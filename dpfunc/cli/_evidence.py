@@ -1,15 +1,21 @@
-"""The command `dpfunc certify`: the certificate of a run, made or checked. A check needs neither data nor torch."""
+"""The commands `dpfunc certify`, `verify` and `audit`. To check a certificate needs neither data nor torch."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
 from dpfunc.cli._output import json_option, print_json, print_rows
+from dpfunc.cli._train import check_new, importing, seed_option, without_noise
 
 _PATH = click.Path(path_type=Path)
+_SOURCE = click.argument("source", type=click.Path(exists=True, path_type=Path))
+_OUT = click.option("--out", type=_PATH, help="New file for the result, which dpfunc certify --evidence takes.")
 
 
 @click.command()
@@ -18,10 +24,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--out", type=_PATH, help="File to write, by default certificate.json in RUN; a page (.html) beside it.")
 @click.option("--sign", "private_key", type=_PATH, help="Ed25519 private key (PEM) to sign with.")
 @click.option("--public-key", type=_PATH, help="With --check: key (PEM) of who should have signed it.")
+@click.option("--model", type=_PATH, help="With --check: weights (.safetensors) that it should be about.")
+@click.option("--evidence", type=_PATH, multiple=True, help="Result of dpfunc verify or audit, to be told in it.")
 @json_option
 def certify(
     run: Path | None, checked: Path | None, out: Path | None, private_key: Path | None, public_key: Path | None,
-    as_json: bool,
+    model: Path | None, evidence: tuple[Path, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Write a certificate of the privacy of a run, or check one.
 
@@ -33,21 +41,21 @@ def certify(
     """
     if (run is None) == (checked is None):
         raise click.UsageError("Expected either RUN, to make a certificate, or --check FILE.")
-    if checked is None and public_key is not None:
-        raise click.UsageError("Expected --public-key together with --check.")
-    if checked is not None and not (out is None and private_key is None):
-        raise click.UsageError("Expected --out and --sign without --check.")
+    if checked is None and not (public_key is None and model is None):
+        raise click.UsageError("Expected --public-key and --model together with --check.")
+    if checked is not None and not (out is None and private_key is None and not evidence):
+        raise click.UsageError("Expected --out, --sign and --evidence without --check.")
     if run is not None:
-        _make(run, out, private_key, as_json)
+        _make(run, out, private_key, evidence, as_json)
     elif checked is not None:
-        _check(checked, public_key, as_json)
+        _check(checked, public_key, model, as_json)
 
 
-def _make(run: Path, out: Path | None, private_key: Path | None, as_json: bool) -> None:
+def _make(run: Path, out: Path | None, private_key: Path | None, evidence: tuple[Path, ...], as_json: bool) -> None:
     from dpfunc.evidence.certificate import certify as made
     from dpfunc.evidence.certificate import read
 
-    path = made(run, out=out, private_key=private_key)
+    path = made(run, out=out, private_key=private_key, evidence=evidence)
     values = read(path.read_bytes())
     unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
     if as_json:
@@ -58,10 +66,10 @@ def _make(run: Path, out: Path | None, private_key: Path | None, as_json: bool) 
     click.echo(f"{path}, and to print {path.with_suffix('.html')}")
 
 
-def _check(path: Path, public_key: Path | None, as_json: bool) -> None:
+def _check(path: Path, public_key: Path | None, model: Path | None, as_json: bool) -> None:
     from dpfunc.evidence.certificate import check
 
-    findings = check(path, public_key)
+    findings = check(path, public_key, model)
     agrees = all(finding.agrees for finding in findings)
     if as_json:
         print_json({"agrees": agrees, "checks": [finding._asdict() for finding in findings]})
@@ -69,4 +77,124 @@ def _check(path: Path, public_key: Path | None, as_json: bool) -> None:
         print_rows("Checks", ("", "", "found"), [(f.name, "ok" if f.agrees else "WRONG", f.found) for f in findings])
         click.echo("All agrees." if agrees else "Do not rely on it: see WRONG.")
     if not agrees:
+        sys.exit(1)
+
+
+@click.command()
+@_SOURCE
+@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1), help="At most so many.")
+@click.option("--candidates", default=8, show_default=True, type=click.IntRange(min=1), help="Records to try.")
+@_OUT
+@json_option
+def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json: bool) -> None:
+    """Run a loop on neighbouring data, and say what moves beside the clipped sum.
+
+    SOURCE is a Python file with dp_step, data, init and step (or train, which yields), or the folder of a run of
+    dpfunc train, whose first steps are run again with its key: their releases must be those of its journal. What is
+    written is as private as the data. The exit code is 0 if nothing moves that may not, else 1.
+
+    Example: dpfunc verify loop.py --steps 20
+    """
+    values = _verify_job(source, steps, candidates) if source.is_dir() else _verify_script(source, steps, candidates)
+    same = values["reproduced"]
+    recorded = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
+    if values["same_model"] is not None:
+        recorded += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
+    moved = "; ".join(values["moved"]) or "nothing else moves"
+    rest = f" Not compared: {'; '.join(values['not_compared'])}." if values["not_compared"] else ""
+    _report(values, out, as_json, (
+        f"{'Holds' if values['holds'] else 'DOES NOT HOLD'}: {values['steps']} steps; record {values['record']} moves "
+        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{recorded}{rest}"
+    ))  # fmt: skip
+
+
+def _verify_script(source: Path, steps: int, candidates: int) -> dict[str, Any]:
+    from dpfunc.evidence._neighbours import replay
+    from dpfunc.evidence._result import replay_values
+    from dpfunc.evidence._script import read_script
+
+    own = read_script(source)
+    found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
+    return replay_values(found, source, own.dp_step.plan, {})
+
+
+def _verify_job(run: Path, steps: int, candidates: int) -> dict[str, Any]:
+    with importing(), without_noise():
+        from dpfunc.evidence._result import replay_values
+        from dpfunc.train._evidence import replay_job
+
+        found, recorded, plan = replay_job(run, steps=steps, candidates=candidates)
+        return replay_values(found, run / "job.json", plan, dataclasses.asdict(recorded))
+
+
+@click.command()
+@_SOURCE
+@click.option("--canaries", default=1000, show_default=True, type=click.IntRange(min=1), help="Canaries in gradients.")
+@click.option(
+    "--steps", default=10_000, help="At most so many; by default all of the loop.", type=click.IntRange(min=1)
+)
+@click.option(
+    "--score", default="sum", show_default=True, type=click.Choice(["sum", "spread"]),
+    help="Of a canary's reads over the steps: spread (largest less smallest) finds noise that is used again.",
+)  # fmt: skip
+@click.option("--plot", "picture", type=_PATH, help="Picture of claim against lower bound.")
+@seed_option("audit")
+@_OUT
+@json_option
+def audit(
+    source: Path, canaries: int, steps: int, score: Literal["sum", "spread"], picture: Path | None,
+    insecure_seed: int | None, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Train once with canaries, and bound epsilon from below by guesses which of them were in.
+
+    SOURCE is as for dpfunc verify. Canaries are in gradients; a Python file that has `canaries`, records as the loss
+    takes them, gets these among its records instead. The audit is one more run: what is published of it costs what its
+    steps cost, unless its records are public. The exit code is 0 if the claim is not refuted, else 1.
+
+    Example: dpfunc audit loop.py --canaries 1000 --plot audit.png
+    """
+    from dpfunc.rng import insecure_key, secure_key
+
+    key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
+    found, values = (_audit_job if source.is_dir() else _audit_script)(source, key, canaries, steps, score)
+    if picture is not None:
+        from dpfunc.evidence._one_run import plot
+
+        plot([found], picture)
+    _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
+
+
+def _audit_script(source: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
+    from dpfunc.evidence._canary_run import Planted, audit_loop, job_key
+    from dpfunc.evidence._result import audit_values
+    from dpfunc.evidence._script import read_script
+
+    own = read_script(source)
+    planted = Planted(job_key(key), count, own.canaries)
+    found, taken, plan = audit_loop(
+        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
+    )
+    space = "gradient" if own.canaries is None else "input"
+    return found, audit_values(found, source, plan, taken, space, score)
+
+
+def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
+    with importing(), without_noise():
+        from dpfunc.evidence._result import audit_values
+        from dpfunc.train._evidence import audit_job
+
+        found, taken, plan = audit_job(run, key=key, count=count, steps=steps, score=score)
+    return found, audit_values(found, run / "job.json", plan, taken, "gradient", score)
+
+
+def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:
+    """Write and print a result; the exit code is 1 if it does not hold."""
+    if out is not None:
+        check_new(out)
+        out.write_text(json.dumps(values, indent=1) + "\n")
+    if as_json:
+        print_json(values)
+    else:
+        click.echo(line)
+    if not values["holds"]:
         sys.exit(1)

@@ -17,7 +17,7 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,24 @@ class Replay:
         )
 
 
+class Loop(Protocol):
+    """What is run on data and on their neighbours."""
+
+    @property
+    def adjacency(self) -> str:
+        """Of the plan."""
+
+    def run(self, data: Any, steps: int, tape: Tape) -> Tape:
+        """Run so many steps; the tape gets what is summed, what there is after each step, and what is left."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Records that are no tensors: one an element."""
+
+    rows: tuple[Any, ...] = field(repr=False)
+
+
 @dataclass(frozen=True)
 class _Loop:
     """A loop of a user, and how it is run."""
@@ -81,19 +99,20 @@ class _Loop:
     step: Step
     key: Key = field(repr=False)
 
+    @property
+    def adjacency(self) -> str:
+        return self.dp_step.plan.adjacency
+
     def run(self, data: Batch, steps: int, tape: Tape) -> Tape:
         """Run the loop in an empty folder; note what it has after each step, and what it leaves."""
-        with tempfile.TemporaryDirectory() as folder, chdir(folder), _lines() as lines, cpu_seeds(self.key):
+        with tempfile.TemporaryDirectory() as folder, chdir(folder), lines_of() as lines, cpu_seeds(self.key):
             step = watched(self.dp_step, tape)
             carry = self.init(step, data, self.key)
             tape.seen.append(described(carry))
             while carry is not None and len(tape.seen) <= steps:
                 carry = self._next(step, data, carry)
                 tape.seen.append({"the end of the loop": carry is None, **described(carry)})
-            left = {f"line {number} of what it prints": line for number, line in enumerate(lines())}
-            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            left |= {f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}
-        tape.seen.append(dict(left))
+            tape.seen.append(left_in(Path(folder), lines()))
         return tape
 
     def _next(self, step: WatchedStep, data: Batch, carry: Any) -> Any:
@@ -103,8 +122,15 @@ class _Loop:
             return None
 
 
+def left_in(folder: Path, lines: list[str]) -> dict[str, object]:
+    """What a run leaves: its lines, and its files."""
+    left = {f"line {number} of what it prints": line for number, line in enumerate(lines)}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {**left, **{f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}}
+
+
 @contextmanager
-def _lines() -> Iterator[Callable[[], list[str]]]:
+def lines_of() -> Iterator[Callable[[], list[str]]]:
     """Lines that are printed or logged inside; warnings about keys of tests are left out."""
     text, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(text)
@@ -132,9 +158,9 @@ def replay(
     """Run a loop on its data and on neighbours with the same keys, and report what moves.
 
     Each candidate record of the first batch is left out (replaced by another one, with replace_one) for one step; the
-    one that moves the clipped sum most is left out for all steps. Then no record at all is drawn, and then all records
-    are this one: the clipped sum may move as it likes, and nothing else may. Every step releases what it released in
-    the first run, so that a difference does not spread.
+    one that moves the clipped sum most is left out for all steps. Then half of the records are left out, then all, and
+    then all records are this one: the clipped sum may move as it likes, and nothing else may. Every step releases what
+    it released in the first run, so that a difference does not spread.
 
     Args:
         dp_step: of one process. Its journal is not written.
@@ -175,24 +201,31 @@ def replay(
     """
     _check(dp_step, steps, candidates)
     root = insecure_key(0) if key is None else key
-    loop = _Loop(dp_step, init, step, fold_in(root, "replay"))
+    return compare(_Loop(dp_step, init, step, fold_in(root, "replay")), data, steps, candidates)[0]
+
+
+def compare(loop: Loop, data: Any, steps: int, candidates: int) -> tuple[Replay, Tape]:
+    """The replay of a loop on a pytree of tensors or on `Rows`, and the tape of its first run; see `replay`."""
     first = loop.run(data, steps, Tape())
     again = loop.run(data, steps, Tape(forced=first))
     unsteady = {*_moved(first, again, ()), *([_SUM] if _sum_differs(first, again) else [])}
     record, ratio = _largest(loop, data, first, candidates)
-    neighbour = _neighbour(loop, data, steps, first, record)
+    one, half = torch.tensor([record]), torch.arange(1, _size(data), 2)
+    neighbour, fewer = (_neighbour(loop, data, steps, first, gone) for gone in (one, half))
     others = {
         "without the record": neighbour,
+        "without half of the records": fewer,
         "without records": _again(loop, data, steps, Tape(forced=first, nobody=True)),
         "with other records": _again(loop, _all_alike(data, record), steps, Tape(forced=first)),
     }
     moved = [f"{_SUM} (on the same data: the loop keeps something from run to run)"] if _SUM in unsteady else []
-    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, record)
+    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, one) + _other_rows(first, fewer, half)
     moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
-    return Replay(
+    found = Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
         tuple(sorted(unsteady - {_SUM})[:_SHOWN]),
     )  # fmt: skip
+    return found, first
 
 
 _SUM = "the clipped sum"
@@ -208,7 +241,7 @@ def _check(dp_step: object, steps: int, candidates: int) -> None:
     integer("candidates", candidates, minimum=1)
 
 
-def _largest(loop: _Loop, data: Batch, first: Tape, candidates: int) -> tuple[int, float]:
+def _largest(loop: Loop, data: Any, first: Tape, candidates: int) -> tuple[int, float]:
     """The record of the first batch that moves the sum of that step most, of some of them, and by how much."""
     begin = next((number for number, drawn in enumerate(first.draws) if len(drawn)), None)
     if begin is None:
@@ -219,31 +252,37 @@ def _largest(loop: _Loop, data: Batch, first: Tape, candidates: int) -> tuple[in
     drawn = first.draws[begin]
     places = torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn))).round().long()
     ratio_of = {
-        one: _ratio(first, _neighbour(loop, data, begin + 1, first, one)) for one in drawn[places].unique().tolist()
+        one: _ratio(first, _neighbour(loop, data, begin + 1, first, torch.tensor([one])))
+        for one in drawn[places].unique().tolist()
     }
     record = max(ratio_of, key=lambda one: ratio_of[one])
     return record, ratio_of[record]
 
 
-def _neighbour(loop: _Loop, data: Batch, steps: int, first: Tape, record: int) -> Tape:
-    """The run on data without a record, or with another one in its place."""
-    removed = loop.dp_step.plan.adjacency != "replace_one"
-    other = (record + 1) % batch_size(data)
-    changed = tree_map(lambda leaf: _with_row(leaf, record, other), data)
-    return _again(loop, changed, steps, Tape(forced=first, without=record if removed else None))
+def _neighbour(loop: Loop, data: Any, steps: int, first: Tape, gone: Tensor) -> Tape:
+    """The run on data without some records, or with others in their place."""
+    removed = loop.adjacency != "replace_one"
+    index = torch.arange(_size(data))
+    index[gone] = (gone + 1) % len(index)
+    return _again(loop, _chosen(data, index), steps, Tape(forced=first, without=gone if removed else None))
 
 
-def _with_row(leaf: Tensor, record: int, other: int) -> Tensor:
-    changed = leaf.clone()
-    changed[record] = leaf[other]
-    return changed
+def _size(data: Any) -> int:
+    return len(data.rows) if isinstance(data, Rows) else batch_size(data)
 
 
-def _all_alike(data: Batch, record: int) -> Batch:
-    return tree_map(lambda leaf: leaf[record : record + 1].expand_as(leaf).clone(), data)
+def _chosen(data: Any, index: Tensor) -> Any:
+    """Data whose records are those at these places."""
+    if isinstance(data, Rows):
+        return Rows(tuple(data.rows[place] for place in index.tolist()))
+    return tree_map(lambda leaf: leaf[index.to(leaf.device)].clone(), data)
 
 
-def _again(loop: _Loop, data: Batch, steps: int, tape: Tape) -> Tape:
+def _all_alike(data: Any, record: int) -> Any:
+    return _chosen(data, torch.full((_size(data),), record))
+
+
+def _again(loop: Loop, data: Any, steps: int, tape: Tape) -> Tape:
     """Another run; an error in it is something that it has, and the first run has not."""
     try:
         return loop.run(data, steps, tape)
@@ -283,13 +322,13 @@ def _too_far(first: Tape, other: Tape) -> list[str]:
     ]
 
 
-def _other_rows(first: Tape, other: Tape, record: int) -> list[str]:
+def _other_rows(first: Tape, other: Tape, gone: Tensor) -> list[str]:
     """Steps in which rows of other records are not the same, or not in the same order."""
     found = []
     for number, (one, two, drawn) in enumerate(zip(first.rows, other.rows, first.draws, strict=False)):
         kept = one
         if len(one) == len(drawn):
-            place = torch.nonzero(drawn == record)[:, 0].tolist()
+            place = {*torch.nonzero(torch.isin(drawn, gone))[:, 0].tolist()}
             kept = [row for index, row in enumerate(one) if index not in place]
             two = two if len(two) == len(kept) else [row for index, row in enumerate(two) if index not in place]
         if kept != two:

@@ -14,7 +14,7 @@ _STYLE = (
     "vertical-align:top;overflow-wrap:anywhere}h1{font-size:1.5em}h2{font-size:1.15em;break-after:avoid}"
     "tr,svg{break-inside:avoid}.no{font-weight:bold}@page{margin:2cm}"
 )
-_MET = {True: "met", False: "NOT MET", None: "cannot be shown by a run"}
+_MET = {True: "met", False: "NOT MET", None: "not shown"}
 _SIDE = 300  # of the picture
 
 
@@ -39,7 +39,9 @@ def page(values: Mapping[str, Any]) -> str:
         ("What an attacker can reach", "<p>An attacker who knows all other records guesses whether one unit was "
          "there. Whatever the attack is:</p>" + _table(attack, ("false positives", "true positives"))
          + _picture([(delta, epsilon) for delta, epsilon in result["curve"]])),
-        ("How it was done", _table([(name.replace("_", " "), str(value)) for name, value in how.items()])),
+        ("Replays and audits", _table((each["kind"], _evidence(each)) for each in values["evidence"])),
+        *([("Budget of the data set", _table(_words(values["budget"])))] if "budget" in values else []),
+        ("How it was done", _table(_words(how))),
         ("Steps", _table(map(_step, values["steps"]), ("steps", "sampling probability, noise multiplier"))
          + _earlier(values["earlier"])),
         ("Digests", _table((name.replace("_", " "), _listed(value)) for name, value in values["digests"].items())),
@@ -62,6 +64,16 @@ def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = Non
         for name, text in rows
     )
     return f"<table>{top}{''.join(cells)}</table>"
+
+
+def _words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name.replace("_", " "), _listed(value)) for name, value in values.items()]
+
+
+def _evidence(each: Mapping[str, Any]) -> str:
+    """A verdict, and what it is of."""
+    about = ", ".join(f"{name} {text}" for name, text in _words(each) if name not in ("kind", "holds"))
+    return f"{'holds' if each['holds'] else 'DOES NOT HOLD'}: {about}"
 
 
 def _listed(value: Any) -> str:

@@ -16,6 +16,7 @@ from dpfunc._utils.digests import checksum
 from dpfunc.accounting import Ledger
 from dpfunc.batches import tree_map
 from dpfunc.noise import Mechanism, Noise
+from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.sampling import Sampler
 from dpfunc.state import StepState, replay
@@ -23,6 +24,7 @@ from dpfunc.step import DPStep, StepResult
 from dpfunc.types import Allocation, Batch, ClippedSum, Event, Params, Schedule, Unreleased
 
 _DEEP = 8  # objects inside of objects
+_IGNORED = -100  # a label without a loss
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,20 @@ class Release:
 
 @dataclass
 class Tape:
-    """What one run of a loop does. `forced` is the run whose releases it gets; `without` a record that is not drawn."""
+    """What one run of a loop does. `forced` is the run whose releases it gets; `without` records that are not drawn."""
 
     forced: Tape | None = None
-    without: int | None = None
+    without: Tensor | None = None
     nobody: bool = False
     releases: list[Release] = field(default_factory=list)
     rows: list[list[bytes]] = field(default_factory=list)
     draws: list[Tensor] = field(default_factory=list)
     seen: list[dict[str, object]] = field(default_factory=list)
     """What the loop has after each step, by its place."""
+    journal: dict[int, Any] = field(default_factory=dict)
+    """Steps in the journal of the run, where it has one."""
+    weights: list[str] = field(default_factory=list)
+    """Digests of the files of the trained model, where the run has come to its end."""
 
     def __repr__(self) -> str:
         return "Tape()"
@@ -107,7 +113,7 @@ class WatchedSampler:
         drawn = self.sampler.indices(key, step)
         if self.tape.nobody:
             return drawn[:0]
-        return drawn if self.tape.without is None else drawn[drawn != self.tape.without]
+        return drawn if self.tape.without is None else drawn[~torch.isin(drawn, self.tape.without)]
 
 
 def _own(sampler: Any) -> Any:
@@ -136,23 +142,41 @@ class WatchedStep(DPStep):
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
     """The step with a tape; it writes no journal."""
-    plan = dp_step.plan
-    seen = dataclasses.replace(
-        plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape), epsilon=None
-    )
-    return WatchedStep(
-        seen, dp_step.clipped_grad, dp_step.reduction, dp_step.noise_source, dp_step.verify_batch, None, None, tape=tape
-    )
+    plan = dataclasses.replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
+    return watching(dataclasses.replace(dp_step, plan=plan, journal=None), tape)
+
+
+def watched_plan(plan: Plan, tape: Tape) -> Plan:
+    """The same plan, by its repr, whose draws and noise are those of a tape."""
+    return dataclasses.replace(plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape))
+
+
+def watching(dp_step: DPStep, tape: Tape) -> WatchedStep:
+    """The step of a watched plan, with its tape."""
+    own = {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
+    return WatchedStep(**own, tape=tape)
 
 
 def _digests_of_rows(batch: Batch) -> list[bytes]:
+    """A digest of each row, without its padding: how far rows are padded depends on the longest one of the batch."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     leaves = [leaf.detach().cpu().contiguous() for leaf in pytree.tree_leaves(batch)]
-    size = len(leaves[0])
-    raw = [leaf.reshape(size, -1).view(torch.uint8).numpy() if leaf.numel() else None for leaf in leaves]
-    return [
-        hashlib.blake2b(b"".join(part[row].tobytes() for part in raw if part is not None), digest_size=12).digest()
-        for row in range(size)
-    ]
+    if mask is None or mask.ndim < 2:
+        return [_digest([leaf[row] for leaf in leaves]) for row in range(len(leaves[0]))]
+    real = mask.detach().cpu().bool()
+    return [_digest([_real(leaf[row], real[row]) for leaf in leaves]) for row in range(len(real))]
+
+
+def _real(values: Tensor, real: Tensor) -> Tensor:
+    """The values of a row at its real tokens; of a row of another length, such as a target, all but ignored labels."""
+    if values.shape[: real.ndim] == real.shape:
+        return values[real]
+    return values if values.is_floating_point() else values[values != _IGNORED]
+
+
+def _digest(parts: list[Tensor]) -> bytes:
+    raw = b"".join(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts if part.numel())
+    return hashlib.blake2b(raw, digest_size=12).digest()
 
 
 def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, object]:

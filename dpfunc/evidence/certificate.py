@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +26,7 @@ from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_led
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.evidence._attacker import RATES, curve, tight_method, true_positives
 from dpfunc.evidence._page import page
+from dpfunc.evidence._result import in_certificate
 from dpfunc.evidence._signature import sign, signed_by
 from dpfunc.types import Adjacency
 
@@ -44,8 +45,10 @@ LAWS = {
 """Class of a sampler -> its law. That of another class is the claim of who wrote it."""
 
 _FIELDS = (
-    "schema", "date", "claim", "mechanism", "steps", "earlier", "result", "assumptions", "digests", "versions", "digest"
+    "schema", "date", "claim", "mechanism", "steps", "earlier", "result", "evidence", "assumptions", "digests",
+    "versions", "digest",
 )  # fmt: skip
+_OPTIONAL = {"signature", "budget"}
 _ERRORS = {
     "tilted": "an upper bound, at most 0.1 % above the truth, nearly always 0.01 %",
     "gaussian": "exact, rounded up by 1e-9 of itself",
@@ -62,7 +65,10 @@ class Finding(NamedTuple):
     found: str
 
 
-def certify(run: Path | str, *, out: Path | str | None = None, private_key: Path | str | None = None) -> Path:
+def certify(
+    run: Path | str, *, out: Path | str | None = None, private_key: Path | str | None = None,
+    evidence: Sequence[Path | str] = (),
+) -> Path:  # fmt: skip
     """Write the certificate of a run, a JSON file, and beside it the same as a page to print (`.html`).
 
     Everything that can be is computed again from the journal: the steps, epsilon by two accountants, the trade-off
@@ -73,6 +79,8 @@ def certify(run: Path | str, *, out: Path | str | None = None, private_key: Path
             in `*.safetensors`, in it or in its folder `model`, are the model.
         out: the JSON file; `certificate.json` in the folder by default. A file that is there is replaced.
         private_key: an Ed25519 key (PEM) to sign with. It needs the extra `sign`.
+        evidence: files of `dpfunc verify --out` and `dpfunc audit --out`: their verdicts, without what they measured on
+            single records. One of another plan, job or run is refused.
 
     Returns:
         Path of the JSON file. It may be published, as the record may: it has no number of records, no batch, no order
@@ -111,6 +119,7 @@ def certify(run: Path | str, *, out: Path | str | None = None, private_key: Path
         },
         "versions": dict(record.versions),
     }
+    values["evidence"] = [in_certificate(Path(file), values, folder / "job.json") for file in evidence]
     values["assumptions"] = _assumptions(values)
     if private_key is not None:
         values["signature"] = sign(_canonical(values).encode(), Path(private_key))
@@ -121,11 +130,12 @@ def certify(run: Path | str, *, out: Path | str | None = None, private_key: Path
     return path
 
 
-def check(path: Path | str, public_key: Path | str | None = None) -> list[Finding]:
+def check(path: Path | str, public_key: Path | str | None = None, model: Path | str | None = None) -> list[Finding]:
     """Check a certificate: that it is unchanged, and that all that can be computed follows from its steps.
 
     Args:
         path: of the JSON file. public_key: the Ed25519 key (PEM) of who should have signed it.
+        model: a file of weights that it should be about, by its digest.
 
     Returns:
         What was compared. The certificate holds if all agree; assumptions that are not met are no error of it.
@@ -146,7 +156,8 @@ def check(path: Path | str, public_key: Path | str | None = None) -> list[Findin
         rows = [_unchanged(text, values), *_recomputed(values)]
     except (DPFuncError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidArgument(f"Expected a certificate, got one that does not fit together: {error!r}.") from error
-    return [*rows, *_signature(values, None if public_key is None else Path(public_key))]
+    rows += _signature(values, None if public_key is None else Path(public_key))
+    return rows if model is None else [*rows, _of_model(values, Path(model))]
 
 
 def read(text: bytes) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def read(text: bytes) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else values
         raise fail(f"a certificate of schema {SCHEMA!r}", "schema", found)
-    missing, unknown = set(_FIELDS) - set(values), set(values) - {*_FIELDS, "signature"}
+    missing, unknown = set(_FIELDS) - set(values), set(values) - {*_FIELDS, *_OPTIONAL}
     if missing or unknown:
         raise InvalidArgument(f"Expected the fields of {SCHEMA}, got a certificate {apart(missing, unknown)}.")
     return values
@@ -280,11 +291,19 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + _ROUNDING),
         "The number of records is not published by the record of the run.": not publishes_size,
         "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus",
+        "On neighbouring records nothing moves but the clipped sum (replay).": _held(values, "replay"),
+        "Guesses which canaries were in do not refute the claim (audit).": _held(values, "audit"),
         "A row of a batch is one unit, and a unit is in one row.": None,
         "No other run on the same records was looked at, or it is counted here.": None,
         "Rounding of floating-point numbers and the time of a step reveal nothing.": None,
     }
     return [{"says": says, "met": met} for says, met in known.items()]
+
+
+def _held(values: Mapping[str, Any], kind: str) -> bool | None:
+    """True if all results of this kind hold; None without one."""
+    verdicts = [each["holds"] is True for each in values["evidence"] if each["kind"] == kind]
+    return all(verdicts) if verdicts else None
 
 
 def _unchanged(text: bytes, values: Mapping[str, Any]) -> Finding:
@@ -313,6 +332,14 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
     yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
+
+
+def _of_model(values: Mapping[str, Any], model: Path) -> Finding:
+    """Compare weights with the digests of those of the run."""
+    if not model.is_file():
+        raise fail("a file of weights", "model", str(model))
+    found = hashlib.sha256(model.read_bytes()).hexdigest()
+    return Finding("model", found in values["digests"]["model"], found)
 
 
 def _near(said: float, found: float) -> bool:

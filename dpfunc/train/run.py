@@ -204,14 +204,14 @@ def loss_of_job(job: Job) -> Loss:
     return name if job.data.unit_column is None else mean_over_texts(TASKS[name])
 
 
-def make_trainer(prepared: Prepared, key: Key | None) -> Any:
-    """Build the DPTrainer that runs a job; without a key it takes a secret one."""
+def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] | None = None) -> Any:
+    """Build the DPTrainer that runs a job, or one of this kind; without a key it takes a secret one."""
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
     many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
-    return DPTrainer(
+    return (kind or DPTrainer)(
         model=prepared.model,
         args=training_arguments(prepared),
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),

@@ -1,0 +1,205 @@
+"""An audit of a loop as it is: canaries join its batches, or its records, and are scored by what is released."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.validation import fail, integer
+from dpfunc.accounting import Ledger
+from dpfunc.batches import batch_size, tree_map
+from dpfunc.clipped import make_clipped_grad
+from dpfunc.errors import BudgetExhausted, InvalidArgument
+from dpfunc.evidence._neighbours import Init, Step
+from dpfunc.evidence._one_run import Audit, audit
+from dpfunc.evidence.canaries import Canaries, coins
+from dpfunc.plan import Plan
+from dpfunc.rng import Key, fold_in
+from dpfunc.sampling import Sampler
+from dpfunc.state import StepState
+from dpfunc.step import DPStep, StepResult
+from dpfunc.types import Batch, Params
+
+Score = Literal["sum", "spread"]
+
+
+@dataclass
+class Planted:
+    """What a run with canaries leaves to be scored.
+
+    Args:
+        key: of coins and coordinates, another one than that of the run. count: of canaries.
+        records: canaries that are records, as the loss takes them; None: canaries in gradients.
+    """
+
+    key: Key = field(repr=False)
+    count: int
+    records: Batch | None = field(default=None, repr=False)
+    canaries: Canaries | None = None
+    present: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    reads: list[Tensor] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.records is not None:
+            self.count = batch_size(self.records)
+            self.present = coins(self.count, self.key)
+
+    def draw(self, params: Params) -> None:
+        """Draw canaries in gradients at the start of a run: they need its parameters."""
+        if self.records is None:
+            self.canaries = Canaries.draw(params, self.count, self.key)
+            self.present = self.canaries.present
+
+    def verdict(self, plan: Plan, score: Score) -> Audit:
+        """The audit of the run, at the claim of the steps that it took."""
+        if not self.reads:
+            raise InvalidArgument("Expected a loop that calls its dp_step, got one that took no step.")
+        reads = torch.stack(self.reads)
+        scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
+        claim = plan.ledger(len(self.reads))
+        return audit(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
+
+
+@dataclass(frozen=True)
+class _Hiding:
+    """A sampler some of whose draws a loop does not see. Its repr is that of the sampler: it is the same plan."""
+
+    sampler: Sampler
+    hidden: Tensor = field(repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return repr(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        drawn = self.sampler.indices(key, step)
+        return drawn[~self.hidden[drawn]]
+
+
+def planted_plan(plan: Plan, planted: Planted) -> Plan:
+    """The plan of a loop among whose records there are canaries; it draws those that the loop is given."""
+    if not dataclasses.is_dataclass(plan.sampler):
+        raise fail("a sampler that is a dataclass", "sampler", plan.sampler)
+    n, m = plan.sampler.dataset_size, planted.count
+    larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
+    hidden = torch.arange(n + m) >= n
+    if planted.records is not None:
+        hidden = torch.cat([torch.zeros(n, dtype=torch.bool), ~planted.present])
+    settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
+    return dataclasses.replace(plan, sampler=_Hiding(larger, hidden), **settings)
+
+
+@dataclass(frozen=True)
+class PlantedStep(DPStep):
+    """A step whose batches canaries join, and whose releases are read."""
+
+    planted: Planted = field(kw_only=True, repr=False, compare=False)
+
+    def init(
+        self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
+    ) -> StepState:
+        self.planted.draw(params)
+        return super().init(params, key)
+
+    def __call__(
+        self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
+    ) -> StepResult:
+        planted = self.planted
+        if state is None:
+            raise InvalidArgument("Expected a state in each call of dp_step, got None: it starts with dp_step.init.")
+        if planted.canaries is None:
+            result = super().__call__(params, batch, state, mask_B=mask_B)
+            planted.reads.append(self._alignment(params, result.grads))
+            return result
+        sampler: Any = self.plan.sampler
+        drawn = sampler.sampler.indices(state.key, state.step)
+        own = drawn[sampler.hidden[drawn]] - (len(sampler.hidden) - planted.count)
+        rows = tree_map(lambda leaf: torch.cat([leaf, _stand_ins(leaf, len(own))]), batch)
+        numbers = torch.cat([torch.full((batch_size(batch),), -1), own])
+        if mask_B is not None:
+            mask_B = torch.cat([mask_B, mask_B.new_ones(len(own))])
+        device = next(iter(params.values())).device
+        result = self._whole(params, (rows, numbers.to(device)), state, mask_B=mask_B)
+        planted.reads.append(planted.canaries.read(result.grads))
+        return result
+
+    @cached_property
+    def _whole(self) -> DPStep:
+        """The step that takes canaries beside records."""
+        sampler: Any = self.plan.sampler
+        inner, canaries = self.clipped_grad, self.planted.canaries
+        loss_fn = inner.loss_fn if canaries is None else canaries.loss(inner.loss_fn)
+        clipped = make_clipped_grad(
+            loss_fn, inner.clip, engine=inner.engine, microbatch_size=inner.microbatch_size,
+            adjacency=self.plan.adjacency,
+        )  # fmt: skip
+        plan = dataclasses.replace(self.plan, sampler=sampler.sampler)
+        return DPStep(plan, clipped, self.reduction, self.noise_source, self.verify_batch, self.journal, None)
+
+    def _alignment(self, params: Params, grads: dict[str, Tensor]) -> Tensor:
+        """Inner products of a release with the gradients of all canaries, each of norm 1: float64, (m,)."""
+        loss_fn, records = self.clipped_grad.loss_fn, self.planted.records
+        own = {name: value.detach() for name, value in params.items()}
+        along: Any = torch.func.jvp(lambda at: loss_fn(at, records), (own,), (grads,))
+        sq_norms = self.clipped_grad.engine(loss_fn, own, records).sq_norms()
+        norms_m = torch.stack([*sq_norms.values()]).sum(0).sqrt().clamp(min=1e-12)
+        scores_m: Tensor = (along[1] / norms_m).detach().cpu().double().nan_to_num(0.0)
+        return scores_m
+
+
+def _stand_ins(leaf: Tensor, count: int) -> Tensor:
+    """Rows that carry a canary, without their own loss: the first of the batch, or ones."""
+    first = leaf[:1] if len(leaf) else leaf.new_ones((1, *leaf.shape[1:]))
+    return first.expand(count, *leaf.shape[1:])
+
+
+def planting(dp_step: DPStep, plan: Plan, planted: Planted) -> PlantedStep:
+    """The step of a loop with canaries."""
+    if dp_step.ranks is not None:
+        raise InvalidArgument("Expected a step of one process, got ranks. Audit the step with ranks=None.")
+    own = {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
+    return PlantedStep(**own | {"plan": plan}, planted=planted)
+
+
+def audit_loop(
+    dp_step: DPStep, init: Init, step: Step, data: Batch, planted: Planted, *, key: Key, steps: int,
+    score: Score = "sum",
+) -> tuple[Audit, int, Plan]:  # fmt: skip
+    """Run a loop once with canaries: the audit, the number of steps that it took, and its plan.
+
+    Args:
+        dp_step, init, step, data: as in `replay`. planted: the canaries. key: of the run.
+        steps: at most so many. score: chosen before the run.
+    """
+    integer("steps", steps, minimum=1)
+    n = dp_step.plan.sampler.dataset_size
+    if planted.records is not None and batch_size(data) != n:
+        raise fail(f"data of {n} records, the plan's dataset_size, before canaries are added", "data", batch_size(data))
+    plan = planted_plan(dp_step.plan, planted)
+    own = planting(dataclasses.replace(dp_step, journal=None), plan, planted)
+    if planted.records is not None:
+        data = torch.utils._pytree.tree_map(lambda a, b: torch.cat([a, b]), data, planted.records)
+    carry = init(own, data, key)  # type: ignore[arg-type]  # a step like another
+    while carry is not None and len(planted.reads) < steps:
+        carry = _next(step, own, data, carry)
+    return planted.verdict(plan, score), len(planted.reads), plan
+
+
+def _next(step: Callable[..., Any], own: PlantedStep, data: Batch, carry: Any) -> Any:
+    try:
+        return step(own, data, carry)
+    except BudgetExhausted:  # the plan's last step was taken: an end like None
+        return None
+
+
+def job_key(key: Key) -> Key:
+    """The key of canaries beside that of a run."""
+    return fold_in(key, "canaries")
