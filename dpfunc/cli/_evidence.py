@@ -175,7 +175,7 @@ def _audit_script(source: Path, key: Any, count: int, steps: int, score: Any) ->
         own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
     )
     space = "gradient" if own.canaries is None else "input"
-    return found, audit_values(found, source, plan, taken, space, score)
+    return found, audit_values(found, source, plan, taken, {"space": space, "score": score})
 
 
 def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
@@ -184,7 +184,7 @@ def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple
         from dpfunc.train._evidence import audit_job
 
         found, taken, plan = audit_job(run, key=key, count=count, steps=steps, score=score)
-    return found, audit_values(found, run / "job.json", plan, taken, "gradient", score)
+    return found, audit_values(found, run / "job.json", plan, taken, {"space": "gradient", "score": score})
 
 
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:

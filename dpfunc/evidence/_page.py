@@ -72,7 +72,9 @@ def _words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _evidence(each: Mapping[str, Any]) -> str:
     """A verdict, and what it is of."""
-    about = ", ".join(f"{name} {text}" for name, text in _words(each) if name not in ("kind", "holds"))
+    about = ", ".join(
+        f"{name} {text}" for name, text in _words(each) if name not in ("kind", "holds") and text != "None"
+    )
     return f"{'holds' if each['holds'] else 'DOES NOT HOLD'}: {about}"
 
 

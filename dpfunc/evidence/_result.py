@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from dpfunc._utils.validation import fail, signed, unique_json, unsigned
 from dpfunc.accounting.events import to_values
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Event
 
 REPLAY, AUDIT = "dpfunc.replay/1", "dpfunc.audit/1"
 # What a certificate says of a result: nothing of a single record, and nothing that is measured on records.
@@ -26,21 +25,20 @@ _PUBLIC = {
 }  # fmt: skip
 
 
-def values_of(schema: str, source: Path, events: Iterable[Event], adjacency: str, **found: Any) -> dict[str, Any]:
-    """The values of a result.
-
-    Args:
-        source: the script, or the job file of a run. events: what the steps cost. found: the rest.
-    """
+def _values_of(schema: str, source: Path, plan: Any, steps: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a result of some steps of a plan; `source` is the script, or the job file of a run."""
     from dpfunc._utils.versions import installed
 
-    costs = {json.dumps(one, sort_keys=True): one for one in (_cost(to_values(event)) for event in events)}
+    costs = {
+        json.dumps(one, sort_keys=True): one
+        for one in (_cost(to_values(event)) for event in plan.events(0, max(1, steps)))
+    }
     return signed({
         "schema": schema,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "of": "job" if source.suffix == ".json" else "script",
         "source": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "adjacency": adjacency,
+        "adjacency": plan.adjacency,
         "events": list(costs.values()),
         "versions": installed(),
         "salt": secrets.token_hex(16),  # the digest of the file tells nothing that could be found by trying
@@ -96,15 +94,11 @@ def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, An
     """The values of a replay; it holds if nothing moves, and what a run folder has recorded is found again."""
     same = recorded.get("reproduced") in (None, found.steps) and recorded.get("same_model") is not False
     own = {name: recorded.get(name) for name in ("run", "reproduced", "weights", "same_model")}
-    events = plan.events(0, max(1, found.steps))
     values = {**dataclasses.asdict(found), **own, "holds": found.holds and same}
-    return values_of(REPLAY, source, events, plan.adjacency, **values)
+    return _values_of(REPLAY, source, plan, found.steps, values)
 
 
-def audit_values(found: Any, source: Path, plan: Any, steps: int, space: str, score: str) -> dict[str, Any]:
-    """The values of an audit; it holds if the claim is not refuted."""
-    values = {**dataclasses.asdict(found), "best": found.best._asdict()}
-    return values_of(
-        AUDIT, source, plan.events(0, steps), plan.adjacency, **values, holds=not found.exceeds, steps=steps,
-        space=space, score=score,
-    )  # fmt: skip
+def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
+    """The values of an audit, with its space and its score; it holds if the claim is not refuted."""
+    values = {**dataclasses.asdict(found), "best": found.best._asdict(), "holds": not found.exceeds, "steps": steps}
+    return _values_of(AUDIT, source, plan, steps, {**values, **about})

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,10 @@ class _Noting(TrainerCallback):  # type: ignore[misc]  # has no types
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         ways = self._trainer._ways
         ways.note(self._trainer)
-        control.should_training_stop |= state.global_step >= ways.steps
+        return dataclasses.replace(control, should_training_stop=True) if state.global_step >= ways.steps else control
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,7 @@ def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
     records = dataclasses.replace(prepared.records, train=_flat(prepared, data), persons=_persons(prepared, data))
     own = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model), records=records)
 
-    def kind(**options: Any) -> _Watched:
-        return _Watched(ways=ways, **options)
-
-    trainer = make_trainer(own, key, kind)
+    trainer = make_trainer(own, key, partial(_Watched, ways=ways))
     trainer.train()
     return trainer
 

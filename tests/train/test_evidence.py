@@ -46,6 +46,7 @@ def test_an_honest_job_holds_and_is_the_recorded_one(honest):
     assert "4 of 4 releases are those of the journal" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", JOB_FAULTS)
 def test_faults_of_a_job_are_found(loop, fault, monkeypatch):
     """`python -m benchmarks.evidence --jobs` does it with 20 seeds each."""
@@ -83,6 +84,7 @@ def other_rate(folder):
     path.write_text(json.dumps(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [(other_table, "of 4 releases"), (other_model, "NOT the one"), (other_rate, "NOT the one")],
@@ -97,6 +99,7 @@ def test_a_folder_that_is_not_of_this_job_is_found(job, tmp_path, change, words)
     assert words in done.output
 
 
+@pytest.mark.slow
 def test_a_journal_that_was_cut_is_found(job, tmp_path):
     """With its end: the folder says of three steps what it was for four."""
     from dpfunc.checkpoint import _chain
