@@ -47,10 +47,16 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-downloads: $(VENV)/dev
+downloads: $(VENV)/dev .cache/dp_accounting/installed
 	$(BIN)/python examples/main_job/fetch.py
 	$(BIN)/python examples/language_model/fetch_smollm.py
 	$(BIN)/python examples/vqa/downloads.py
+
+# apart from the environment: it wants an old attrs, and a test of docs/guides/certificate.md alone looks for it
+.cache/dp_accounting/installed: Makefile $(BIN)/python
+	$(PIP) --no-deps --target .cache/dp_accounting dp-accounting==0.6.0 absl-py==2.5.1 attrs==23.2.0 dm-tree==0.1.10 \
+		mpmath==1.3.0 wrapt==2.5.2
+	@touch $@
 
 # Tests start many processes, and each would compile the source anew where the environment forbids to keep bytecode.
 # Files begin in the order of tests/conftest.py.

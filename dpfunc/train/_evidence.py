@@ -73,10 +73,12 @@ class _Noting(TrainerCallback):  # type: ignore[misc]  # has no types
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+    def _noted(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         ways = self._trainer._ways
         ways.note(self._trainer)
         return dataclasses.replace(control, should_training_stop=True) if state.global_step >= ways.steps else control
+
+    on_step_end = _noted
 
 
 @dataclass(frozen=True)
