@@ -95,6 +95,8 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
 
     Example: dpfunc verify loop.py --steps 20
     """
+    if out is not None:
+        check_new(out)
     values = _verify_job(source, steps, candidates) if source.is_dir() else _verify_script(source, steps, candidates)
     same = values["reproduced"]
     recorded = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
@@ -155,6 +157,8 @@ def audit(
     """
     from dpfunc.rng import insecure_key, secure_key
 
+    if out is not None:
+        check_new(out)
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     found, values = (_audit_job if source.is_dir() else _audit_script)(source, key, canaries, steps, score)
     if picture is not None:
@@ -190,7 +194,6 @@ def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:
     """Write and print a result; the exit code is 1 if it does not hold."""
     if out is not None:
-        check_new(out)
         out.write_text(json.dumps(values, indent=1) + "\n")
     if as_json:
         print_json(values)

@@ -32,6 +32,7 @@ from torch import Tensor
 import dpfunc
 from dpfunc import clipping, distributed
 from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.evidence import check
 
 HEAD = r"^head\."
 # Chosen on the validation part of BBC News: adapters get a smaller bound and learning rate than the head, whose signal
@@ -157,9 +158,19 @@ def main(
         print(
             f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, "
             f"adapter.safetensors, metrics.json, run.png.\nNot to be shared: checkpoint/, UNRELEASED_norms.png.\n"
-            f"Certificate: {folder / 'certificate.json'}. Anyone can check it: dpfunc certify --check FILE\n"
+            f"Certificate: {folder / 'certificate.json'}. {checked(folder / 'certificate.json')} Anyone can check it: "
+            "dpfunc certify --check FILE\n"
             f"Whole command: {settings['seconds']:.0f} s."
         )
+
+
+def checked(certificate: Path) -> str:
+    """The result of `dpfunc certify --check`, in one sentence."""
+    findings = check(certificate)
+    wrong = [finding.name for finding in findings if not finding.agrees]
+    if wrong:
+        raise click.ClickException(f"The certificate {certificate} does not follow from its steps: {wrong}.")
+    return f"All {len(findings)} checks of it agree."
 
 
 def describe(data: TextData, plan: dpfunc.Plan, batch_size: int) -> str:

@@ -68,11 +68,16 @@ def test_images(capsys):
 
 def test_the_report(capsys):
     names = run("report.ipynb")
-    assert names["record"].global_step == 20
+    assert names["record"].global_step == 30
+    assert names["accuracy"] > 0.7  # the most frequent topic: 0.23
+    assert all(finding.agrees for finding in names["findings"])
     shown = capsys.readouterr().out
     assert "Not covered by this epsilon:" in shown
-    agrees, claim, rest = shown.split("Checks")[0], *shown.split("Checks")[1:]
-    assert "one patient" in agrees
+    assert "Holds: 3 steps" in shown
+    assert "is not refuted" in shown
+    agrees, claim, rest, certified = shown.split("Checks")
+    assert "All agrees." in certified
+    assert "one text" in agrees
     assert "All agrees." in claim
     assert "WRONG" not in claim
     assert "WRONG" in rest

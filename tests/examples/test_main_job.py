@@ -64,7 +64,9 @@ def test_the_run_folder_is_complete(finished):
 def test_the_certificate_is_named_and_holds(finished):
     folder, output = finished
     assert f"Certificate: {folder / 'certificate.json'}" in output.replace("\n", " ")
-    assert all(finding.agrees for finding in check(folder / "certificate.json"))
+    findings = check(folder / "certificate.json")
+    assert all(finding.agrees for finding in findings)
+    assert f"All {len(findings)} checks of it agree." in " ".join(output.split())
 
 
 @pytest.mark.slow
