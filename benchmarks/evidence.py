@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -98,15 +99,44 @@ def replays(seeds: int) -> dict[str, str]:
     return found
 
 
+def jobs(seeds: int) -> dict[str, str]:
+    """Jobs of `dpfunc train` with a fault that their replay finds; without one, none. Four steps each."""
+    import pytest
+    from job_faults import JOB_FAULTS, finished
+
+    from dpfunc.evidence._neighbours import Rows, compare
+    from dpfunc.hf.trainer.trainer import DPTrainer
+    from dpfunc.train._evidence import _JobLoop, _prepared
+
+    found = {}
+    honest = (DPTrainer.training_step, "")
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        prepared, _ = _prepared(finished(Path(name), patch), Path(name) / "again")
+        data = Rows(tuple(prepared.records.units))
+        for fault, (step, words) in track(({"none": honest} | JOB_FAULTS).items(), "faults of jobs", transient=True):
+            patch.setattr(DPTrainer, "training_step", step)
+            counts = [
+                any(
+                    words in moved
+                    for moved in compare(_JobLoop(prepared, key, Path(name) / "again"), data, 4, 1)[0].moved
+                )
+                for key in map(insecure_key, range(100, 100 + seeds))
+            ]
+            found[fault] = f"{sum(counts)} of {seeds}"
+    return found
+
+
 @click.command(help=(__doc__ or "").split("\n\n")[0])
 @click.option("--seeds", default=20, show_default=True, type=click.IntRange(min=1), help="Of each fault.")
+@click.option("--job-seeds", default=20, show_default=True, type=click.IntRange(min=1), help="Of each fault of a job.")
 @click.option("--audits", default=400, show_default=True, type=click.IntRange(min=1), help="Of what holds.")
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(dir_okay=False, path_type=Path))
-def main(seeds: int, audits: int, out: Path) -> None:
+def main(seeds: int, job_seeds: int, audits: int, out: Path) -> None:
     """Measure, write the result file, print the tables."""
     warnings.simplefilter("ignore")  # keys that everybody knows, on data that are made up
     logging.disable(logging.WARNING)  # parameters of a run of one step do not change
     found = {"figures": figures(), "calibration": calibration(audits), "runs": power(seeds), "loops": replays(seeds)}
+    found["jobs"] = jobs(job_seeds)
     write(out, found, digits=7)
     console = Console(width=120)
     for what, rows in found.items():

@@ -169,12 +169,12 @@ def audit(
 
 
 def _audit_script(source: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
-    from dpfunc.evidence._canary_run import Planted, audit_loop, job_key
+    from dpfunc.evidence._canary_run import Planted, audit_loop
     from dpfunc.evidence._result import audit_values
     from dpfunc.evidence._script import read_script
 
     own = read_script(source)
-    planted = Planted(job_key(key), count, own.canaries)
+    planted = Planted(key, count, own.canaries)
     found, taken, plan = audit_loop(
         own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
     )

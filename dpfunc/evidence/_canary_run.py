@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -18,10 +18,10 @@ from dpfunc.clipped import make_clipped_grad
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Step
 from dpfunc.evidence._one_run import Audit, audit
+from dpfunc.evidence._watch import Tape, WatchedSampler
 from dpfunc.evidence.canaries import Canaries, coins
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in
-from dpfunc.sampling import Sampler
 from dpfunc.state import StepState
 from dpfunc.step import DPStep, StepResult
 from dpfunc.types import Batch, Params
@@ -34,7 +34,7 @@ class Planted:
     """What a run with canaries leaves to be scored.
 
     Args:
-        key: of coins and coordinates, another one than that of the run. count: of canaries.
+        key: of the run, from which that of coins and coordinates is made. count: of canaries.
         records: canaries that are records, as the loss takes them; None: canaries in gradients.
     """
 
@@ -46,6 +46,7 @@ class Planted:
     reads: list[Tensor] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
+        self.key = fold_in(self.key, "canaries")
         if self.records is not None:
             self.count = batch_size(self.records)
             self.present = coins(self.count, self.key)
@@ -66,35 +67,15 @@ class Planted:
         return audit(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
 
 
-@dataclass(frozen=True)
-class _Hiding:
-    """A sampler some of whose draws a loop does not see. Its repr is that of the sampler: it is the same plan."""
-
-    sampler: Sampler
-    hidden: Tensor = field(repr=False, compare=False)
-
-    def __repr__(self) -> str:
-        return repr(self.sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sampler, name)
-
-    def indices(self, key: Key, step: int) -> Tensor:
-        drawn = self.sampler.indices(key, step)
-        return drawn[~self.hidden[drawn]]
-
-
 def planted_plan(plan: Plan, planted: Planted) -> Plan:
     """The plan of a loop among whose records there are canaries; it draws those that the loop is given."""
     if not dataclasses.is_dataclass(plan.sampler):
         raise fail("a sampler that is a dataclass", "sampler", plan.sampler)
     n, m = plan.sampler.dataset_size, planted.count
     larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
-    hidden = torch.arange(n + m) >= n
-    if planted.records is not None:
-        hidden = torch.cat([torch.zeros(n, dtype=torch.bool), ~planted.present])
+    out = torch.arange(m) if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
-    return dataclasses.replace(plan, sampler=_Hiding(larger, hidden), **settings)
+    return dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings)
 
 
 @dataclass(frozen=True)
@@ -121,7 +102,8 @@ class PlantedStep(DPStep):
             return result
         sampler: Any = self.plan.sampler
         drawn = sampler.sampler.indices(state.key, state.step)
-        own = drawn[sampler.hidden[drawn]] - (len(sampler.hidden) - planted.count)
+        n = sampler.dataset_size - planted.count
+        own = drawn[drawn >= n] - n
         rows = tree_map(lambda leaf: torch.cat([leaf, _stand_ins(leaf, len(own))]), batch)
         numbers = torch.cat([torch.full((batch_size(batch),), -1), own])
         if mask_B is not None:
@@ -188,18 +170,7 @@ def audit_loop(
     if planted.records is not None:
         data = torch.utils._pytree.tree_map(lambda a, b: torch.cat([a, b]), data, planted.records)
     carry = init(own, data, key)  # type: ignore[arg-type]  # a step like another
-    while carry is not None and len(planted.reads) < steps:
-        carry = _next(step, own, data, carry)
+    with suppress(BudgetExhausted):  # an end like None
+        while carry is not None and len(planted.reads) < steps:
+            carry = step(own, data, carry)  # type: ignore[arg-type]  # a step like another
     return planted.verdict(plan, score), len(planted.reads), plan
-
-
-def _next(step: Callable[..., Any], own: PlantedStep, data: Batch, carry: Any) -> Any:
-    try:
-        return step(own, data, carry)
-    except BudgetExhausted:  # the plan's last step was taken: an end like None
-        return None
-
-
-def job_key(key: Key) -> Key:
-    """The key of canaries beside that of a run."""
-    return fold_in(key, "canaries")

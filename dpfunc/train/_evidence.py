@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers import TrainerCallback
 from dpfunc.checkpoint._folder import complete_checkpoints, saved_key
 from dpfunc.checkpoint.journal import read_steps
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence._canary_run import Planted, Score, job_key, planted_plan, planting
+from dpfunc.evidence._canary_run import Planted, Score, planted_plan, planting
 from dpfunc.evidence._neighbours import Replay, Rows, compare, left_in, lines_of
 from dpfunc.evidence._one_run import Audit
 from dpfunc.evidence._watch import Tape, described, watched_plan, watching
@@ -49,11 +48,11 @@ class _Ways:
 class _Watched(DPTrainer):
     """The Trainer of a job under watch; it ends after some steps, and saves nothing."""
 
-    def __init__(self, *, ways: _Ways, args: Any, **options: Any) -> None:
+    def __init__(self, ways: _Ways, data: Rows, /, *, args: Any, **options: Any) -> None:
         self._ways = ways
         self._seen: Plan | None = None
         args = dataclasses.replace(args, save_strategy="no", disable_tqdm=True)
-        super().__init__(args=args, data_name=_DATA, **options)
+        super().__init__(args=args, data_name=_DATA, **{**options, "train_dataset": data.rows})
         self.add_callback(_Noting(self))
 
     @property
@@ -119,27 +118,11 @@ class _JobLoop:
 
 def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
     """Train a copy of the model; the Trainer that did it."""
-    records = dataclasses.replace(prepared.records, train=_flat(prepared, data), persons=_persons(prepared, data))
-    own = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model), records=records)
+    own = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
 
-    trainer = make_trainer(own, key, partial(_Watched, ways=ways))
+    trainer = make_trainer(own, key, partial(_Watched, ways, data))
     trainer.train()
     return trainer
-
-
-def _flat(prepared: Prepared, data: Rows) -> tuple[Any, ...]:
-    """The records of all units."""
-    return data.rows if prepared.records.persons is None else tuple(one for unit in data.rows for one in unit)
-
-
-def _persons(prepared: Prepared, data: Rows) -> tuple[range, ...] | None:
-    """The positions of each person's records."""
-    if prepared.records.persons is None:
-        return None
-    ends = [0]
-    for unit in data.rows:
-        ends.append(ends[-1] + len(unit))
-    return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
@@ -199,7 +182,7 @@ def audit_job(run: Path, *, key: Key, count: int, steps: int, score: Score) -> t
 
     It is one more run on the same records: what is published of it costs what its steps cost.
     """
-    planted = Planted(job_key(key), count)
+    planted = Planted(key, count)
 
     def begin(run: runs.Run) -> runs.Run:
         planted.draw(run.params)

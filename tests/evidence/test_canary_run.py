@@ -8,13 +8,13 @@ from evidence_scripts import IN_DATA, LOOP, NO_NOISE, PLAIN, written
 
 import dpfunc
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence._canary_run import Planted, audit_loop, job_key
+from dpfunc.evidence._canary_run import Planted, audit_loop
 from dpfunc.evidence._script import read_script
 
 
 def audited(path, seed, count=300, steps=50, score="sum", step=None):
     own, key = read_script(path), dpfunc.insecure_key(seed)
-    planted = Planted(job_key(key), count, own.canaries)
+    planted = Planted(key, count, own.canaries)
     return audit_loop(
         own.dp_step, own.init, step or own.step, own.data, planted, key=key, steps=steps, score=score
     )  # fmt: skip
@@ -54,7 +54,7 @@ def test_the_loop_sees_its_own_records(tmp_path):
 def test_records_that_are_out_are_never_drawn(tmp_path):
     own = read_script(written(tmp_path, LOOP + IN_DATA))
     key = dpfunc.insecure_key(61)
-    planted, seen = Planted(job_key(key), 0, own.canaries), []
+    planted, seen = Planted(key, 0, own.canaries), []
 
     def looking(dp_step, data, carry):
         seen.append(dp_step.plan.draw(carry[1], carry[1].step))
