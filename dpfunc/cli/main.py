@@ -38,8 +38,8 @@ def main() -> None:
     """Differential privacy accounting, and fine-tuning with differential privacy.
 
     Results are on stdout, errors and warnings on stderr. Exit codes: 0, done; 1, refused or interrupted, and the
-    message says why and whether anything was spent, or a claim that `ledger check` found wrong; 2, an option, argument
-    or file name that does not exist, or one that is missing.
+    message says why and whether anything was spent, or something wrong was found (`ledger check`, `certify --check`,
+    `verify`, `audit`); 2, an option, argument or file name that does not exist, or one that is missing.
     """
 
 

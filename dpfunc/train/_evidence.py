@@ -119,7 +119,6 @@ class _JobLoop:
 def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
     """Train a copy of the model; the Trainer that did it."""
     own = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
-
     trainer = make_trainer(own, key, partial(_Watched, ways, data))
     trainer.train()
     return trainer
