@@ -158,7 +158,7 @@ def replay(
     """Run a loop on its data and on neighbours with the same keys, and report what moves.
 
     Each candidate record of the first batch is left out (replaced by another one, with replace_one) for one step; the
-    one that moves the clipped sum most is left out for all steps. Then half of the records are left out, then all, and
+    one that moves the clipped sum most is left out for all steps. Then most of the records are left out, then all, and
     then all records are this one: the clipped sum may move as it likes, and nothing else may. Every step releases what
     it released in the first run, so that a difference does not spread.
 
@@ -210,16 +210,17 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int) -> tuple[Replay,
     again = loop.run(data, steps, Tape(forced=first))
     unsteady = {*_moved(first, again, ()), *([_SUM] if _sum_differs(first, again) else [])}
     record, ratio = _largest(loop, data, first, candidates)
-    one, half = torch.tensor([record]), torch.arange(1, _size(data), 2)
-    neighbour, fewer = (_neighbour(loop, data, steps, first, gone) for gone in (one, half))
+    one, most = torch.tensor([record]), torch.arange(_size(data))
+    most = most[most % _KEPT != 0]
+    neighbour, fewer = (_neighbour(loop, data, steps, first, gone) for gone in (one, most))
     others = {
         "without the record": neighbour,
-        "without half of the records": fewer,
+        "without most of the records": fewer,
         "without records": _again(loop, data, steps, Tape(forced=first, nobody=True)),
         "with other records": _again(loop, _all_alike(data, record), steps, Tape(forced=first)),
     }
     moved = [f"{_SUM} (on the same data: the loop keeps something from run to run)"] if _SUM in unsteady else []
-    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, one) + _other_rows(first, fewer, half)
+    moved += _too_far(first, neighbour) + _other_rows(first, neighbour, one) + _other_rows(first, fewer, most)
     moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
     found = Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
@@ -230,6 +231,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int) -> tuple[Replay,
 
 _SUM = "the clipped sum"
 _SHOWN = 8
+_KEPT = 8  # one record of so many stays where most are left out: a row must be the same in a small batch
 
 
 def _check(dp_step: object, steps: int, candidates: int) -> None:

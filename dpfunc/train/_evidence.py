@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from dpfunc.accounting.record import RECORD_FILE
 from dpfunc.checkpoint._folder import complete_checkpoints, saved_key
 from dpfunc.checkpoint.journal import read_steps
 from dpfunc.errors import InvalidArgument
@@ -32,6 +34,7 @@ from dpfunc.train import _run_folder as folders
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train.run import Prepared, make_trainer, prepare
 
+_TIMED = "train_runtime"  # the Trainer's line about time, which is not compared
 _DATA = "records of a replay"  # the data set has no name and no digest: it is another one in each run
 
 
@@ -111,9 +114,15 @@ class _JobLoop:
         if tape.forced is None and trainer._run.state.step == trainer._run.state.limit:
             trainer.model.save_pretrained(self.folder.with_name(folders.MODEL))
             tape.weights.extend(_weights(self.folder.parent))
-        tape.seen.append(left_in(self.folder, lines()))
+        tape.seen.append(left_in(self.folder, [line for line in lines() if _TIMED not in line]) | _record(self.folder))
         tape.journal.update(read_steps(self.folder / files.JOURNAL, missing="empty").get(fingerprint(self.key), {}))
         return tape
+
+
+def _record(folder: Path) -> dict[str, object]:
+    """The record of a run without its date, in the place of the digest of its file."""
+    values = json.loads((folder / RECORD_FILE).read_bytes())
+    return {f"file {RECORD_FILE}": str({name: values[name] for name in sorted({*values} - {"date", "digest"})})}
 
 
 def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
