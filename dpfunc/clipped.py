@@ -136,9 +136,9 @@ class ClippedGrad:
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            for name, value in own.sums.items() if found else ():
-                found[0].sums[name].add_(value)
-            found.append(own._replace(sums={}) if found else own)
+            if found:
+                own = _added_to(found[0].sums, own)
+            found.append(own)
         losses, norms = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG"))
         return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {})
 
@@ -190,6 +190,13 @@ class ClippedGrad:
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
+
+
+def _added_to(sums: dict[str, Tensor], own: MicrobatchSums) -> MicrobatchSums:
+    """A further microbatch without its sums, which are added to those of the first."""
+    for name, value in own.sums.items():
+        sums[name].add_(value)
+    return own._replace(sums={})
 
 
 def _repeatable(per_sample: PerSampleGrads) -> bool:

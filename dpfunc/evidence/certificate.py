@@ -310,9 +310,13 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     for each in result["attacker"]:
         rate = each["false_positives"]
         yield _close(f"true positives at {rate:g}", each["true_positives"], true_positives(points, rate))
+    yield _same_assumptions(values)
+
+
+def _same_assumptions(values: Mapping[str, Any]) -> Finding:
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
-    yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
+    return Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
 
 
 def _near(said: float, found: float) -> bool:
