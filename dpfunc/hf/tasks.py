@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import fail
+from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import _padding as padding
 from dpfunc.hf import losses
 from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of
-from dpfunc.hf.vision_language.images import flatten_images
+from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.types import LossFn, Params
 
 CLASSES = "single_label_classification"
@@ -258,9 +258,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
     if not callable(forward):
         raise InvalidArgument(f"Expected forward to be a function (params, **inputs), got {forward!r}.")
     if isinstance(task, str):
-        if task not in TASKS:
-            raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
-        task = TASKS[task]
+        task = TASKS[one_of("task", task, TASKS, "Or pass a function.")]
     if isinstance(task, nn.Module):
         raise _refusal(type(task).__name__)
     if not callable(task):
@@ -300,31 +298,34 @@ def infer_task(model: nn.Module) -> str:
     base = base_model(model)
     config: Any = getattr(base, "config", None)
     names = [kind.__name__ for kind in type(base).__mro__]
-    ambiguous = any(name.endswith(_NO_GUESS) for name in names)
-    known = None if ambiguous else _by_ending(names)
+    task = None if any(name.endswith(_NO_GUESS) for name in names) else _by_ending(names) or _by_config(base, config)
     encodes = getattr(config, "is_decoder", None) is False and config.model_type not in _ALWAYS_DECODERS
-    if known == "causal_lm" and encodes:
+    if task == "causal_lm" and encodes:
         raise UnsupportedModel(
             f"{type(base).__name__} is an encoder: each token sees the next one, which it would learn to copy. Load it "
             "with is_decoder=True, or wrap its forward function in dpfunc.hf.models.with_causal_attention and name the "
             'task "causal_lm".'
         )
-    if known is not None:
-        return known
-    reads_images = getattr(config, "vision_config", None) is not None
-    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
-    writes = getattr(base, "can_generate", lambda: False)()
-    if ambiguous or not writes or reads_images == writes_apart:
+    if task is None:
         raise UnsupportedModel(
             f"It cannot be told from the class {type(base).__name__} what the model is trained for. Name the task: one "
             f"of {', '.join(map(repr, TASKS))}, or pass a function (forward, params, batch) -> losses_B."
         )
-    return "vqa" if reads_images else "seq2seq"
+    return task
 
 
 def _by_ending(names: Sequence[str]) -> str | None:
     """The task of the first class whose name has a known ending."""
     return next((task for name in names for task, _, endings in _TABLE if name.endswith(endings)), None)
+
+
+def _by_config(base: Any, config: object) -> str | None:
+    """The task of a model that writes, where its class does not say it."""
+    reads_images = getattr(config, "vision_config", None) is not None
+    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
+    if not getattr(base, "can_generate", lambda: False)() or reads_images == writes_apart:
+        return None
+    return "vqa" if reads_images else "seq2seq"
 
 
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -180,7 +180,7 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data
     if job.task == "vqa":
-        from dpfunc.hf.vision_language.images import image_text_collator
+        from dpfunc.hf.vision_language._images import image_text_collator
 
         height_and_width = None if data.image_size is None else (data.image_size[0], data.image_size[1])
         collate: Any = image_text_collator(
@@ -271,7 +271,7 @@ def _check_image(image: Path, where: str) -> None:
 @lru_cache(maxsize=2**20)
 def _unreadable(image: Path, changed: int, size: int) -> str | None:
     """The reason why an image cannot be read, if so. One that many rows show is read once."""
-    from dpfunc.hf.vision_language.images import check_readable
+    from dpfunc.hf.vision_language._images import check_readable
 
     try:
         check_readable(image)

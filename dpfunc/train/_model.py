@@ -186,7 +186,7 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
 
 def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
     """A vision-language model with one of its own strategies."""
-    from dpfunc.hf.vision_language.strategies import prepare
+    from dpfunc.hf.vision_language._strategies import prepare
 
     lora = job.lora
     if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):

@@ -63,10 +63,9 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     settings = _asked(args, environment)
     if settings is None:
         return None
-    for name, value in settings.items():
-        if name not in rules.SETTINGS[rules.FSDP]:
-            hint = f"Leave it out. {suggestion(name, rules.SETTINGS[rules.FSDP])}"
-            raise fail("a setting of FSDP that is known", name, value, hint)
+    known = rules.SETTINGS[rules.FSDP]
+    for name in settings.keys() - known.keys():
+        raise fail("a setting of FSDP that is known", name, settings[name], f"Leave it out. {suggestion(name, known)}")
     rules.refuse(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
     layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
@@ -181,17 +180,21 @@ def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
     if sharding.policy == _WHOLE:
         return []
     if sharding.policy == _BY_SIZE:
-        large = [name for name, module in inner if _is_large(module, sharding.min_num_params)]
-        return [name for name in large if not _split(tied, name)]
+        least = sharding.min_num_params
+        return [name for name, module in inner if _is_large(module, least) and not _split(tied, name)]
     classes = _layer_classes(model, sharding.layers)
     layers = [name for name, module in inner if type(module).__name__ in classes]
+    _refuse_split(tied, layers)
+    return layers
+
+
+def _refuse_split(tied: list[list[str]], layers: Sequence[str]) -> None:
     for layer in layers:
         if names := _split(tied, layer):
             raise UnsupportedModel(
                 f"The parameters {shorten(names)} are one tensor, of which one name is in {layer} and another is not: "
                 "each part would train its own. Name other layers in transformer_layer_cls_to_wrap."
             )
-    return layers
 
 
 def _is_large(module: nn.Module, min_num_params: int) -> bool:

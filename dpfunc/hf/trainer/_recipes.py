@@ -46,21 +46,22 @@ def model_recipe(
             "(requires_grad_(False)); or give batch size, steps and rate yourself."
         )
     classes = getattr(getattr(model, "config", None), "num_labels", None)
-    facts: dict[str, Any] = {}
-    if weight is not None and (strategy == "head" or len(weight) == classes):  # not the words of a language model
-        own = sum(p.numel() for p in head.values())
-        found = _feature_norm(model, list(head.values())) if measure else None
-        norm = 1.0 if _ends_in_unit_rows(model) else found or math.sqrt(own / len(weight))
-        facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
+    is_head = weight is not None and (strategy == "head" or len(weight) == classes)  # not words of a language model
+    facts = _facts(model, [*head.values()], len(weight), measure) if weight is not None and is_head else {}
     size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
         return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
 
 
-def _ends_in_unit_rows(model: nn.Module) -> bool:
-    """True if the trained layer is a `Head`, whose inputs have norm 1."""
-    return any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules())
+def _facts(model: nn.Module, head: list[Tensor], classes: int, measure: bool) -> dict[str, Any]:
+    """Of a new head, for `recipe`. The inputs of a `Head` have norm 1."""
+    own = sum(p.numel() for p in head)
+    if any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules()):
+        norm = 1.0
+    else:
+        norm = (_feature_norm(model, head) if measure else None) or math.sqrt(own / classes)
+    return {"num_classes": classes, "num_head_parameters": own, "feature_norm": norm}
 
 
 def _weight_of_linear(params: list[Tensor]) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter, not_
 from typing import Any
 
@@ -320,21 +320,24 @@ def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
     """Refuse what sends checkpoints to a server: the key of the run is in them, and undoes the noise."""
     if args.save_only_model:
         return
-    key = "A checkpoint holds the key of the run, which undoes the noise."
+    found = [*_loggers_that_send(args, environment)] if word(args.save_strategy) != "no" else []
     if args.push_to_hub and word(args.hub_strategy) in ("checkpoint", "all_checkpoints"):
+        found.append((f"hub_strategy={args.hub_strategy!r}", "Use 'end' or 'every_save'"))
+    for asked, advice in found:
         raise InvalidArgument(
-            f"Expected {SCRIPT}, got hub_strategy={args.hub_strategy!r}. {key} Use 'end' or 'every_save', or "
-            "save_only_model=True."
+            f"Expected {SCRIPT}, got {asked}. A checkpoint holds the key of the run, which undoes the noise. {advice}, "
+            "or save_only_model=True."
         )
-    for name, variable, default, harmless in _UPLOADS if word(args.save_strategy) != "no" else ():
+
+
+def _loggers_that_send(args: Any, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Loggers that are used and send whole checkpoints, each with what to do instead."""
+    for name, variable, default, harmless in _UPLOADS:
         value = environment.get(variable, default)
         if name in (args.report_to or ()) and word(value) not in harmless:
-            asked = f" and {variable}={value!r}" if variable else ""
-            advice = f"Set {variable}=false in the environment" if variable else "Take another logger"
-            raise InvalidArgument(
-                f"Expected loggers that send no checkpoints, got report_to={name!r}{asked}. {key} {advice}, or "
-                "save_only_model=True."
-            )
+            asked = f"report_to={name!r}"
+            named = (f"{asked} and {variable}={value!r}", f"Set {variable}=false in the environment")
+            yield named if variable else (asked, "Take another logger")
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -379,6 +382,5 @@ def recomputed(args: Any) -> dict[str, object]:
 def changed(args: Any, values: Mapping[str, object]) -> Any:
     """A copy of `TrainingArguments` with other values; the caller's own are not changed."""
     result = copy.copy(args)
-    for name, value in values.items():
-        object.__setattr__(result, name, value)
+    vars(result).update(values)
     return result

@@ -43,6 +43,7 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling._records import check_repeatable, data_name
+from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
 
 _logger = logging.getLogger(__name__)
@@ -293,13 +294,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         spent = self.ledger if saved is None else saved.state.ledger
         resumed = saved is not None
         distributed.once(self._ranks, lambda: files.begin_accounting(self._journal(), spent, resumed=resumed))
-        if saved is not None:
-            skipping = not self.args.ignore_data_skip
-            start = runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
-        else:
-            key = self._given_key or secure_key()
-            key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
-            start = runs.Start(key, plan.step_limit(spent), data, self._earlier)
+        start = self._start_of(saved, data, spent)
         if start.limit < 1:
             raise BudgetExhausted(
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
@@ -310,6 +305,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
+
+    def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
+        if saved is not None:
+            skipping = not self.args.ignore_data_skip
+            return runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
+        key = self._given_key or secure_key()
+        key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
+        return runs.Start(key, self.plan.step_limit(spent), data, self._earlier)
 
     def _advice(self) -> str | None:
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
@@ -441,16 +444,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         before = run.at(self.state.global_step)
-        saves = self.args.save_strategy != "no" and not self.args.save_only_model
-        if before.step == 0 and run.start.resumed is None and saves:
+        if before.step == 0 and run.start.resumed is None and self._saves_states():
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        # Without records a process among others runs a row of weight zero: all of them communicate.
-        idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
-        mask_B = torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
         with fsdp.settled(self.model):
-            grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
+            grads, state, unreleased = run.dp_step(params, batch, before, mask_B=self._mask(batch, before))
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
@@ -460,6 +459,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self.privacy.dp_log_unreleased:
             return runs.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
+
+    def _saves_states(self) -> bool:
+        return self.args.save_strategy != "no" and not self.args.save_only_model
+
+    def _mask(self, batch: dict[str, Any], before: StepState) -> Tensor | None:
+        """Of a process without records among others: it runs a row of weight zero, since all communicate."""
+        idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
+        return torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
 
     def _warn(self, text: str | None) -> None:
         """Warn of something, on one of the processes."""

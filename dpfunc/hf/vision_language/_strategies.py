@@ -17,7 +17,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.hf._facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
-from dpfunc.hf.vision_language.images import flatten_images
+from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.lora import LoRA, attach
 from dpfunc.rng import Key
 from dpfunc.types import Params
@@ -308,7 +308,7 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     Returns:
         (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
 
-    >>> from dpfunc.hf.vision_language.images import image_text_collator
+    >>> from dpfunc.hf.vision_language._images import image_text_collator
     >>> from dpfunc.hf.vision_language.tiny_llava import draw, tiny_llava, tiny_processor
     >>> collate = image_text_collator(tiny_processor(), max_length=24, max_images=2)
     >>> batch = collate([{"images": [draw("red", "circle", 24, 0)], "prompt": "what ?", "answer": "red"}])

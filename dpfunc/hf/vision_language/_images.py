@@ -298,17 +298,16 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
     `pixel_attention_mask`, and where the model takes (B, I, ...) itself: `nested`.
     """
-    pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
-    if pixels is None or nested or "pixel_attention_mask" in batch:
-        return dict(batch)
-    several = {
-        "pixel_values": grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3),
-        "image_grid_thw": grids is not None and grids.dim() == 3,
-        "image_sizes": sizes is not None and sizes.dim() == 3,
-    }
-    return {
-        name: rearrange(value, "b i ... -> (b i) ...") if several.get(name) else value for name, value in batch.items()
-    }
+    as_they_are = nested or "pixel_values" not in batch or "pixel_attention_mask" in batch
+    names = () if as_they_are else _several_a_sample(batch)
+    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in names}}
+
+
+def _several_a_sample(batch: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors in which axis 1 goes over the images of a sample."""
+    found = [name for name in ("image_grid_thw", "image_sizes") if name in batch and batch[name].dim() == 3]
+    pixels_have_it = batch["pixel_values"].dim() == 5 if "image_sizes" not in batch else "image_sizes" in found
+    return [*found, *(["pixel_values"] if "image_grid_thw" in batch or pixels_have_it else [])]
 
 
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
