@@ -119,15 +119,15 @@ def saved_state(path: Path) -> dict[str, Any]:
     return dict(values)
 
 
-def saved_key(path: Path) -> Key:
-    """The key in the state of a checkpoint."""
-    return key_of(saved_state(path))
+def newest_key(parent: Path) -> Key:
+    """The key of the newest complete checkpoint in a directory that has one."""
+    return key_of(saved_state(complete_checkpoints(parent)[-1]))
 
 
 def check_own(parent: Path, own: Container[str]) -> None:
     """Check that all checkpoints in a directory have keys of one run: others could be loaded or removed."""
     for path in complete_checkpoints(parent):
-        if fingerprint(saved_key(path)) not in own:
+        if fingerprint(key_of(saved_state(path))) not in own:
             raise CheckpointError(
                 f"Expected only checkpoints of this run in {parent}, found {path.name} of another run: a load could "
                 "take it for one of this run. Give each run a directory of its own; they may share a journal. Nothing "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -88,12 +88,12 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
 
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
     """The state from `state_to_dict`, charged for every step in the journal, which may be repeated bit for bit."""
-    step, charged = int(values["step"]), int(values["charged"])
+    step = int(values["step"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
     state = StepState(
         step,
         int(values["limit"]),
-        charged,
+        int(values["charged"]),
         Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"])),
         (),
         Ledger.from_json(json.dumps(values["ledger"])),
@@ -102,12 +102,16 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
         bool(values["drawn"]),
         values["num_records"],
     )
+    return charged_for(state, plan, taken)
+
+
+def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState:
+    """A state that pays for all steps up to the last of those that its run has taken."""
     later = max(taken, default=-1) + 1
-    if later <= charged:
+    if later <= state.charged:
         return state
-    return state._replace(
-        charged=later, ledger=state.ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
-    )
+    cost = Ledger(plan.events(state.charged, later), plan.adjacency)
+    return state._replace(charged=later, ledger=state.ledger.compose(cost))
 
 
 def key_of(values: Mapping[str, Any]) -> Key:

@@ -81,20 +81,13 @@ def _machine(params: Params) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """One line about a resumption. Public facts only.
+    """One line about a resumption. Public facts only."""
 
-    Args:
-        run: fingerprint of the key of the steps that follow. start: the first of them.
-        layout: in which they are computed.
-        counted: other runs of the same lineage -> their steps below this are in the ledger of this one.
-        parent: the run that this one continues with new noise, or None when the run itself goes on.
-    """
-
-    run: str
-    start: int
-    layout: Mapping[str, Any]
-    counted: Mapping[str, int]
-    parent: str | None = None
+    run: str  # fingerprint of the key of the steps that follow
+    start: int  # the first of them
+    layout: Mapping[str, Any]  # in which they are computed
+    counted: Mapping[str, int]  # other runs of the same lineage -> their steps below this are in the ledger of this one
+    parent: str | None = None  # the run that this one continues with new noise; None when the run itself goes on
 
 
 def read_notes(path: Path) -> list[Note]:
@@ -125,16 +118,11 @@ def known_notes(path: Path, count: int) -> list[Note]:
 
 @dataclass(frozen=True)
 class History:
-    """Records about a run that is resumed: its checkpoint, its notes and its journal.
+    """Records about a run that is resumed: its checkpoint, its notes and its journal."""
 
-    Args:
-        values: of the checkpoint, with its layout and the number of notes there were.
-        notes: all there are now. taken: all steps in the journal, or None without one, when the run takes a new key.
-    """
-
-    values: Mapping[str, Any] = field(repr=False)  # they hold the key
-    notes: list[Note]
-    taken: Mapping[str, Mapping[int, Taken]] | None
+    values: Mapping[str, Any] = field(repr=False)  # of the checkpoint: they hold the key
+    notes: list[Note]  # all there are now; `values` says how many there were
+    taken: Mapping[str, Mapping[int, Taken]] | None  # all steps in the journal; None without one
 
     @property
     def run(self) -> str:
@@ -145,11 +133,6 @@ class History:
     def own_notes(self) -> list[Note]:
         """Notes about this run."""
         return [note for note in self.notes if note.run == self.run]
-
-    @property
-    def first_step(self) -> int:
-        """First step that was computed with its key."""
-        return next((note.start for note in self.own_notes if note.parent is not None), 0)
 
     @property
     def steps(self) -> Mapping[int, Taken]:
@@ -183,12 +166,7 @@ def family(run: str, notes: Sequence[Note]) -> set[str]:
 def resume(
     history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
 ) -> tuple[StepState, Note | None]:
-    """The state that may go on, and the note that must be on disk before it does; or why it may not.
-
-    Args:
-        layout: of the processes that resume. new_key: never used before. recharge: steps that cannot be repeated may be
-            drawn anew, and cost again. later_runs: "ignore" other runs that began after this one in its journal.
-    """
+    """The state that may go on, and the note that must be on disk before it does; or why it may not."""
     _refuse("lost steps", _lost(history))
     state = state_from_dict(history.values, plan, history.steps)
     if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
@@ -259,7 +237,8 @@ _REASONS = {
 def _lost(history: History) -> dict[str, object] | None:
     """The last step of the checkpoint, if the journal lacks it, which has the steps from the first one with its key."""
     last = int(history.values["charged"]) - 1
-    if history.taken is None or last < history.first_step or last in history.steps:
+    first = next((note.start for note in history.own_notes if note.parent is not None), 0)
+    if history.taken is None or last < first or last in history.steps:
         return None
     counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
     advice = "It is the journal of another run, or incomplete: pass the right one"
@@ -315,8 +294,5 @@ def _budget_limit(state: StepState, plan: Plan) -> int:
     start = state.charged
     return start + affordable_steps(
         lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-        limit=max(state.limit - start, 0),
-        method=plan.accountant,
-    )
+        epsilon=plan.epsilon, delta=plan.delta, limit=max(state.limit - start, 0), method=plan.accountant,
+    )  # fmt: skip

@@ -168,11 +168,9 @@ def empty(like: Tensor | None, saved: Tensor) -> Tensor:
 def room(
     name: str, encoded: Any, table: Mapping[str, Tensor], params: Params, template: object | None = None
 ) -> dict[str, Tensor]:
-    """Empty tensors for those of a saved state, whose values `table` lacks.
+    """Empty tensors for those of a saved state, whose values `table` lacks, laid out as those of the template.
 
-    Args:
-        template: a state of the same structure whose tensors say how each is laid out; without one, what is like its
-            parameter is laid out as that, and the rest is not sharded.
+    Without one, what is like its parameter is laid out as that, and the rest is not sharded.
     """
     found, skeleton = _slots(encoded)
     given: dict[str, Tensor] = {}

@@ -54,16 +54,12 @@ def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
 
 
 class Taken(NamedTuple):
-    """A step that was taken: what it cost, and a digest of what it released.
-
-    Args:
-        before: of the first step of a run, what its ledger had from elsewhere: steps that are not in the journal.
-    """
+    """A step that was taken: what it cost, and a digest of what it released."""
 
     adjacency: Adjacency
     events: tuple[Event, ...]
     release: str
-    before: tuple[Event, ...] = ()
+    before: tuple[Event, ...] = ()  # of a run's first step: what its ledger had beside the steps in the journal
 
 
 @dataclass
@@ -224,11 +220,9 @@ class Journal:
 def check_counted(
     path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unjournalled: int = 0
 ) -> None:
-    """Check that the ledger of a run that begins has the steps of all runs in its journal, and their adjacency.
+    """Check that the ledger of a run that begins has the steps of all `runs` of its journal, and their adjacency.
 
-    Args:
-        runs: what the journal has, or will have with the first step. unjournalled: number of steps that the run took
-            before its first line there, which count beside those of the others.
+    It took `unjournalled` steps before its first line there, which count beside those of the others.
     """
     if not runs:
         return
@@ -236,17 +230,16 @@ def check_counted(
     lacks = ledger.lacks(wanted)
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
-        beside = ""
+        begin, beside = "begin with ledger=dpfunc.checkpoint.journal_ledger(path)", ""
         advice = (
-            "Costs on the same records add up: begin with ledger=dpfunc.checkpoint.journal_ledger(path), an argument "
-            "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path)"
+            f"Costs on the same records add up: {begin}, an argument of dp_step.init and of DPTrainer; or go on with "
+            "the earlier run, dpfunc.load(..., journal=path)"
         )
         if unjournalled:
             beside = f", beside {unjournalled} of its own that are not there under its key"
             advice = (
                 "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
-                "journal=path): a sum counts them twice. If not, begin with "
-                "ledger=dpfunc.checkpoint.journal_ledger(path).compose(state.ledger)"
+                f"journal=path): a sum counts them twice. If not, {begin}.compose(state.ledger)"
             )
         raise LedgerConflict(
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
@@ -268,9 +261,8 @@ def read_steps(
 ) -> dict[str, dict[int, Taken]]:
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
-    Args:
-        missing: a journal without lines is an error, or, before the first step of a run, no steps.
-        known: the end of the journal as it once was; it may have grown since.
+    A journal without lines is an error, or, before the first step of a run, "empty". It may have grown since its end
+    was `known`.
     """
     path = Path(path)
     lines = chain.read_chain(path)
@@ -301,10 +293,7 @@ def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None
     elif len(lines) < known.lines:
         found = f"Expected at least {known.lines} lines in the journal {path}, as {then}, got {len(lines)}"
     elif known.lines and lines[known.lines - 1][0] != known:
-        found = (
-            f"Line {known.lines} of the journal {path} is not the one that was there {then}: it is another journal, or "
-            "was changed"
-        )
+        found = f"Line {known.lines} of the journal {path}, which was changed or is another, is not the one {then}"
     else:
         return
     raise CheckpointError(f"{found}. {chain.RESTORE}")

@@ -30,26 +30,18 @@ from dpfunc.types import Batch, Params
 
 
 class RankSummary(NamedTuple):
-    """Description of a process, compared by all processes before a step. `num_samples` stays among the processes.
-
-    Args:
-        failed: it cannot take the step. run: digest of plan, key, ledger and settings.
-        rows, data: digests of the shapes of a row, and of the batch itself.
-        params: digest of parameters that are equal on all processes of the data group. shared_params: of those that are
-            equal on all of the tensor group.
-        part, replica: digests of the positions and of the values of this process's shards over the data group.
-    """
+    """Description of a process, compared by all before a step, mostly digests. `num_samples` stays among them."""
 
     step: int = 0
     num_samples: int = 0
-    failed: int = 0
-    run: int = 0
-    rows: int = 0
-    data: int = 0
-    params: int = 0
-    shared_params: int = 0
-    part: int = 0
-    replica: int = 0
+    failed: int = 0  # it cannot take the step
+    run: int = 0  # plan, key, ledger and settings
+    rows: int = 0  # shapes of a row
+    data: int = 0  # the batch itself
+    params: int = 0  # equal on all processes of the data group
+    shared_params: int = 0  # equal on all of the tensor group
+    part: int = 0  # positions of this process's shards over the data group
+    replica: int = 0  # their values
 
 
 _SPOILED = -1  # in place of a digest, which is not negative
@@ -156,7 +148,11 @@ def agree(own: RankSummary, ranks: Ranks) -> int:
     if own.failed:
         return 0  # the caller's own error is on its way
     if failed:
-        raise StepAborted(_failure_message(tables[0], own.step))
+        failed_ranks = [rank for rank, row in enumerate(tables[0]) if row.failed]
+        raise StepAborted(
+            f"{f'Process {failed_ranks} of the data group' if failed_ranks else 'Another process'} could not take step "
+            f"{own.step}; its own error says why. No process took the step, nothing was released and nothing was spent."
+        )
     if differs:
         raise RankMismatch(_mismatch_message(differing, own.step))
     return max(row.num_samples for row in tables[0])
@@ -176,15 +172,6 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
 
 def _column(table: list[RankSummary], name: str) -> list[int]:
     return [getattr(row, name) for row in table]
-
-
-def _failure_message(data_group: list[RankSummary], step: int) -> str:
-    failed_ranks = [rank for rank, row in enumerate(data_group) if row.failed]
-    named = f"Process {failed_ranks} of the data group" if failed_ranks else "Another process"
-    return (
-        f"{named} could not take step {step}; its own error says why. No process took the step, nothing was "
-        "released and nothing was spent."
-    )
 
 
 def _mismatch_message(differing: list[tuple[str, list[int]]], step: int) -> str:
@@ -236,13 +223,8 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: Tensor) -> tuple[str, bool]:
     """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
 
-    Args:
-        released: name -> tensor; DTensors where processes hold parts. params: of the step.
-        mark: 0-d, bool; of this process alone, read together with its digest.
-
-    Raises:
-        InvalidArgument: on all processes, for numbers that are not finite in the sums of one; of one process alone, for
-            those of its parameters. Several have looked at these before the step.
+    Numbers that are not finite in the sums of one are an error of all; those of parameters of one process alone, since
+    several have looked at these before the step. The mark (0-d, bool) of this process is read together with its digest.
     """
     looked = mark.new_zeros(()) if ranks else suspicious(params)
     with in_step(ranks):
@@ -263,9 +245,6 @@ def _refuse_sums(names: Sequence[str]) -> NoReturn:
 
     Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
     they meet very small ones, can overflow.
-
-    Args:
-        names: of the parameters; none where another process has the part.
     """
     where = shorten(names) or "the part of another process"
     raise InvalidArgument(

@@ -112,7 +112,6 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
 
 def by_writer(action: Callable[[], object], ranks: Ranks | None, what: str) -> Any:
     """The JSON values that the process which writes gets from `action`, on all processes; or an error on all."""
-
     own = all_or_none(lambda: json.dumps(action()) if is_writer(ranks) else "", ranks, what)
     return json.loads(shared(own, ranks))
 
@@ -191,8 +190,7 @@ def _part(tensor: Tensor) -> int:
 def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
     """Compare values, of which processes with the same part have the same: name -> (part, value).
 
-    Returns:
-        name -> values of the processes that this one compared, where they differ; True if any found a difference.
+    The values of the processes that this one compared, where they differ; True if any found a difference.
     """
     differing: dict[str, list[int]] = {}
     for group in ranks.groups:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.validation import integer, shorten
+from dpfunc._utils.validation import integer, shorten, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
@@ -150,9 +150,7 @@ def shard_frozen(
         forward = functionalize(module, names).forward
         return dataclasses.replace(model, params=params, constants=constants, _adapted=forward)
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"Expected a torch module or an adapter of dpfunc.lora.attach, got {type(model).__name__}."
-        )
+        raise wrong_type("a torch module or an adapter of dpfunc.lora.attach", "model", model)
     module = unwrapped(model)
     _shard(module, mesh, layers, list(select(module, trainable)), mp_policy, reshard_after_forward)
     return model
@@ -180,11 +178,9 @@ def _shard(
     for param in module.parameters():
         if param not in ignored:
             param.requires_grad_(False)
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    policy, again = mp_policy or MixedPrecisionPolicy(), reshard_after_forward
     for part in (*parts, module):
-        fully_shard(
-            part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=ignored
-        )
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again, ignored_params=ignored)
 
 
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
@@ -198,21 +194,15 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-    found = _searched(names, layers) if isinstance(layers, str) else _listed(names, layers)
+    if isinstance(layers, str):
+        found = outermost(filter(pattern("layers", layers).search, names))
+    elif unknown := [name for name in layers if name not in names]:
+        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
+    else:
+        found = [name for name in names if name in layers]
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
-
-
-def _searched(names: Sequence[str], layers: str) -> list[str]:
-    searched = pattern("layers", layers)
-    return outermost(name for name in names if searched.search(name))
-
-
-def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
-    if unknown := [name for name in layers if name not in names]:
-        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
-    return [name for name in names if name in layers]
 
 
 def _own_parameters(module: nn.Module, trained: set[str]) -> None:

@@ -91,9 +91,8 @@ def _held(reference: _Reference) -> dist.ProcessGroup:
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
     """Device for small messages of a group: the CPU, unless the backend only knows accelerators."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    only_cuda = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
 
 
 def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int, ...]:
@@ -181,14 +180,12 @@ def sharded(
             f"data={tuple(data)}, tensor={tuple(tensor)}. Context, sequence and pipeline parallelism put parts of a "
             "record's gradient on several processes and are not supported."
         )
-    group = _joint(mesh, tuple(data))
-    tensor_group = _joint(mesh, tuple(tensor)) if tensor else None
-    for each in (group, tensor_group):
-        if each is not None:
-            _check_timeout(each)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    held = None if tensor_group is None else weakref.ref(tensor_group)
-    return Ranks(weakref.ref(group), held, rank, size, False, dummy, tensor_axes=tuple(tensor))
+    groups = [_joint(mesh, tuple(dims)) for dims in (data, tensor) if dims]
+    for group in groups:
+        _check_timeout(group)
+    held = [weakref.ref(group) for group in groups]
+    rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    return Ranks(held[0], held[1] if tensor else None, rank, size, False, dummy, tensor_axes=tuple(tensor))
 
 
 def _check_timeout(group: dist.ProcessGroup) -> None:

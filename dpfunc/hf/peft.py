@@ -130,20 +130,17 @@ def _active(peft_model: nn.Module) -> dict[str, Any]:
 
 def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind == "ADALORA":
-        raise UnsupportedModel(
-            "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use LoRA, with "
-            "rank_pattern for ranks that differ."
-        )
-    if getattr(config, "velora_config", None) is not None:
-        raise UnsupportedModel(
-            "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None."
-        )
-    if getattr(config, "target_parameters", None):
-        raise UnsupportedModel(
-            "LoRA of parameters (target_parameters) registers a parametrization in each forward pass, which sets the "
-            "memory of the weight (Tensor.set_), and torch's transforms take no such write. Use target_modules."
-        )
+    for unsupported, reason in (
+        (kind == "ADALORA", "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use "
+         "LoRA, with rank_pattern for ranks that differ."),
+        (getattr(config, "velora_config", None) is not None, "VeLoRA compresses activations by averages over the "
+         "batch, which mixes its samples. Set velora_config=None."),
+        (getattr(config, "target_parameters", None), "LoRA of parameters (target_parameters) registers a "
+         "parametrization in each forward pass, which sets the memory of the weight (Tensor.set_), and torch's "
+         "transforms take no such write. Use target_modules."),
+    ):  # fmt: skip
+        if unsupported:
+            raise UnsupportedModel(reason)
     start = getattr(config, "init_lora_weights", True)
     if start in _LOOK_AT_DATA and not initialized_on_public_data:
         raise InvalidArgument(

@@ -25,7 +25,7 @@ from dpfunc.functional import functionalize
 from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
 from dpfunc.hf import peft
-from dpfunc.hf._facts import AnyForward
+from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
@@ -43,11 +43,9 @@ class Start:
     key: Key = field(repr=False)
     limit: int
     data: str
-    ledger: Ledger | None = None
-    """What earlier phases have cost."""
+    ledger: Ledger | None = None  # what earlier phases have cost
     resumed: Checkpoint | None = None
-    skipping: bool = False
-    """The Trainer skips the batches of a resumed epoch that were already used."""
+    skipping: bool = False  # the Trainer skips the batches of a resumed epoch that were already used
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,8 @@ class Run:
         for state in (self.state, self.previous):
             if state.step == step:
                 return state
-        raise CheckpointError(
-            f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing was "
-            "spent."
-        )
+        found = f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}"
+        raise CheckpointError(f"{found}. Nothing was spent.")
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,8 @@ def ranks_of(args: Any) -> Ranks | None:
     try:
         check_launch(os.environ, world)
     except InvalidArgument as error:
-        raise InvalidArgument(
-            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
-            "only."
-        ) from error
+        advice = "Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) only."
+        raise InvalidArgument(f"{error} {advice}") from error
     return distributed.data_parallel() if world > 1 else None
 
 
@@ -143,30 +137,19 @@ def as_function(
         model.train()
         return forward, engine, ranks
     managed = functionalize_managed(model, ranks)
-    others = sorted(managed.params.keys() ^ params.keys())
-    if others:
-        raise UnsupportedModel(
-            f"The parameters {shorten(others)} require gradients but belong to no active adapter. Freeze them: "
-            "requires_grad_(False)."
-        )
+    if others := shorten(sorted(managed.params.keys() ^ params.keys())):
+        found = f"The parameters {others} require gradients but belong to no active adapter"
+        raise UnsupportedModel(f"{found}. Freeze them: requires_grad_(False).")
     return managed.forward, managed.engine, managed.ranks
 
 
-@dataclass(frozen=True)
-class _Native:
-    """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
-
-    module: nn.Module = field(repr=False)
-    wrapped: nn.Module = field(repr=False)
-
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped model with its own parameters; `params` is not used."""
-        return self.wrapped(*args, **kwargs)
-
-
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
-    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
-    loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
+    """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
+
+    def native(params: Params, *args: Any, **kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs)
+
+    loss_fn = make_loss_fn(Caller(native, facts_of_model(model)), infer_task(model) if task is None else task)
     return lambda batch: loss_fn({}, dict(batch)).mean()
 
 
@@ -202,14 +185,9 @@ def plan_text(plan: Plan, microbatch: int) -> str:
 
 def metrics(record: Record) -> dict[str, float]:
     """Privacy metrics for loggers, from the accounting of a state."""
-    values = {
-        "privacy/epsilon": record.epsilon,
-        "privacy/epsilon_rdp": record.epsilon_rdp,
-        "privacy/delta": record.delta,
-        "privacy/max_grad_norm": record.max_grad_norm,
-        "privacy/noise_multiplier": record.noise_multiplier,
-        "privacy/steps_left": record.num_steps - record.global_step,
-    }
+    names = ("epsilon", "epsilon_rdp", "delta", "max_grad_norm", "noise_multiplier")
+    values = {f"privacy/{name}": getattr(record, name) for name in names}
+    values["privacy/steps_left"] = record.num_steps - record.global_step
     if record.target_epsilon is not None:
         values["privacy/remaining_epsilon"] = max(0.0, record.target_epsilon - record.epsilon)
     return values

@@ -125,27 +125,23 @@ class PrivacyArguments:
             self._check_complete()
 
     def _check_complete(self) -> None:
-        if (self.dp_epsilon is None) == (self.dp_noise_multiplier is None):
-            given = "neither" if self.dp_epsilon is None else "both"
-            raise InvalidArgument(
-                f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise "
-                "is computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."
-            )
-        if self.dp_max_epsilon is not None and self.dp_noise_multiplier is None:
-            raise InvalidArgument(
-                f"Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
-                f"{self.dp_max_epsilon:g} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."
-            )
-        if self.dp_delta is None:
-            raise InvalidArgument(
-                "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
-                "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."
-            )
-        if self.dp_max_grad_norm is None and self.dp_clip == "flat":
-            raise InvalidArgument(
-                "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
-                "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."
-            )
+        given = "neither" if self.dp_epsilon is None else "both"
+        for wrong, message in (
+            ((self.dp_epsilon is None) == (self.dp_noise_multiplier is None),
+             f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise is "
+             "computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."),
+            (self.dp_max_epsilon is not None and self.dp_noise_multiplier is None,
+             "Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
+             f"{self.dp_max_epsilon} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."),
+            (self.dp_delta is None,
+             "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
+             "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."),
+            (self.dp_max_grad_norm is None and self.dp_clip == "flat",
+             "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
+             "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."),
+        ):  # fmt: skip
+            if wrong:
+                raise InvalidArgument(message)
 
     @classmethod
     def from_names(cls, values: Mapping[str, Any]) -> PrivacyArguments:
@@ -219,10 +215,8 @@ class PrivacyArguments:
         if self.dp_epsilon is not None:
             noise = calibrate(
                 lambda scale: before.compose(replace(start, noise_multiplier=scale).ledger()),
-                epsilon=self.dp_epsilon,
-                delta=self.dp_delta,
-                method=self.dp_accountant,
-            )
+                epsilon=self.dp_epsilon, delta=self.dp_delta, method=self.dp_accountant,
+            )  # fmt: skip
             return replace(start, noise_multiplier=noise, epsilon=self.dp_epsilon)
         noise = self.dp_noise_multiplier if self.dp_noise_multiplier is not None else math.nan
         whole_run = replace(start, noise_multiplier=noise)
@@ -230,11 +224,8 @@ class PrivacyArguments:
             return whole_run
         steps = affordable_steps(
             lambda k: before.compose(whole_run.ledger(k)),
-            epsilon=self.dp_max_epsilon,
-            delta=self.dp_delta,
-            limit=num_steps,
-            method=self.dp_accountant,
-        )
+            epsilon=self.dp_max_epsilon, delta=self.dp_delta, limit=num_steps, method=self.dp_accountant,
+        )  # fmt: skip
         if steps == 0:
             raise UnreachableBudget(
                 f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
@@ -246,8 +237,7 @@ class PrivacyArguments:
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them."""
     known = [f.name for f in fields(PrivacyArguments)]
-    chosen: dict[str, Any] = {}
-    origin: dict[str, str] = {}
+    chosen: dict[str, tuple[Any, str]] = {}
     for name, value in values.items():
         target = OTHER_NAMES.get(name, name)
         if target not in known:
@@ -255,8 +245,7 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {hint}")
         if name == "disable_dp":
             value = not boolean(name, value)
-        if target in chosen and chosen[target] != value:
-            other = origin[target]
+        before, other = chosen.setdefault(target, (value, name))
+        if before != value:
             raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")
-        chosen[target], origin[target] = value, name
-    return chosen
+    return {target: value for target, (value, _) in chosen.items()}

@@ -30,14 +30,10 @@ _ONE_SIZE = (
 class _OneImage(NamedTuple):
     """Parts of an input that each image adds, the same number for every image."""
 
-    tokens: tuple[int, ...] = ()
-    """What stands for an image in a text."""
-    tensors: Mapping[str, Tensor] = MappingProxyType({})
-    """Of a blank image, as the image processor gives them."""
-    nested: bool = False
-    """The image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...)."""
-    marks: tuple[str, ...] = ()
-    """Inputs of the model that are 1 at image tokens."""
+    tokens: tuple[int, ...] = ()  # what stands for an image in a text
+    tensors: Mapping[str, Tensor] = MappingProxyType({})  # of a blank image, as the image processor gives them
+    nested: bool = False  # the image processor makes one row of a list of images, (1, I, ...), not a row of each
+    marks: tuple[str, ...] = ()  # inputs of the model that are 1 at image tokens
 
 
 @dataclass(frozen=True)
@@ -145,12 +141,11 @@ class ImageTextCollator:
 
     def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
         """Tensors of all images of a sample one after another on axis 1."""
-        rows = []
+        rows, batch = [], {}
         for images in images_of:
             real = [self._tensors_of(image) for image in images]
             blanks = [dict(self.image.tensors)] * (self.max_images - len(real))
             rows.append(real + blanks if self.padding_side == "right" else blanks + real)
-        batch = {}
         for name, blank in self.image.tensors.items():
             shape = (self.max_images * len(blank), *blank.shape[1:])
             stacked = [torch.cat([each[name] for each in row]) for row in rows]
@@ -347,8 +342,8 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
                 "Expected an image of whole numbers 0 to 255 with the colours on the last axis, to fit it into a size, "
                 f"got {values.dtype} of {values.shape}. Give PIL images, or files."
             )
-    picture = image if hasattr(image, "convert") else Image.fromarray(values).convert("RGB")
-    return ImageOps.pad(picture, (size[1], size[0]))
+        image = Image.fromarray(values).convert("RGB")
+    return ImageOps.pad(image, size[::-1])
 
 
 @contextmanager
@@ -359,28 +354,20 @@ def _opened_image(path: Path | str) -> Iterator[Any]:
     """
     from PIL import Image, UnidentifiedImageError
 
+    large, missing = f"Expected an image of at most {_MOST_PIXELS} pixels, got", "there is no such file"
+    known: dict[type, str] = {UnidentifiedImageError: "it is of no format that is known", FileNotFoundError: missing}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
                 if file.width * file.height > _MOST_PIXELS:
-                    raise InvalidArgument(
-                        f"Expected an image of at most {_MOST_PIXELS} pixels, got {file.width} x {file.height}. Make "
-                        "it smaller: the model sees far fewer."
-                    )
+                    raise InvalidArgument(f"{large} {file.width} x {file.height}. Make it smaller.")
                 yield file
+                return
     except InvalidArgument:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InvalidArgument(
-            f"Expected an image of at most {_MOST_PIXELS} pixels, got one with more. Make it smaller."
-        ) from error
-    except UnidentifiedImageError:
-        reason = "it is of no format that is known"
-    except FileNotFoundError:
-        reason = "there is no such file"
-    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
-        reason = "it is damaged"
-    else:
-        return
+        raise InvalidArgument(f"{large} one with more. Make it smaller.") from error
+    except (OSError, ValueError, SyntaxError, EOFError) as error:  # of PIL, about a damaged file
+        reason = known.get(type(error), "it is damaged")
     raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")

@@ -162,16 +162,15 @@ def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: o
     """Check that the options and the model fit the strategy."""
     one_of("strategy", name, STRATEGIES)
     given = {**needed, "targets": targets, "train_projector": train_projector or None}
+    missing = shorten([option for option, value in needed.items() if value is None])
+    useless = shorten([option for option, value in given.items() if value is not None])
+    if name in _ADAPTERS and missing:
+        raise InvalidArgument(f"Expected {missing} with the strategy {name!r}, got none. Give all of them.")
     if name in _ADAPTERS:
-        if missing := [option for option, value in needed.items() if value is None]:
-            raise InvalidArgument(
-                f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them."
-            )
         integer("rank", needed["rank"], minimum=1)
-    elif useless := [option for option, value in given.items() if value is not None]:
-        raise InvalidArgument(
-            f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
-        )
+    elif useless:
+        no_adapters = f"the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'"
+        raise InvalidArgument(f"Expected no {useless} with {no_adapters}.")
     _check_weights(model, name, train_projector)
 
 
