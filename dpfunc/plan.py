@@ -324,7 +324,7 @@ class Plan:
 
         Guarantees:
             the draws of the sampler, in order, with workers and on several processes, from any step
-            (tests/sampling/test_loader.py::test_batches_are_the_draws, tests/distributed/test_data.py).
+            (tests/sampling/test_loader.py::test_batches_are_the_draws, tests/distributed/test_object_collectives.py).
 
         >>> import torch
         >>> from dpfunc import clipping

@@ -156,7 +156,7 @@ def warn(message: str, category: type[Warning]) -> None:
 def named(made: Made) -> Made:
     """Decorator: the TypeError of an unknown keyword says what it is called here. For classes, above `@dataclass`.
 
-    Signature, docstring and doctests stay: tests/_utils/test_words.py::test_signature_and_doctests_stay.
+    Signature, docstring and doctests stay: tests/_utils/test_validation.py::test_signature_and_doctests_stay.
     """
     if isinstance(made, type):
         type.__setattr__(made, "__init__", named(vars(made)["__init__"]))

@@ -149,7 +149,7 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
     """Check that all processes describe their data set alike; `describe` reads it and must not communicate.
 
     Guarantees:
-        tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
+        tests/distributed/test_object_collectives.py::test_a_data_set_in_another_order_is_an_error_of_all.
 
     >>> check_same_data(lambda: "mails of May", None)
     'mails of May'

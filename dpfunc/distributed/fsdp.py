@@ -61,7 +61,7 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str
         InvalidArgument: a mesh with more dimensions.
 
     Guarantees:
-        the released gradients are those of one process (tests/distributed/test_params.py).
+        the released gradients are those of one process (tests/distributed/test_fsdp.py::test_parts_give_the_same).
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
