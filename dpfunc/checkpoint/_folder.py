@@ -54,8 +54,7 @@ def free_name(parent: Path, step: int) -> Path:
 def remove(path: Path) -> None:
     """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes.
 
-    Guarantees:
-        tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed.
+    (tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed)
     """
     if not path.exists():
         return
@@ -75,10 +74,7 @@ def keep_newest(parent: Path, number: int) -> None:
 def sweep(parent: Path) -> None:
     """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
 
-    Saves of processes that are still at work stay.
-
-    Guarantees:
-        tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept.
+    Saves at work stay (tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept).
     """
     for path in (*parent.glob(f"{_REMOVING}*"), *filter(abandoned, parent.glob(f"{SAVING}*"))):
         shutil.rmtree(path, ignore_errors=True)

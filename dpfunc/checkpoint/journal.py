@@ -119,20 +119,15 @@ class Journal:
         (tests/checkpoint/test_journal.py::test_a_run_counts_those_before_it); no line is lost or changed unseen
         (tests/checkpoint/test_chain.py::test_a_lost_or_changed_line_is_detected).
 
-    >>> import tempfile
-    >>> import torch
-    >>> from dpfunc import clipping, sampling
-    >>> from dpfunc.plan import Plan
-    >>> from dpfunc.rng import secure_key
-    >>> from dpfunc.step import make_dp_step
-    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> import dpfunc, tempfile, torch
+    >>> poisson, flat = dpfunc.sampling.Poisson(100, 0.1), dpfunc.clipping.Flat(1.0)
+    >>> plan = dpfunc.Plan(poisson, flat, noise_multiplier=1.0, num_steps=3, delta=1e-3)
     >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     journal = Journal(Path(folder) / "journal.jsonl", plan)
-    ...     dp_step = make_dp_step(loss_fn, plan, journal=journal)
-    ...     state = dp_step.init(params, secure_key())
-    ...     indices = next(iter(plan.batches(state)))
-    ...     result = dp_step(params, torch.ones(100, 2)[indices], state)
+    ...     dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=journal)
+    ...     state = dp_step.init(params, dpfunc.secure_key())
+    ...     result = dp_step(params, torch.ones(100, 2)[next(iter(plan.batches(state)))], state)
     ...     journal_ledger(journal.path)
     Ledger(1 steps, add_remove: (q=0.1, sigma=1) x 1)
     """

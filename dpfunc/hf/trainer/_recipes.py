@@ -133,13 +133,7 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
 
 
 def short_way(
-    model: nn.Module,
-    args: Any,
-    *,
-    dataset_size: int,
-    num_steps: int,
-    epsilon: float,
-    delta: float,
+    model: nn.Module, args: Any, *, dataset_size: int, num_steps: int, epsilon: float, delta: float
 ) -> str | None:
     """Advice, with a rate that would help, for a run of Adam whose rate is too small to learn; else None.
 
@@ -174,10 +168,9 @@ def one_class(predictions: object, labels: object) -> str | None:
     """A sentence if all predictions (n, classes) are one class while the labels (n,) are several; else None."""
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray):
         return None
-    if predictions.ndim != 2 or predictions.shape[1] < 2 or labels.shape != predictions.shape[:1]:
-        return None
-    chosen = np.unique(predictions.argmax(1))
-    if len(chosen) > 1 or len(np.unique(labels)) < 2:
+    fits = predictions.ndim == 2 and predictions.shape[1] > 1 and labels.shape == predictions.shape[:1]
+    chosen = np.unique(predictions.argmax(1)) if fits else labels[:0]
+    if len(chosen) != 1 or len(np.unique(labels)) < 2:
         return None
     return (
         f"All {len(labels)} predictions are class {chosen[0]}, which {int((labels == chosen[0]).sum())} of the records "
