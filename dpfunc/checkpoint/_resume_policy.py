@@ -70,13 +70,12 @@ def _parts(param: Any) -> str:
 
 
 def _machine(params: Params) -> str:
+    known = {
+        "cpu": lambda: f"cpu {torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads",
+        "cuda": torch.cuda.get_device_name,
+    }
     kinds = sorted({p.device.type for p in params.values()})
-    words = [f"torch {torch.__version__}"]
-    if "cpu" in kinds:
-        words.append(f"cpu {torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads")
-    if "cuda" in kinds:
-        words.append(torch.cuda.get_device_name())
-    return ", ".join([*words, *(kind for kind in kinds if kind not in ("cpu", "cuda"))])
+    return ", ".join([f"torch {torch.__version__}", *(known[kind]() if kind in known else kind for kind in kinds)])
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,15 @@ def read_notes(path: Path) -> list[Note]:
 def known_notes(path: Path, count: int) -> list[Note]:
     """All notes of a run that has a checkpoint, at least as many as when it was saved; the first save begins the file.
 
-    Without one a run that took a new key or another layout would look like one that never did.
-
-    Guarantees:
-        tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
+    Without one a run that took a new key or another layout would look like one that never did
+    (tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed).
     """
     notes = read_notes(path) if path.exists() else None
     if notes is None or len(notes) < count:
+        got = "no such file" if notes is None else len(notes)
         raise CheckpointError(
-            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
-            f"{'no such file' if notes is None else len(notes)}. It says with which keys and layouts steps were "
-            "released: restore it."
+            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got {got}. It says with "
+            "which keys and layouts steps were released: restore it."
         )
     return notes
 

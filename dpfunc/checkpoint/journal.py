@@ -99,17 +99,15 @@ class Journal:
         path: the file; made with its folders when missing, appended to otherwise. One process of a run writes it.
         plan: the plan of the run.
 
-    A line left incomplete by a crash is a step whose gradients were never returned; it is removed before the next one.
     It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
-    Each line holds a digest of the line before it, and a small file beside the journal (`.head`) says which line is the
-    last: copy and move the two files as a pair. Runs on the same records may share one journal, one after the other:
-    each begins with the cost of those before it, `dp_step.init(params, key, journal_ledger(path))`.
+    A small file beside it (`.head`) says which line is the last: copy and move the two files as a pair. Runs on the
+    same records may share one journal, one after the other: each begins with the cost of those before it,
+    `dp_step.init(params, key, journal_ledger(path))`.
 
     Raises:
         NotWritten: when a step cannot be written. Nothing of it was released.
-        CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
-            are missing or were changed.
-        LedgerConflict: when the first step of a run is written, if its ledger lacks steps of the runs in the file.
+        CheckpointError: the file has that step of the run with another release, or lines are missing or were changed.
+        LedgerConflict: the ledger of a run, at its first step, lacks steps of the runs in the file.
 
     Guarantees:
         a process killed at any moment has journalled every step it released

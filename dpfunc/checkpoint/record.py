@@ -44,8 +44,7 @@ def make_record(
         not_covered: sentences on what else was looked at or published, besides `dpfunc.accounting.record.NOT_COVERED`.
 
     Returns:
-        What `dpfunc ledger show` reads: write its `to_json()` into a file, by convention `privacy_accounting.json`, and
-        publish it with the result.
+        What `dpfunc ledger show` reads: write its `to_json()` into `privacy_accounting.json`, and publish that.
 
     Raises:
         InvalidArgument: an empty unit, a text with control characters, or a state of another plan.

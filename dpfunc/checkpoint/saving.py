@@ -52,9 +52,8 @@ def save(
 ) -> Path:
     """Write a checkpoint; any number of processes, in any layout, can load it.
 
-    Each process writes its parts of DTensors; replicated tensors are written once. All files go into a new directory,
-    which is renamed when every process has confirmed that its part is on disk. A kill or an error at any moment before
-    leaves the old checkpoint the newest, and is an error on all processes.
+    All files go into a new directory, which is renamed when every process has confirmed that its part is on disk. A
+    kill or an error at any moment before leaves the old checkpoint the newest, and is an error on all processes.
 
     Args:
         directory: holds one sub-directory a checkpoint; made when missing. Several processes share its file system.
@@ -72,13 +71,11 @@ def save(
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
 
     Raises:
-        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, a state of another plan, or
-            sharded tensors without ranks.
+        InvalidArgument: a bad argument, a state of another plan, or sharded tensors without ranks.
         StateReused: without a journal, a state after which this process released steps: nothing would count them.
         RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
-        NotWritten: this process could not.
-        UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
+        NotWritten: this process could not. UnsupportedModel: several processes with an older torch.
 
     Guarantees:
         tests/checkpoint/test_folder.py: nothing is overwritten (test_nothing_is_overwritten);

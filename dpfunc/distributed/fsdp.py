@@ -9,7 +9,7 @@ recognises their uses, and each weighted sum is sharded over the processes as so
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -109,8 +109,7 @@ def shard_frozen(
     """FSDP2 for everything that is not trained: `fully_shard` on each layer and on the module, without the trained
     parameters.
 
-    A process holds 1 / size of the frozen parameters and gathers one layer at a time. Trained parameters stay
-    unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
+    Trained parameters stay unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them.
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
@@ -129,7 +128,7 @@ def shard_frozen(
 
     Raises:
         InvalidArgument: no such layer, no trained parameter, or trained parameters for an adapter.
-        UnsupportedModel: the module is sharded already, or an older torch: see `dpfunc._utils.versions.check_sharding`.
+        UnsupportedModel: the module is sharded already, or an older torch.
 
     Guarantees:
         the released gradients are those of one process without sharding
@@ -207,28 +206,21 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
 
 def _own_parameters(module: nn.Module, trained: set[str]) -> None:
     """Frozen parameters of its own for a copy that shares them with the original: FSDP changes what they hold."""
-    kept = {id(param) for name, param in module.named_parameters() if name in trained}
-    _replace(module, lambda p: p if id(p) in kept else nn.Parameter(p.detach(), requires_grad=False))
+    _replace(module, {p: nn.Parameter(p.detach(), False) for n, p in module.named_parameters() if n not in trained})
 
 
 def _to_device(module: nn.Module, trained: set[str], device: str) -> None:
     """Move the trained parameters, which FSDP ignores and does not move."""
-    elsewhere = {id(p) for name, p in module.named_parameters() if name in trained and p.device.type != device}
-    _replace(
-        module,
-        lambda p: nn.Parameter(p.detach().to(device), requires_grad=p.requires_grad) if id(p) in elsewhere else p,
-    )
+    elsewhere = [p for name, p in module.named_parameters() if name in trained and p.device.type != device]
+    _replace(module, {p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in elsewhere})
 
 
-def _replace(module: nn.Module, new: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by `new(parameter)`; tied parameters stay tied."""
-    memo: dict[int, nn.Parameter] = {}
-    for _, owner in module.named_modules():
+def _replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters by others; tied parameters stay tied."""
+    for owner in module.modules():
         for attribute, param in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            chosen = memo[id(param)] if id(param) in memo else new(param)
-            memo |= {id(param): chosen, id(chosen): chosen}
-            if chosen is not param:
-                owner.register_parameter(attribute, chosen)
+            if param in new:
+                owner.register_parameter(attribute, new[param])
 
 
 class Managed(NamedTuple):

@@ -29,15 +29,12 @@ LONGEST_WAIT = timedelta(hours=1)
 class Ranks:
     """The processes of a run, as this one sees them. Made by `data_parallel` and `sharded`.
 
-    Groups are held by torch alone: one that a script still holds when Python ends is taken apart too late, and the
-    process aborts.
-
     Args:
-        data, tensor: references to `group` and `tensor_group`.
+        data, tensor: references to `group` and `tensor_group`. Torch alone holds groups: one that a script still holds
+            when Python ends is taken apart too late, and the process aborts.
         rank, size: the rank of this process in `group`, and how many there are.
         independent: nothing inside of the loss communicates, so that a process with an error can still tell the others.
-        dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
-            of zeros.
+        dummy: one public row, a batch of length 1, that processes without records run with weight zero. None: zeros.
         keeps_parts: the engine takes parts of parameters, and its sums are those of all processes.
         tensor_axes: names of the mesh dimensions of the tensor group.
     """
@@ -168,7 +165,7 @@ def sharded(
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
             for context, sequence or pipeline parallelism.
-        UnsupportedModel: an older torch, see `dpfunc._utils.versions.check_sharding`.
+        UnsupportedModel: an older torch.
     """
     check_sharding()
     _check_initialised()

@@ -130,10 +130,9 @@ def causal_mask(attention_mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if attention_mask_BT.dim() != 2:
         raise InvalidArgument(f"Expected an attention mask (B, T), got {tuple(attention_mask_BT.shape)}.")
-    shape_TT = [attention_mask_BT.shape[1]] * 2
-    before_TT = torch.ones(shape_TT, dtype=torch.bool, device=attention_mask_BT.device).tril()
-    itself_TT = torch.eye(shape_TT[0], dtype=torch.bool, device=attention_mask_BT.device)
-    seen_BTT = (before_TT & (attention_mask_BT != 0)[:, None, :]) | itself_TT
+    every_TT = attention_mask_BT.new_ones([attention_mask_BT.shape[1]] * 2, dtype=torch.bool)
+    itself_TT = every_TT.tril() & every_TT.triu()
+    seen_BTT = (every_TT.tril() & (attention_mask_BT != 0)[:, None, :]) | itself_TT
     return torch.where(seen_BTT, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
 
@@ -214,9 +213,9 @@ def four_bit(compute_dtype: torch.dtype) -> Any:
         raise InvalidArgument(f"Expected a floating dtype, got compute_dtype={compute_dtype!r}.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedModel(
-            "A base in 4 bits needs bitsandbytes, which is not installed: `pip install 'bitsandbytes>=0.46'`. It is "
-            "fast on NVIDIA, AMD and Intel accelerators, and runs, slowly, on x86-64 CPUs. Without it, LoRA on a base "
-            "in bfloat16 trains the same parameters with the same noise, in four times the memory for weights."
+            "A base in 4 bits needs bitsandbytes, which is not installed: `pip install 'bitsandbytes>=0.46'`. On CPUs "
+            "it is slow. Without it, LoRA on a base in bfloat16 trains the same parameters with the same noise, in "
+            "four times the memory for weights."
         )
     from transformers import BitsAndBytesConfig
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +125,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
-        self._task = loss
-        self._given_key = key
-        self._earlier = ledger
-        self._data_name = data_name
-        self._unit = unit
+        self._task, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
         self._start: runs.Start | None = None
         self._run: runs.Run | None = None
         self._plan: Plan | None = None
@@ -158,11 +154,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
+        with fsdp.without_fsdp() if self.privacy.dp_enabled else nullcontext():
+            super().create_accelerator_and_postprocess()
         if not self.privacy.dp_enabled:
-            super().create_accelerator_and_postprocess()
             return
-        with fsdp.without_fsdp():
-            super().create_accelerator_and_postprocess()
         settings.refuse(settings.ACCELERATOR, settings.attributes(self.accelerator))
         if self._ranks is not None:
             self.accelerator: Any = runs.Replicas(self.accelerator)
@@ -318,14 +313,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
         if self.recipe is not None:
             return self.recipe.advice()
-        privacy, plan = self.privacy, self._plan  # None where nothing is trained
-        if plan is None or privacy.dp_epsilon is None or privacy.dp_delta is None or self.optimizer is not None:
+        budget, delta, plan = self.privacy.dp_epsilon, self.privacy.dp_delta, self._plan  # None: nothing is trained
+        if plan is None or budget is None or delta is None or self.optimizer is not None:
             return None
         n = plan.sampler.dataset_size
-        epsilon = epsilon_left(epsilon=privacy.dp_epsilon, delta=privacy.dp_delta, spent=self._earlier)
-        return short_way(
-            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=epsilon, delta=privacy.dp_delta
-        )
+        left, steps = epsilon_left(epsilon=budget, delta=delta, spent=self._earlier), self._num_steps(n)
+        return short_way(self.model, self.args, dataset_size=n, num_steps=steps, epsilon=left, delta=delta)
 
     def _described_data(self) -> str:
         collate = self._collator()
@@ -373,16 +366,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         args, (rank, size) = self.args, runs.place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
+        draws = Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records())
+        collate = Collate(self._collator(), size == 1, *deal)  # of several, one without records runs a row of weight 0
         return data_loader(
-            self.train_dataset,
-            Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records()),
-            Collate(self._collator(), size == 1, *deal),  # of several, one without records runs a row of weight zero
-            num_workers=args.dataloader_num_workers,
+            self.train_dataset, draws, collate, num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
-        )
+        )  # fmt: skip
 
     def _begin(self, start: runs.Start) -> runs.Run:
         """The run, once the model is where it is trained. All processes begin with the model of the first one."""
@@ -399,19 +390,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
+        source: Literal["device", "secure"] = (
+            "device" if not privacy.dp_secure_mode and on_cuda else "secure"
+        )  # a CPU has no other
         dp_step = make_dp_step(
-            loss_fn,
-            self.plan,
-            engine=engine,
-            microbatch_size=self.physical_batch_size,
-            noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
-            journal=Journal(self._journal(), self.plan),
-            ranks=ranks,
-        )
-        if start.resumed is None:
-            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
-        else:
+            loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, noise_source=source,
+            journal=Journal(self._journal(), self.plan), ranks=ranks,
+        )  # fmt: skip
+        if start.resumed is not None:
             state = start.resumed.state
+        else:
+            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
         return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
@@ -496,10 +485,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As in `Trainer`, with a warning, once, if all predictions are one class."""
+        options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         with fsdp.settled(self.model):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, description, *options)
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True
@@ -510,29 +498,21 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`. A private run adds what was spent, and omits the training loss or names it as unreleased."""
-        if self._run is not None:
-            for name in ("loss", "train_loss"):
-                if name in logs:
-                    loss = logs.pop(name)
-                    if self.privacy.dp_log_unreleased:
-                        logs[f"unreleased/{name}"] = loss
-                    logs.update(runs.metrics(self._accounting()))
+        for name in ("loss", "train_loss") if self._run is not None else ():
+            if name in logs:
+                loss = {f"unreleased/{name}": logs.pop(name)}
+                logs |= (loss if self.privacy.dp_log_unreleased else {}) | runs.metrics(self._accounting())
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
-        state = self._run.state
-        if journal is not None:
-            state = files.as_charged(state, self.plan, journal)
+        state = self._run.state if journal is None else files.as_charged(self._run.state, self.plan, journal)
         return make_record(
-            self._run.dp_step,
-            state,
-            unit=self._unit,
-            public_bound=self.privacy.dp_dataset_size is not None,
+            self._run.dp_step, state, unit=self._unit, public_bound=self.privacy.dp_dataset_size is not None,
             epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
             not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
-        )
+        )  # fmt: skip
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         save_own, run, args = super()._save_checkpoint, self._run, self.args

@@ -190,13 +190,11 @@ def image_text_collator(
         max_length: positions of the longest row, image tokens included. Where it is too short the prompt loses words
             after its first one, and an answer over half of the room its end.
         max_images: images of a sample, 0 or more; a public number. A sample with more is an error.
-        padding_side: `"right"`, or `"left"`.
-        pad_to_multiple_of: None pads every batch to max_length: one shape, which says nothing about the batch. A number
-            pads to the next multiple of it.
+        padding_side: `"right"`, or `"left"`. pad_to_multiple_of: None pads every batch to max_length.
         chat: put prompts into the processor's chat template, images first. False takes them as they are, with one image
             token for each image.
-        image_size: height and width. Every image is fitted into this size, with a margin, before the processor sees
-            it: for processors that give images of different sizes different numbers of tokens. A public choice.
+        image_size: height and width, a public choice into which every image is fitted, with a margin, before the
+            processor sees it: for processors that give images of different sizes different numbers of tokens.
 
     Returns:
         A function of a list of samples, or of none. An image is a PIL image, an array or a path. The batch: input_ids,
@@ -205,8 +203,7 @@ def image_text_collator(
         samples on axis 0. The losses `image_text_loss` and `"vqa"` give them to the model as it takes them.
 
     Raises:
-        InvalidArgument: a max_length that has no room for the images and two more tokens; from the function also
-            samples with other keys or too many images.
+        InvalidArgument: no room for the images and two more tokens; samples with other keys or too many images.
         UnsupportedModel: the number of tokens of an image depends on the image, and there is no image_size.
 
     Guarantees:
