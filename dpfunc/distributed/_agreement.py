@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -44,7 +45,10 @@ class RankSummary(NamedTuple):
     replica: int = 0  # their values
 
 
+_NOTHING_SAID = RankSummary(failed=1)
 _SPOILED = -1  # in place of a digest, which is not negative
+_ALIKE = "Parameters that processes with the same records hold alike"
+_SHAPES = "Rows of different shapes run different communication"
 _SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
 # Advice for the error message, for each field of `RankSummary` that must agree.
 _ADVICE = {
@@ -58,14 +62,8 @@ _ADVICE = {
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
         "initialisation, update every replica in the same way, and load the same checkpoint."
     ),
-    "shared_params": (
-        "Parameters that processes with the same records hold alike differ in at least one bit. Start from the same "
-        "initialisation."
-    ),
-    "rows": (
-        "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
-        "processes."
-    ),
+    "shared_params": f"{_ALIKE} differ in at least one bit. Start from the same initialisation.",
+    "rows": f"{_SHAPES} inside of a sharded model. Pad to the same length on all processes.",
     "data": _SAME_RECORDS,
     "num_samples": _SAME_RECORDS,
 }
@@ -73,32 +71,27 @@ _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
+@dataclass
 class Agreement:
     """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
 
     Nothing inside may communicate. One process alone (`ranks=None`) has nobody to agree with.
-
-    >>> with Agreement(None) as agreement:
-    ...     pass
-    >>> agreement.num_rows
-    0
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
-        self.ranks = ranks
-        self.num_rows = 0  # afterwards: the largest number of rows of a process
-        self._own = RankSummary(failed=1)
+    ranks: Ranks | None
+    num_rows: int = 0  # afterwards: the largest number of rows of a process
+    said: RankSummary = _NOTHING_SAID
 
     def say(self, own: RankSummary) -> None:
         """Say what this process means by its call."""
-        self._own = own
+        self.said = own
 
     def __enter__(self) -> Agreement:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.ranks is not None:
-            self.num_rows = agree(self._own, self.ranks)
+            self.num_rows = agree(self.said, self.ranks)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:

@@ -141,8 +141,8 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
     if anywhere:
         digests = [in_hex(value) for value in differing.get(name, ())]
         shown = f"{digests}, in the order of their ranks" if differing else "others say which"
-        advice = f" {hint}" if hint else ""
-        raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
+        advice = f"{hint} Nothing was spent.".lstrip()
+        raise RankMismatch(f"The processes of this run have different {name}: {shown}. {advice}")
 
 
 def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
@@ -154,8 +154,8 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
     >>> check_same_data(lambda: "mails of May", None)
     'mails of May'
     """
-    unread = "Another process could not read its data set; its own error says why. Nothing was spent."
-    with together(ranks, StepAborted(unread)):
+    unread = StepAborted("Another process could not read its data set; its own error says why. Nothing was spent.")
+    with together(ranks, unread):
         text = describe()
     check_same("data sets", text, ranks, _SAME_ORDER)
     return text
@@ -238,12 +238,10 @@ def rank_and_size(ranks: Ranks | None) -> tuple[int, int]:
 
 def joint_group(ranks: Ranks) -> dist.ProcessGroup:
     """One group of all processes of the run; with a tensor group there must be no others."""
-    if ranks.tensor_group is None:
+    if ranks.tensor_group is None or dist.group.WORLD is None:
         return ranks.group
-    if rank_and_size(ranks)[1] != dist.get_world_size():
-        raise InvalidArgument(
-            f"Expected the run to have all {dist.get_world_size()} processes of torch.distributed, got "
-            f"{rank_and_size(ranks)[1]}. Start the processes of a run in a job of their own."
-        )
-    world = dist.group.WORLD
-    return world if world is not None else ranks.group
+    found, every = rank_and_size(ranks)[1], dist.get_world_size()
+    if found != every:
+        run = f"the run to have all {every} processes of torch.distributed"
+        raise InvalidArgument(f"Expected {run}, got {found}. Start the processes of a run in a job of their own.")
+    return dist.group.WORLD

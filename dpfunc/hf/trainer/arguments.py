@@ -117,10 +117,9 @@ class PrivacyArguments:
             if given[name] is not None:
                 check(name, given[name])
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
-            raise InvalidArgument(
-                f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and "
-                f"dp_delta={self.dp_delta}: the recipe depends on them, also for the twin without privacy."
-            )
+            both = f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}"
+            why = "the recipe depends on them, also for the twin without privacy"
+            raise InvalidArgument(f"Expected dp_epsilon and dp_delta with dp_recipe, got {both}: {why}.")
         if self.dp_enabled:
             self._check_complete()
 
@@ -176,10 +175,8 @@ class PrivacyArguments:
         """Number of records that the plan publishes: what there are, or `dp_dataset_size`, which is no smaller."""
         if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
             return self.dp_dataset_size or num_records
-        raise InvalidArgument(
-            f"Expected at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}. A bound that the "
-            "data exceed is none: choose a larger one, which is public."
-        )
+        bound = f"at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}"
+        raise InvalidArgument(f"Expected {bound}. A bound that the data exceed is none: choose a larger one.")
 
     def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
         """Make the plan of a run; the noise is computed from `dp_epsilon` if that is given.
@@ -199,13 +196,10 @@ class PrivacyArguments:
         if not self.dp_enabled or self.dp_delta is None:
             raise InvalidArgument("Expected dp_enabled=True for a plan, got dp_enabled=False: nothing is private.")
         size = float(expected_batch_size)
-        sampler: Sampler
-        if self.dp_poisson_sampling:
-            sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
-        elif size.is_integer():
-            sampler = Shuffled(dataset_size, int(size))
-        else:
+        if not self.dp_poisson_sampling and not size.is_integer():
             raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
+        poisson, n = self.dp_poisson_sampling, dataset_size
+        sampler: Sampler = Poisson.of_batch_size(n, expected_batch_size) if poisson else Shuffled(n, int(size))
         before = Ledger(adjacency=self.adjacency) if spent is None else spent
         # bad arguments are found before any search
         start = Plan(
@@ -218,7 +212,7 @@ class PrivacyArguments:
                 epsilon=self.dp_epsilon, delta=self.dp_delta, method=self.dp_accountant,
             )  # fmt: skip
             return replace(start, noise_multiplier=noise, epsilon=self.dp_epsilon)
-        noise = self.dp_noise_multiplier if self.dp_noise_multiplier is not None else math.nan
+        noise = math.nan if self.dp_noise_multiplier is None else self.dp_noise_multiplier
         whole_run = replace(start, noise_multiplier=noise)
         if self.dp_max_epsilon is None:
             return whole_run
@@ -227,10 +221,9 @@ class PrivacyArguments:
             epsilon=self.dp_max_epsilon, delta=self.dp_delta, limit=num_steps, method=self.dp_accountant,
         )  # fmt: skip
         if steps == 0:
-            raise UnreachableBudget(
-                f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
-                f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
-            )
+            given = f"dp_max_epsilon={self.dp_max_epsilon:g}, which one step with dp_noise_multiplier={noise:g} exceeds"
+            more = "Take more noise or smaller batches."
+            raise UnreachableBudget(f"Expected a budget for at least one step, got {given}. {more}")
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
 
 

@@ -73,10 +73,8 @@ class ImageTextCollator:
         """Ids, labels and number of images of a sample, without padding."""
         unknown = [key for key in sample if key not in _KEYS]
         if unknown or not {"prompt", "answer"} <= sample.keys():
-            raise InvalidArgument(
-                f"Expected samples with prompt, answer, and image or images, got the keys {shorten(list(sample))}. "
-                "Rename the columns of the table."
-            )
+            keys = f"samples with prompt, answer, and image or images, got the keys {shorten(list(sample))}"
+            raise InvalidArgument(f"Expected {keys}. Rename the columns of the table.")
         images = len(_images_of(sample))
         if images > self.max_images:
             hint = "max_images is public: choose it for all samples that there could be."
@@ -85,19 +83,16 @@ class ImageTextCollator:
         tokenizer = self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if self.processor.image_token_id in answer:
-            raise InvalidArgument(
-                f"Expected an answer without {self.processor.image_token}, which stands for an image. Take it out."
-            )
+            token = f"{self.processor.image_token}, which stands for an image"
+            raise InvalidArgument(f"Expected an answer without {token}. Take it out.")
         prompt, answer = self._shorten(prompt, answer)
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 
     def _prompt_ids(self, prompt: str, images: int) -> list[int]:
         token, image_id = self.processor.image_token, self.processor.image_token_id
         if self.chat:
-            content = [{"type": "image"}] * images + [{"type": "text", "text": prompt}]
-            prompt = self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True
-            )
+            user = {"role": "user", "content": [{"type": "image"}] * images + [{"type": "text", "text": prompt}]}
+            prompt = self.processor.apply_chat_template([user], add_generation_prompt=True)
         tokenizer = self.processor.tokenizer
         begins = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         ids = tokenizer(prompt, add_special_tokens=not begins)["input_ids"]
@@ -225,8 +220,7 @@ def image_text_collator(
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
         advice = "Name two of its tokens: tokenizer.pad_token = '...', tokenizer.eos_token = '...'."
         raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
-    if image_size is not None:
-        image_size = _checked_size(image_size)
+    image_size = None if image_size is None else _checked_size(image_size)
     image = _one_image(processor, image_size) if max_images else _OneImage()
     needed = max_images * len(image.tokens) + 2
     if max_length < needed:
