@@ -55,21 +55,15 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str
             since optimizers do not mix the two.
 
     Returns:
-        name -> DTensor. Rows need not divide evenly.
-
-    Raises:
-        InvalidArgument: a mesh with more dimensions.
-
-    Guarantees:
-        the released gradients are those of one process (tests/distributed/test_fsdp.py::test_parts_give_the_same).
+        name -> DTensor. Rows need not divide evenly. The released gradients are those of one process
+        (tests/distributed/test_fsdp.py::test_parts_give_the_same).
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     check_sharding()
     if mesh.ndim > 2:
-        raise InvalidArgument(
-            f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."
-        )
+        two = "a mesh with one dimension, or two (replicas, parts)"
+        raise InvalidArgument(f"Expected {two}, got {mesh}. Take a part of it: mesh['dp'].")
     limit = integer("min_size", min_size, minimum=0)
     replicated: list[Any] = [Replicate()] * mesh.ndim
     sharded: list[Any] = [*replicated[1:], Shard(0)]
@@ -106,8 +100,7 @@ def shard_frozen(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
 ) -> _Model:
-    """FSDP2 for everything that is not trained: `fully_shard` on each layer and on the module, without the trained
-    parameters.
+    """FSDP2 for all that is not trained: `fully_shard` on each layer and on the module.
 
     Trained parameters stay unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them.
 

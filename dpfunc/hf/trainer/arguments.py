@@ -53,28 +53,16 @@ def _option(default: object, text: str) -> Any:
 class PrivacyArguments:
     """Privacy settings of a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.
 
-    Args:
-        dp_enabled: False trains the twin without privacy; the other arguments then change nothing.
-        dp_epsilon: budget, > 0; the noise is computed from it. Exactly one of this and dp_noise_multiplier.
-        dp_delta: 0 < delta < 1, below 1 / number of records. Required.
-        dp_max_grad_norm: bound C on the gradient of one sample, > 0. Required for dp_clip="flat"; 1 for "automatic",
-            where it acts like a learning rate.
+    Args, beside what the text of each field says:
+        dp_enabled: without it the other arguments change nothing.
+        dp_epsilon, dp_noise_multiplier: > 0, exactly one of them. dp_delta: 0 < delta < 1, required.
+        dp_max_grad_norm: > 0. Required for dp_clip="flat"; 1 for "automatic", where it acts like a learning rate.
         dp_recipe: take batch size, steps, rate, schedule and optimizer from `dpfunc.recipes.recipe`: `head`, `lora`,
             `projector`, `full` or `pretrained`; the clip rule too, where neither it nor a bound is given. Those of
             TrainingArguments are then left at their defaults.
-        dp_noise_multiplier: noise / sensitivity, > 0, used as it is.
-        dp_max_epsilon: with dp_noise_multiplier: the run has no more steps than this allows.
-        dp_poisson_sampling: False shuffles the records each epoch and claims no amplification.
-        dp_secure_mode: noise from a keyed AES stream, as always on a CPU; False takes the generator of a CUDA device.
-        dp_physical_batch_size: samples differentiated at once, for memory only; None is the Trainer's batch size.
-        dp_clip: `flat` or `automatic`; None is `flat` with dp_max_grad_norm, else `automatic`.
-        dp_engine: see `make_dp_step`.
-        dp_accountant: `auto`, `tilted`, `prv` or `rdp`.
+        dp_secure_mode: as always on a CPU. dp_engine: see `make_dp_step`. dp_warn_at: once, 0 < share <= 1.
+        dp_physical_batch_size: None is the Trainer's batch size.
         dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
-        dp_dry_run: show the plan and train nothing.
-        dp_warn_at: warn once when this share of the budget is spent, 0 < share <= 1.
-        dp_allow_large_delta: accept delta >= 1 / number of records.
-        dp_log_unreleased: log the training loss, which no noise protects, as `unreleased/loss`.
 
     Raises:
         InvalidArgument: a value outside its domain, missing, or contradicting another.

@@ -128,10 +128,8 @@ def prepare(
         name, rank, alpha, targets, train_projector: see `strategy`; targets as PEFT takes them.
 
     Raises:
-        InvalidArgument, UnsupportedModel: see `strategy`.
-
-    Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains.
+        InvalidArgument, UnsupportedModel: see `strategy`, which trains the same
+        (tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains).
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> model = prepare(tiny_llava(), "projector")
