@@ -61,7 +61,7 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     if settings is None:
         return None
     known = rules.SETTINGS[rules.FSDP]
-    for name in settings.keys() - known.keys():
+    for name in sorted(settings.keys() - known.keys()):
         raise fail("a setting of FSDP that is known", name, settings[name], f"Leave it out. {suggestion(name, known)}")
     rules.refuse(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()

@@ -390,9 +390,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
-        source: Literal["device", "secure"] = (
-            "device" if not privacy.dp_secure_mode and on_cuda else "secure"
-        )  # a CPU has no other
+        by_device = on_cuda and not privacy.dp_secure_mode  # a CPU has no other source
+        source: Literal["device", "secure"] = "device" if by_device else "secure"
         dp_step = make_dp_step(
             loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, noise_source=source,
             journal=Journal(self._journal(), self.plan), ranks=ranks,

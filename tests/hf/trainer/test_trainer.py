@@ -328,9 +328,6 @@ def test_evaluation_is_the_trainers_own(finished, tmp_path):
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
-# Without privacy, and without training
-
-
 # What is refused, before anything is spent
 
 
