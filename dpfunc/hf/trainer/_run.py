@@ -146,10 +146,10 @@ def as_function(
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
     """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
 
-    def native(params: Params, *args: Any, **kwargs: Any) -> Any:
+    def forward(params: Params, *args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    loss_fn = make_loss_fn(Caller(native, facts_of_model(model)), infer_task(model) if task is None else task)
+    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), infer_task(model) if task is None else task)
     return lambda batch: loss_fn({}, dict(batch)).mean()
 
 
