@@ -34,11 +34,7 @@ def unwritten(error: BaseException) -> bool:
 
 @contextmanager
 def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
-    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do.
-
-    Guarantees:
-        tests/checkpoint/test_saving.py.
-    """
+    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do."""
     try:
         yield
     except REFUSED as error:
@@ -64,10 +60,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class _Known:
-    """Position up to which a journal was read, and the steps of each run that it has.
-
-    It lives as long as the `Journal`, which reads only new lines before it writes one. The file stays the truth.
-    """
+    """Position up to which a `Journal` has read its file, which stays the truth, and the steps of each run there."""
 
     at: chain.Position = field(default_factory=chain.Position)
     runs: dict[str, dict[int, Taken]] = field(default_factory=dict)
@@ -315,9 +308,8 @@ def journal_ledger(path: Path | str) -> Ledger:
     """Ledger of all runs in a journal, and of what they counted from elsewhere when they began; needs no checkpoint.
 
     Raises:
-        LedgerConflict: runs of different adjacency.
-        CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
-            missing or in which they were changed.
+        LedgerConflict: runs of different adjacency. CheckpointError: no such file, one without steps (a misspelt path
+            must not be free), or one from which lines are missing or in which they were changed.
     """
     return whole_ledger(read_steps(path).values())
 

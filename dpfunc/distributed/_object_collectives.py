@@ -76,13 +76,10 @@ def is_writer(ranks: Ranks | None) -> bool:
 
 
 def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
-    """Run an action on the process that writes, while the others wait until it is done.
+    """Run an action on the process that writes, while the others wait; when it fails, a StepAborted on the others.
 
     Args:
         ranks: of the run; None does it. action: what to do.
-
-    Raises:
-        StepAborted: on the others, when it failed. Whatever `action` raises.
 
     >>> once(None, lambda: print("done"))
     done
@@ -126,14 +123,11 @@ def gathered_rows(row: Iterable[int], group: dist.ProcessGroup, device: torch.de
 
 
 def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:
-    """Check that a text is the same on all processes.
+    """Check that a text is the same on all processes; a RankMismatch on all if not.
 
     Args:
         name: of the text, for the error message. text: of this process; only a digest is sent. ranks: of the run.
         hint: what to do about a difference, for the error message.
-
-    Raises:
-        RankMismatch: on all processes.
     """
     if ranks is None:
         return

@@ -120,9 +120,8 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 def newest(output_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
 
-    Guarantees:
-        tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
-        ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
+    (tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
+    ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not)
     """
     found = {path: is_complete(path) for path in _numbered(output_dir)}
     for path in (path for path, whole in found.items() if not whole):
