@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -45,7 +44,6 @@ class RankSummary(NamedTuple):
     replica: int = 0  # their values
 
 
-_NOTHING_SAID = RankSummary(failed=1)
 _SPOILED = -1  # in place of a digest, which is not negative
 _ALIKE = "Parameters that processes with the same records hold alike"
 _SHAPES = "Rows of different shapes run different communication"
@@ -71,27 +69,32 @@ _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
-@dataclass
 class Agreement:
     """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
 
     Nothing inside may communicate. One process alone (`ranks=None`) has nobody to agree with.
+
+    >>> with Agreement(None) as agreement:
+    ...     pass
+    >>> agreement.num_rows
+    0
     """
 
-    ranks: Ranks | None
-    num_rows: int = 0  # afterwards: the largest number of rows of a process
-    said: RankSummary = _NOTHING_SAID
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = ranks
+        self.num_rows = 0  # afterwards: the largest number of rows of a process
+        self._own = RankSummary(failed=1)
 
     def say(self, own: RankSummary) -> None:
         """Say what this process means by its call."""
-        self.said = own
+        self._own = own
 
     def __enter__(self) -> Agreement:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.ranks is not None:
-            self.num_rows = agree(self.said, self.ranks)
+            self.num_rows = agree(self._own, self.ranks)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
@@ -216,8 +219,13 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: Tensor) -> tuple[str, bool]:
     """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
 
-    Numbers that are not finite in the sums of one are an error of all; those of parameters of one process alone, since
-    several have looked at these before the step. The mark (0-d, bool) of this process is read together with its digest.
+    Args:
+        released: name -> tensor; DTensors where processes hold parts. params: of the step.
+        mark: 0-d, bool; of this process alone, read together with its digest.
+
+    Raises:
+        InvalidArgument: on all processes, for numbers that are not finite in the sums of one; of one process alone, for
+            those of its parameters. Several have looked at these before the step.
     """
     looked = mark.new_zeros(()) if ranks else suspicious(params)
     with in_step(ranks):
@@ -238,6 +246,9 @@ def _refuse_sums(names: Sequence[str]) -> NoReturn:
 
     Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
     they meet very small ones, can overflow.
+
+    Args:
+        names: of the parameters; none where another process has the part.
     """
     where = shorten(names) or "the part of another process"
     raise InvalidArgument(

@@ -305,18 +305,18 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
     yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
     points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
-    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
-    yield Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
+    yield _curve(points, ledger, method)
     for each in result["attacker"]:
         rate = each["false_positives"]
         yield _close(f"true positives at {rate:g}", each["true_positives"], true_positives(points, rate))
-    yield _same_assumptions(values)
-
-
-def _same_assumptions(values: Mapping[str, Any]) -> Finding:
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
-    return Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
+    yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
+
+
+def _curve(points: Sequence[tuple[float, float]], ledger: Ledger, method: str) -> Finding:
+    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
+    return Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
 
 
 def _near(said: float, found: float) -> bool:

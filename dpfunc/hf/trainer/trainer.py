@@ -497,10 +497,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`. A private run adds what was spent, and omits the training loss or names it as unreleased."""
-        for name in ("loss", "train_loss") if self._run is not None else ():
-            if name in logs:
-                loss = {f"unreleased/{name}": logs.pop(name)}
-                logs |= (loss if self.privacy.dp_log_unreleased else {}) | runs.metrics(self._accounting())
+        if self._run is not None:
+            for name in ("loss", "train_loss"):
+                if name in logs:
+                    loss = logs.pop(name)
+                    if self.privacy.dp_log_unreleased:
+                        logs[f"unreleased/{name}"] = loss
+                    logs.update(runs.metrics(self._accounting()))
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
