@@ -144,11 +144,7 @@ def agree(own: RankSummary, ranks: Ranks) -> int:
     if own.failed:
         return 0  # the caller's own error is on its way
     if failed:
-        failed_ranks = [rank for rank, row in enumerate(tables[0]) if row.failed]
-        raise StepAborted(
-            f"{f'Process {failed_ranks} of the data group' if failed_ranks else 'Another process'} could not take step "
-            f"{own.step}; its own error says why. No process took the step, nothing was released and nothing was spent."
-        )
+        raise StepAborted(_failure_message(tables[0], own.step))
     if differs:
         raise RankMismatch(_mismatch_message(differing, own.step))
     return max(row.num_samples for row in tables[0])
@@ -168,6 +164,15 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
 
 def _column(table: list[RankSummary], name: str) -> list[int]:
     return [getattr(row, name) for row in table]
+
+
+def _failure_message(data_group: list[RankSummary], step: int) -> str:
+    failed_ranks = [rank for rank, row in enumerate(data_group) if row.failed]
+    named = f"Process {failed_ranks} of the data group" if failed_ranks else "Another process"
+    return (
+        f"{named} could not take step {step}; its own error says why. No process took the step, nothing was "
+        "released and nothing was spent."
+    )
 
 
 def _mismatch_message(differing: list[tuple[str, list[int]]], step: int) -> str:

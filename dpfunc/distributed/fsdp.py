@@ -186,15 +186,20 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-    if isinstance(layers, str):
-        found = outermost(filter(pattern("layers", layers).search, names))
-    elif unknown := [name for name in layers if name not in names]:
-        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
-    else:
-        found = [name for name in names if name in layers]
+    found = (
+        outermost(filter(pattern("layers", layers).search, names))
+        if isinstance(layers, str)
+        else _listed(names, layers)
+    )
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
+
+
+def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
+    if unknown := [name for name in layers if name not in names]:
+        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
+    return [name for name in names if name in layers]
 
 
 def _own_parameters(module: nn.Module, trained: set[str]) -> None:
