@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.validation import integer, shorten, wrong_type
+from dpfunc._utils.validation import integer, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
@@ -142,7 +142,8 @@ def shard_frozen(
         forward = functionalize(module, names).forward
         return dataclasses.replace(model, params=params, constants=constants, _adapted=forward)
     if not isinstance(model, nn.Module):
-        raise wrong_type("a torch module or an adapter of dpfunc.lora.attach", "model", model)
+        found = type(model).__name__
+        raise InvalidArgument(f"Expected a torch module or an adapter of dpfunc.lora.attach, got {found}.")
     module = unwrapped(model)
     _shard(module, mesh, layers, list(select(module, trainable)), mp_policy, reshard_after_forward)
     return model

@@ -292,6 +292,11 @@ def _unchanged(text: bytes, values: Mapping[str, Any]) -> Finding:
     return Finding("bytes", same, "as they were written" if same else "other bytes, or another digest: it was changed")
 
 
+def _curve(points: Sequence[tuple[float, float]], ledger: Ledger, method: str) -> Finding:
+    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
+    return Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
+
+
 def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Compare all that follows from the steps with what the certificate says."""
     claim, result, ledger = values["claim"], values["result"], ledger_of(values)
@@ -312,11 +317,6 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
     yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
-
-
-def _curve(points: Sequence[tuple[float, float]], ledger: Ledger, method: str) -> Finding:
-    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
-    return Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
 
 
 def _near(said: float, found: float) -> bool:

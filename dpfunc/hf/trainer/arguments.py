@@ -184,10 +184,13 @@ class PrivacyArguments:
         if not self.dp_enabled or self.dp_delta is None:
             raise InvalidArgument("Expected dp_enabled=True for a plan, got dp_enabled=False: nothing is private.")
         size = float(expected_batch_size)
-        if not self.dp_poisson_sampling and not size.is_integer():
+        sampler: Sampler
+        if self.dp_poisson_sampling:
+            sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
+        elif size.is_integer():
+            sampler = Shuffled(dataset_size, int(size))
+        else:
             raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
-        poisson, n = self.dp_poisson_sampling, dataset_size
-        sampler: Sampler = Poisson.of_batch_size(n, expected_batch_size) if poisson else Shuffled(n, int(size))
         before = Ledger(adjacency=self.adjacency) if spent is None else spent
         # bad arguments are found before any search
         start = Plan(
