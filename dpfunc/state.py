@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class StepState(NamedTuple):
             on it; None where they are equal. Unreleased.
         journal: path of the journal with which a run was resumed, which later steps must go on with; empty for none.
         journal_lines: number of its lines when it was resumed.
+        telemetry: the statistics that the step before this state released, by name; None without `Plan.telemetry`.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -68,6 +70,7 @@ class StepState(NamedTuple):
     num_records: int | None = None
     journal: str = ""
     journal_lines: int = 0
+    telemetry: Mapping[str, float | list[float]] | None = None
 
     def __repr__(self) -> str:
         """The fields, without noise: it is secret."""
