@@ -161,11 +161,9 @@ class Plan:
                 )
 
     def _check_telemetry(self) -> None:
-        if self.telemetry is None:
-            return
-        if not isinstance(self.telemetry, Telemetry):
+        if not isinstance(self.telemetry, Telemetry | None):
             raise wrong_type("telemetry to be a clipping.Telemetry, or None", "telemetry", self.telemetry)
-        if self.allocation == "optimal":
+        if self.telemetry is not None and self.allocation == "optimal":
             raise fail(
                 'allocation="uniform" with telemetry', "allocation", self.allocation,
                 "The optimal one gives few numbers, as statistics are, much of the noise.",
@@ -282,8 +280,7 @@ class Plan:
         """Standard error that the noise gives each statistic of a step, known before the run.
 
         `z sqrt(K / share) h / b`, with h half of the distance of its bounds, b the expected batch size, and twice the
-        noise multiplier z with replace_one. The mean over t steps has it over sqrt(t).
-        How much batches differ from the data comes on top.
+        noise multiplier z with replace_one. How much batches differ from the data comes on top.
 
         Args:
             step: number of the step, from 0.
@@ -293,9 +290,6 @@ class Plan:
 
         Raises:
             InvalidArgument: noise other than `Gaussian`, which does not say its scale.
-
-        Guarantees:
-            tests/clipping/test_telemetry.py::test_noise_scale.
 
         >>> from dpfunc import clipping
         >>> telemetry = clipping.Telemetry((clipping.Statistic("loss", high=4.0),), share=0.04)

@@ -73,9 +73,10 @@ class StepState(NamedTuple):
     telemetry: Mapping[str, float | list[float]] | None = None
 
     def __repr__(self) -> str:
-        """The fields, without noise: it is secret."""
+        """The fields, without noise, which is secret, and the number of records, which is private."""
         noise = "()" if isinstance(self.noise_state, tuple) and not self.noise_state else "hidden"
-        shown = {name: noise if name == "noise_state" else repr(value) for name, value in self._asdict().items()}
+        private = {"noise_state": noise, "num_records": "None" if self.num_records is None else "hidden"}
+        shown = {name: private.get(name, repr(value)) for name, value in self._asdict().items()}
         return f"StepState({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 

@@ -16,7 +16,6 @@ from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, check_named, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
-from dpfunc.clipping.telemetry import LEAF
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import is_writer, together
 from dpfunc.distributed._reduce import gathered, release
@@ -110,7 +109,8 @@ class DPStep:
         released, noise_state = self._add_noise(clipped, params, state)
         after = next_state(self.plan, state, noise_state)
         if self.plan.telemetry is not None:
-            after = after._replace(telemetry=self._statistics(released, state.step))
+            size = self.plan.sampler.expected_batch_size(state.step)
+            after = after._replace(telemetry=self.plan.telemetry.read(released, self.plan.clip.clip_norm, size))
         self._record(released, state, after, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
@@ -170,11 +170,6 @@ class DPStep:
 
     def _with_statistics(self, params: Params) -> Params:
         return params if self.plan.telemetry is None else self.plan.telemetry.with_leaf(params)
-
-    def _statistics(self, released: dict[str, Tensor], step: int) -> dict[str, float | list[float]]:
-        """The released statistics, which are no gradient."""
-        size = self.plan.sampler.expected_batch_size(step)
-        return self.plan.telemetry.read(released[LEAF], self.plan.clip.clip_norm, size) if self.plan.telemetry else {}
 
     def _mechanism(self, step: int) -> Mechanism:
         multiplier = schedule_at(self.plan.noise_multiplier, step)
@@ -275,10 +270,8 @@ def make_dp_step(
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
     if plan.telemetry is not None and ranks is not None and ranks.keeps_parts:
-        raise InvalidArgument(
-            "Expected no telemetry with a sharded model (fully_shard), whose engine adds up gradients over processes "
-            "by itself, and no statistics. Use dpfunc.distributed.data_parallel(), or a plan without telemetry."
-        )
+        advice = "Its engine adds up gradients over processes, and no statistics. Use data_parallel()."
+        raise fail("no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry, advice)
     if journal is not None and not callable(journal):
         raise InvalidArgument(
             f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, named, open_unit, positive, real, shorten, wrong_type
+from dpfunc._utils.validation import fail, integer, named, open_unit, real, shorten, wrong_type
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ClippedSum, Params, Unreleased
 
-LEAF = "(telemetry)"
-"""Name of the statistics among the sums, and of their clip group."""
+_LEAF = "(telemetry)"  # name of the statistics among the sums, and of their clip group
 
 
 @named
@@ -36,9 +35,6 @@ class Statistic:
             `"clipped"`, nor of a histogram.
         edges: increasing: a histogram, the shares of records below the first edge, between two, and above the last.
         size: the record has so many numbers (B, size), scaled down to L2 norm `high`, e.g. the load of each expert.
-
-    Raises:
-        InvalidArgument: a value outside its domain.
 
     >>> Statistic("loss", high=4.0)
     Statistic(name='loss', low=0.0, high=4.0, edges=(), size=None)
@@ -116,9 +112,6 @@ class Telemetry:
         statistics: what is released.
         share: of the squared bound, 0 < share < 1, e.g. 0.05: the gradient has `sqrt(1 - share)` of its bound left.
 
-    Raises:
-        InvalidArgument: a value outside its domain, or two statistics of one name.
-
     Guarantees:
         one record moves gradient and statistics together by at most the sensitivity; a record whose gradient is not
         finite moves nothing (tests/clipping/test_telemetry.py::test_sensitivity); the noise is that of the plan
@@ -148,73 +141,58 @@ class Telemetry:
         return sum(each.num_values for each in self.statistics)
 
     def bounds(self, bounds: Mapping[str, float]) -> dict[str, float]:
-        """The bounds that are left to the clip groups, and that of the statistics, `LEAF`; together as large."""
+        """The bounds that are left to the clip groups, and that of the statistics, `_LEAF`; together as large."""
         left = {group: bound * math.sqrt(1 - self.share) for group, bound in bounds.items()}
-        return {**left, LEAF: math.hypot(*bounds.values()) * math.sqrt(self.share)}
+        return {**left, _LEAF: math.hypot(*bounds.values()) * math.sqrt(self.share)}
 
     def with_leaf(self, params: Params) -> dict[str, Tensor]:
         """Parameters, and one that stands for the statistics, for what lays noise out as them."""
-        if LEAF in params:
-            raise fail(f"no parameter of the name {LEAF}", "params", LEAF, "Rename it: telemetry has that name.")
+        if _LEAF in params:
+            raise fail(f"no parameter of the name {_LEAF}", "params", _LEAF, "Rename it: telemetry has that name.")
         device = next(iter(params.values())).device
-        return {**params, LEAF: torch.zeros(self.num_values, device=device)}
+        return {**params, _LEAF: torch.zeros(self.num_values, device=device)}
 
     def add(self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]) -> ClippedSum:
         """The clipped sum with that of the statistics of the same records. UNRELEASED, as what goes in."""
         total = next(iter(clipped.sums.values())).new_zeros(self.num_values, dtype=torch.float32)
         if len(unreleased.losses_B):
             finite_B1 = torch.isfinite(unreleased.norms_BG).all(1, keepdim=True)
-            own_G = unreleased.norms_BG.new_tensor([bounds[group] for group in bounds if group != LEAF])
+            own_G = unreleased.norms_BG.new_tensor([bounds[group] for group in bounds if group != _LEAF])
             scaled = [each._scaled(self._values(each.name, unreleased, own_G)) for each in self.statistics]
             scaled_BN = torch.cat(scaled, dim=1)
             scaled_BN = torch.where(finite_B1, scaled_BN, torch.zeros_like(scaled_BN))
-            total += (self._scale(bounds[LEAF]) * scaled_BN.sum(0)).float()
-        return replace(clipped, sums={**clipped.sums, LEAF: total}, group_of={**clipped.group_of, LEAF: LEAF})
+            total += (self._scale(bounds[_LEAF]) * scaled_BN.sum(0)).float()
+        return replace(clipped, sums={**clipped.sums, _LEAF: total}, group_of={**clipped.group_of, _LEAF: _LEAF})
 
     def _values(self, name: str, unreleased: Unreleased, bounds_G: Tensor) -> Tensor:
         """The values of a statistic, a row a record."""
-        if name == "loss":
-            return unreleased.losses_B
-        if name == "norm":
-            return unreleased.norms_BG.double().square().sum(1).sqrt()
-        if name == "clipped":
-            return (unreleased.norms_BG > bounds_G).any(1)
+        norms_BG = unreleased.norms_BG
         aux: Mapping[str, Any] = unreleased.aux if isinstance(unreleased.aux, Mapping) else {}
-        if not isinstance(aux.get(name), Tensor):
-            known = ["loss", "norm", "clipped", *map(str, aux)]
+        own = {
+            "loss": unreleased.losses_B, "norm": norms_BG.double().square().sum(1).sqrt(),
+            "clipped": (norms_BG > bounds_G).any(1),
+        }  # fmt: skip
+        values = own.get(name, aux.get(name))
+        if not isinstance(values, Tensor):
             raise InvalidArgument(
                 f"Expected the loss to return (losses, aux), where the mapping aux has {name!r} with one row a sample, "
-                f"for the telemetry of the plan, got {shorten(known, 9)}."
+                f"for the telemetry of the plan, got {shorten([*own, *map(str, aux)], 9)}."
             )
-        values: Tensor = aux[name]
         return values
 
     def _scale(self, bound: float) -> float:
         return bound * (1 - SLACK) / math.sqrt(len(self.statistics))
 
     def read(
-        self, released: Tensor, clip_norm: float | Mapping[str, float], batch_size: float
+        self, released: Params, clip_norm: float | Mapping[str, float], batch_size: float
     ) -> dict[str, float | list[float]]:
-        """The released means by name, from the released sum; of a histogram its shares.
-
-        Args:
-            released: the sum with noise. clip_norm: of the clip rule. batch_size: the expected one.
-        """
+        """The released means by name, of a histogram its shares, from the sums with noise and the expected size."""
         whole = math.hypot(*clip_norm.values()) if isinstance(clip_norm, Mapping) else clip_norm
-        scaled = released.detach().double().cpu() / (self._scale(whole * math.sqrt(self.share)) * batch_size)
+        scaled = released[_LEAF].double().cpu() / (self._scale(whole * math.sqrt(self.share)) * batch_size)
         parts = scaled.split([each.num_values for each in self.statistics])
         return {each.name: each._mean(part) for each, part in zip(self.statistics, parts, strict=True)}
 
     def errors(self, noise: float, batch_size: float) -> dict[str, float]:
-        """Standard deviation of the noise in each mean, by name; of a histogram in each of its shares.
-
-        Args:
-            noise: standard deviation / C. batch_size: the expected one.
-
-        >>> telemetry = Telemetry((Statistic("accuracy", high=1.0),), share=0.04)
-        >>> round(telemetry.errors(1.0, 100.0)["accuracy"], 4)
-        0.025
-        """
-        positive("batch_size", batch_size)
+        """Standard deviation of the noise in each mean, by name, from that of the noise / C and the expected size."""
         scale = self._scale(math.sqrt(self.share)) * batch_size
         return {each.name: noise * each._unit[1] / scale for each in self.statistics}

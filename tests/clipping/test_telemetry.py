@@ -20,7 +20,7 @@ from dpfunc import checkpoint, clipping, sampling
 from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Statistic, Telemetry
-from dpfunc.clipping.telemetry import LEAF
+from dpfunc.clipping.telemetry import _LEAF
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument, StateReused
@@ -121,8 +121,8 @@ def test_the_share_is_used_up():
     """The statistics reach C sqrt(share), the gradient C sqrt(1 - share): no bound is looser than it must be."""
     batch = {**as_batch(random_rows(0, 1, 1e6)), "value": torch.full((1,), 9.0), "load": torch.full((1, 3), 9.0)}
     sums = clipped_sum(clipping.Flat(1.0), batch, share=0.3).sums
-    assert float(sums[LEAF].norm()) == pytest.approx(math.sqrt(0.3), rel=1e-3)
-    assert float(flat({name: value for name, value in sums.items() if name != LEAF}).norm()) == pytest.approx(
+    assert float(sums[_LEAF].norm()) == pytest.approx(math.sqrt(0.3), rel=1e-3)
+    assert float(flat({name: value for name, value in sums.items() if name != _LEAF}).norm()) == pytest.approx(
         math.sqrt(0.7), rel=1e-3
     )
 
@@ -176,7 +176,7 @@ def test_noise_of_the_gradient_stays():
         steps_of(plan, batch), steps_of(plain, batch, loss=lambda p, b: loss_with_aux(p, b)[0]), strict=True
     ):
         assert all(torch.equal(value, others[name]) for name, value in grads.items())
-        assert LEAF not in grads
+        assert _LEAF not in grads
         assert state.ledger == other.ledger
         assert other.telemetry is None
 
@@ -192,7 +192,7 @@ def test_correlated_noise():
     plan = dataclasses.replace(plan_of(num_steps=3), noise=Correlated())
     states = [state for _, state in steps_of(plan, records(0, 40))]
     assert all(math.isfinite(state.telemetry["clipped"]) for state in states)
-    assert set(states[-1].noise_state["previous"]) == {*params(), LEAF}
+    assert set(states[-1].noise_state["previous"]) == {*params(), _LEAF}
     other = dataclasses.replace(plan, noise=SimpleNamespace(**{m: getattr(Correlated(), m) for m in PARTS_OF_NOISE}))
     with pytest.raises(InvalidArgument, match="Gaussian noise, whose scale is known"):
         other.telemetry_errors()
@@ -263,7 +263,7 @@ def test_a_loss_without_them_spends_nothing():
             )
         )
     with pytest.raises(InvalidArgument, match="no parameter of the name"):
-        dpfunc.make_dp_step(loss_with_aux, plan).init({LEAF: torch.zeros(2)}, dpfunc.secure_key())
+        dpfunc.make_dp_step(loss_with_aux, plan).init({_LEAF: torch.zeros(2)}, dpfunc.secure_key())
 
 
 def test_sharded_models_are_refused():

@@ -67,13 +67,9 @@ def split_aux(returned: object) -> tuple[Any, Any]:
 
 
 def check_aux(aux: Any, num_samples: int) -> Any:
-    """The aux of a loss, if each of its leaves is a tensor with the samples on axis 0.
-
-    Raises:
-        InvalidArgument: naming the leaf that is not.
-    """
+    """The aux of a loss, if each of its leaves is a tensor with the samples on axis 0; else an error that names it."""
     for path, leaf in pytree.tree_leaves_with_path(aux) if aux is not None else ():
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != num_samples or is_dtensor(leaf):
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (num_samples,) or is_dtensor(leaf):
             got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise InvalidArgument(
                 f"Expected the aux of loss_fn, (losses, aux), to have plain tensors with {num_samples} "
@@ -84,25 +80,18 @@ def check_aux(aux: Any, num_samples: int) -> Any:
 
 
 def joined_aux(parts: Sequence[Any], order: Tensor | None = None) -> Any:
-    """The aux of several parts of a batch, one after the other; then in this order, if one is given.
-
-    Raises:
-        InvalidArgument: the parts have other names or shapes.
-    """
+    """The aux of several parts of a batch, one after the other; then in this order, if one is given."""
     if all(part is None for part in parts):
         return None
     try:
-        return pytree.tree_map(lambda *own: _in_order(torch.cat(own), order), *parts)
+        joined = pytree.tree_map(lambda *own: torch.cat(own), *parts)
     except (ValueError, TypeError, RuntimeError) as error:
         refuse_out_of_memory(error)
         raise InvalidArgument(
             "Expected the aux of loss_fn, (losses, aux), to have the same names, shapes and dtypes for all samples, "
             "got others for some of them. Fill up to one length."
         ) from error
-
-
-def _in_order(values: Tensor, order: Tensor | None) -> Tensor:
-    return values if order is None else values[order.to(values.device)]
+    return joined if order is None else pytree.tree_map(lambda leaf: leaf[order.to(leaf.device)], joined)
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:

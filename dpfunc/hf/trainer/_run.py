@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.trainer_callback import ProgressCallback, tqdm
 
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
@@ -99,6 +100,15 @@ class Replicas:
         place = False if fsdp_parts(model) else device_placement
         placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
         return placed
+
+
+class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
+    """Progress of a private run: its steps, and no times, which would tell how many records a step has drawn."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}")
+        self.current_step = 0
 
 
 def ranks_of(args: Any) -> Ranks | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
@@ -37,6 +38,7 @@ from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._labels import refuse_labels
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
+from dpfunc.hf.trainer._telemetry import averaged, with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -50,6 +52,7 @@ _logger = logging.getLogger(__name__)
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
 _PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
+_TIMES = ("_runtime", "_per_second")  # of steps, which take as long as their draws are large
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -135,6 +138,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
+        self._told: list[Mapping[str, float | list[float]]] = []  # since the last line of the log
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
@@ -154,6 +158,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
+        if privacy.dp_enabled and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(runs.StepsBar)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
@@ -393,7 +399,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     params[name].copy_(value)
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
-        loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
+        task, telemetry = infer_task(model) if self._task is None else self._task, self.plan.telemetry
+        if telemetry and isinstance(task, str) and "accuracy" in [each.name for each in telemetry.statistics]:
+            task = with_accuracy(task)
+        loss_fn = make_loss_fn(forward, task)
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         dp_step = make_dp_step(
@@ -454,6 +463,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
+        self._told += [] if state.telemetry is None else [state.telemetry]
         if state.step >= self._warn_at:
             self._warn_at = math.inf  # once
             self._warn(runs.warning_text(self.plan, state))
@@ -504,12 +514,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`. A private run adds what was spent, and omits the training loss or names it as unreleased."""
         if self._run is not None:
+            for name in [name for name in logs if name.startswith("train_") and name.endswith(_TIMES)]:
+                del logs[name]
             for name in ("loss", "train_loss"):
                 if name in logs:
                     loss = logs.pop(name)
                     if self.privacy.dp_log_unreleased:
                         logs[f"unreleased/{name}"] = loss
-                    logs.update(runs.metrics(self._accounting()))
+                    logs.update({**runs.metrics(self._accounting()), **averaged(self._told)})
+                    self._told = []
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
@@ -585,6 +598,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """As in `Trainer`; of the records of a private run the number that its plan publishes."""
+        draws = dataloader.batch_sampler
+        return draws.sampler.dataset_size if isinstance(draws, Draws) else int(super().num_examples(dataloader))
 
     def _no_search(self, *_: object, **__: object) -> None:
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
