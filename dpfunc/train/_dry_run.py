@@ -40,9 +40,9 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
         f"people: {n}, each of them protected, with at most {job.data.max_records_per_unit} records each. Batches "
         "count people"
     )
+    unit = "records" if records.persons is None else "people"
     return [  # of the private table no number but that which the plan publishes
-        f"{'records' if records.persons is None else 'people'}: {n} to train on, {len(records.evaluation)} records to "
-        "evaluate on",
+        f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
         *seen_lines(records),
         *([people] if records.persons is not None else []),
         *recipe_lines(prepared.recipe, missing),
