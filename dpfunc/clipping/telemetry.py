@@ -47,21 +47,18 @@ class Statistic:
     size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise fail("a name of a statistic", "name", self.name)
         edges = tuple(real("edges", edge, "finite edges") for edge in self.edges)
         if list(edges) != sorted(set(edges)):
             raise fail("increasing edges", "edges", self.edges)
         object.__setattr__(self, "edges", edges)
-        if self.size is not None:
-            object.__setattr__(self, "size", integer("size", self.size, minimum=1))
         if self.name == "clipped" or edges:
             object.__setattr__(self, "high", 1.0)
         low = real("low", self.low, "a finite low")
         domain = f"a public bound high > low = {low:g} of {self.name!r}"
         object.__setattr__(self, "high", real("high", self.high, domain, inside=lambda high: high > low))
-        if (edges or self.size) and (low or (edges and self.size)):
-            raise fail("low=0 and one of edges and size", "low", self.low, f"{self.name!r} has a norm, no interval.")
+        size = 1 if self.size is None else integer("size", self.size, minimum=1)
+        if bool(edges) + bool(self.size) + bool(low) > 1:
+            raise fail("one of low, edges and size", "size", size, f"{self.name!r} has a norm, or an interval.")
 
     @property
     def num_values(self) -> int:

@@ -366,6 +366,5 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with Below():
             losses_B = over.all_rows(losses_1)[:, 0].detach()
-            if aux is not None:
-                aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
+            aux = pytree.tree_map_only(Tensor, lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
     return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux)

@@ -38,8 +38,7 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
         return records, None
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
     everything = [*records.train, *records.evaluation]
-    bound, each = job.privacy.dp_dataset_size, job.data.max_records_per_unit or 1  # their number may be private
-    trained = len(records.train) if bound is None else bound * each
+    trained = job.privacy.public_size(len(records.units)) * (job.data.max_records_per_unit or 1)  # not their number
     vectors = (trained + len(records.evaluation)) * (1 if kind == "features" else job.data.max_length)
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:

@@ -239,7 +239,7 @@ BAD = {
     "no bound": (lambda: Statistic("loss"), "a public bound high > low = 0 of 'loss', got high=None"),
     "bounds": (lambda: Statistic("loss", 2.0, 1.0), "a public bound high > low = 2"),
     "edges": (lambda: Statistic("norm", edges=(1.0, 0.5)), "increasing edges"),
-    "interval of a norm": (lambda: Statistic("load", 0.5, 1.0, size=3), "low=0 and one of edges and size"),
+    "interval of a norm": (lambda: Statistic("load", 0.5, 1.0, size=3), "one of low, edges and size"),
     "optimal": (lambda: plan_of(allocation="optimal"), 'allocation="uniform" with telemetry'),
     "type": (lambda: dataclasses.replace(plan_of(), telemetry="loss"), "a clipping.Telemetry, or None"),
 }

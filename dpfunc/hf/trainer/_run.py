@@ -111,6 +111,12 @@ class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
         self.current_step = 0
 
 
+def hide_times(trainer: Any) -> None:
+    """Give a private Trainer that has a progress bar one without times."""
+    if trainer.privacy.dp_enabled and trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(StepsBar)
+
+
 def ranks_of(args: Any) -> Ranks | None:
     """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
     world = int(args.world_size)

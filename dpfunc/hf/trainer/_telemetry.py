@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfunc.clipping import Telemetry
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import Caller
 from dpfunc.hf.tasks import TASKS
@@ -16,9 +17,11 @@ from dpfunc.hf.trainer._run import Loss
 from dpfunc.types import Params
 
 
-def with_accuracy(task: Loss) -> Any:
-    """The loss of a task, as `(losses, aux)` with the accuracy of each sample, 0 or 1, from the model's logits."""
-    own = TASKS[task] if isinstance(task, str) else task
+def with_accuracy(task: Loss, telemetry: Telemetry | None) -> Any:
+    """The loss of a task by name, as `(losses, aux)` with the accuracy of each sample, if telemetry needs it."""
+    if telemetry is None or not isinstance(task, str) or "accuracy" not in {each.name for each in telemetry.statistics}:
+        return task
+    own = TASKS[task]
 
     def both(forward: Caller, params: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         found: list[Any] = []
@@ -39,9 +42,9 @@ def with_accuracy(task: Loss) -> Any:
     return both
 
 
-def averaged(told: Sequence[Mapping[str, float | list[float]]]) -> dict[str, float]:
+def averaged(told: Sequence[Any]) -> dict[str, float]:
     """The means of released statistics over some steps, by the names that loggers get. Released."""
-    means = {name: torch.tensor([step[name] for step in told]).mean(0) for name in (told[0] if told else ())}
+    means = {name: torch.tensor([step[name] for step in told]).mean(0) for name in (told[0] or () if told else ())}
     return {
         f"released/{name}{f'_{place}' if values.ndim else ''}": number
         for name, values in means.items() for place, number in enumerate(values.reshape(-1).tolist())

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
@@ -138,7 +137,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
-        self._told: list[Mapping[str, float | list[float]]] = []  # since the last line of the log
+        self._told: list[Any] = []  # telemetry since the last line of the log
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
@@ -158,8 +157,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
-        if privacy.dp_enabled and self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(runs.StepsBar)
+        runs.hide_times(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
@@ -399,10 +397,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     params[name].copy_(value)
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
-        task, telemetry = infer_task(model) if self._task is None else self._task, self.plan.telemetry
-        if telemetry and isinstance(task, str) and "accuracy" in [each.name for each in telemetry.statistics]:
-            task = with_accuracy(task)
-        loss_fn = make_loss_fn(forward, task)
+        task = infer_task(model) if self._task is None else self._task
+        loss_fn = make_loss_fn(forward, with_accuracy(task, self.plan.telemetry))
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         dp_step = make_dp_step(
@@ -463,7 +459,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
-        self._told += [] if state.telemetry is None else [state.telemetry]
+        self._told.append(state.telemetry)
         if state.step >= self._warn_at:
             self._warn_at = math.inf  # once
             self._warn(runs.warning_text(self.plan, state))

@@ -9,13 +9,12 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from trainer_cases import Seen, classifier, labelled, training_arguments
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
 import dpfunc
-from dpfunc.clipping import Statistic
+from dpfunc.clipping import Statistic, Telemetry
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
@@ -79,14 +78,16 @@ def test_statistics_and_no_side_facts(run, capsys, caplog):
 
 def test_accuracy_of_each_sample():
     forward, params = functionalize(nn.Linear(3, 4))
-    task = with_accuracy(lambda f, p, b: F.cross_entropy(f(p, b["x"]).logits, b["labels"], reduction="none"))
+    telemetry = Telemetry((Statistic("accuracy", high=1.0),), 0.1)
+    task = with_accuracy("sequence_classification", telemetry)
+    assert with_accuracy("causal_lm", None) == "causal_lm"
     outputs = dataclasses.make_dataclass("Outputs", ["logits"])
     loss_fn = make_loss_fn(lambda p, x: outputs(forward(p, x)), task)
     batch = {"x": torch.randn(9, 3), "labels": torch.arange(9) % 4}
     _, unreleased = dpfunc.clipped_grad(loss_fn, params, batch, dpfunc.clipping.Flat(1.0))
     assert torch.equal(unreleased.aux["accuracy"], (forward(params, batch["x"]).argmax(1) == batch["labels"]).float())
     with pytest.raises(InvalidArgument, match="one class a sample for dp_telemetry='accuracy'"):
-        loss_fn(params, {"x": torch.randn(2, 4, 3), "labels": torch.zeros(2, 4, dtype=torch.int64)})
+        loss_fn(params, {"x": torch.randn(2, 3), "labels": torch.zeros(2, 4)})
 
 
 def test_arguments():
@@ -106,7 +107,7 @@ def test_arguments():
 
 
 def test_means_by_the_names_of_loggers():
-    assert averaged([]) == {}
+    assert averaged([]) == averaged([None, None]) == {}
     found = averaged([{"loss": 1.0, "norm": [0.0, 1.0]}, {"loss": 2.0, "norm": [0.5, 0.5]}])
     assert found == {"released/loss": 1.5, "released/norm_0": 0.25, "released/norm_1": 0.75}
     assert all(math.isfinite(value) for value in found.values())
