@@ -110,7 +110,7 @@ class PrivacyArguments:
     dp_allow_large_delta: bool = _option(False, "Accept delta >= 1 / number of records.")
     dp_dataset_size: int | None = _option(None, "Public number that the number of records cannot exceed.")
     dp_log_unreleased: bool = _option(False, "Log the training loss, which is private, as unreleased/loss.")
-    dp_telemetry: list[str] | None = _option(  # noqa: RUF009  # the parser of Transformers takes lists, not tuples
+    dp_telemetry: list[str] | None = _option(  # noqa: RUF009  (the parser of Transformers takes lists)
         None, "Statistics to release with the gradient, e.g. loss accuracy."
     )
     dp_telemetry_share: float = _option(0.05, "Share of the squared bound that they take from the gradient.")
