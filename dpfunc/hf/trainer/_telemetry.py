@@ -26,11 +26,11 @@ def with_accuracy(task: Loss, telemetry: Telemetry | None) -> Any:
     def both(forward: Caller, params: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         found: list[Any] = []
 
-        def noted(*args: Any, **inputs: Any) -> Any:
+        def _noted(*args: Any, **inputs: Any) -> Any:
             found.append(forward.forward(*args, **inputs))
             return found[-1]
 
-        losses_B = own(replace(forward, forward=noted), params, batch)
+        losses_B = own(replace(forward, forward=_noted), params, batch)
         logits, labels = getattr(found[-1], "logits", None), batch.get("labels")
         if logits is None or labels is None or labels.ndim != 1 or logits.ndim != 2 or labels.is_floating_point():
             raise InvalidArgument(
