@@ -24,6 +24,7 @@ from dpfunc.clipping.telemetry import _LEAF
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument, StateReused
+from dpfunc.evidence import replay as replay_neighbours
 from dpfunc.state import replay
 
 EVERY = (
@@ -270,3 +271,28 @@ def test_sharded_models_are_refused():
     ranks = Ranks(None, None, 0, 1, independent=True, keeps_parts=True)
     with pytest.raises(InvalidArgument, match="no telemetry with a sharded model"):
         dpfunc.make_dp_step(loss_with_aux, plan_of(), ranks=ranks)
+
+
+def test_a_replay_on_neighbours_holds():
+    """Also for a loop whose learning rate follows the released loss; not for one that follows the unreleased one."""
+    plan = plan_of((Statistic("loss", -4.0, 4.0), Statistic("value", high=1.0)), num_steps=6)
+
+    def init(dp_step, data, key):
+        return 0.1, params(), dp_step.init(params(), key)
+
+    def follow(measure):
+        def step(dp_step, data, carry):
+            rate, values, state = carry
+            batch = dpfunc.take(data, dp_step.plan.draw(state, state.step))
+            grads, state, unreleased = dp_step(values, batch, state)
+            values = {name: value - rate * grads[name] for name, value in values.items()}
+            rate = 0.1 if measure(state, unreleased) < 1.0 else 0.01 * measure(state, unreleased)
+            return None if state.step == state.limit else (rate, values, state)
+
+        return step
+
+    data = {**records(0, 40), "value": torch.linspace(0, 1, 40), "load": torch.zeros(40, 3)}
+    dp_step = dpfunc.make_dp_step(loss_with_aux, plan)
+    assert replay_neighbours(dp_step, init, follow(lambda state, _: state.telemetry["loss"]), data).holds
+    found = replay_neighbours(dp_step, init, follow(lambda _, private: float(private.losses_B.abs().sum())), data)
+    assert not found.holds
