@@ -30,7 +30,7 @@ _PLAN_SCHEMA = 1
 _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
 _PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if dataclasses.is_dataclass(cls)}
 """What a saved plan may hold, beside events: all dataclasses among the public names of these folders."""
-_LATER = {"noise": noise.Gaussian()}
+_LATER = {"noise": noise.Gaussian(), "telemetry": None}
 """Fields that earlier plans did not have, and what they mean where they are left out."""
 
 
@@ -81,6 +81,7 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
         "num_records": state.num_records,
         "ledger": json.loads(state.ledger.to_json()),
         "released": state.released,
+        "telemetry": state.telemetry,
         "data": data,
         "extra": dict(extra or {}),
     }
@@ -101,6 +102,7 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
         plan_digest(plan),
         bool(values["drawn"]),
         values["num_records"],
+        telemetry=values.get("telemetry"),
     )
     return charged_for(state, plan, taken)
 

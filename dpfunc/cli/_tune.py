@@ -146,7 +146,7 @@ def _search_public(
 def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
     """Do a private search, or show its plan."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TextColumn
 
     from dpfunc.train import _private_search as private_search
 
@@ -155,10 +155,10 @@ def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: 
     if dry_run:
         report.say(_NOTHING)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
     try:
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-            # No total: it would tell the number of runs, which is secret.
+            # No total, and no time: they would tell the number of runs, which is secret.
             progress.add_task("private search", total=None)
             outcome = private_search.run_search(search, resume=resume, insecure_seed=insecure_seed)
     except KeyboardInterrupt:

@@ -158,22 +158,10 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
     return tuple(kept), tuple(persons), found.dropped
 
 
-def left_out(records: Records) -> list[str]:
-    """Lines on what was left out, and what is trained and evaluated on; numbers that are private."""
-    lines = [f"{records.duplicates} exact duplicates were left out (a private number)."] * bool(records.duplicates)
-    if records.persons is not None:
-        lines.append(
-            f"{len(records.persons)} people with {len(records.train)} records are trained on; {records.above_limit} "
-            "records above max_records_per_unit were left out (private numbers)."
-        )
-    return lines + seen_lines(records)
-
-
 def seen_lines(records: Records) -> list[str]:
-    """A warning of evaluation records that are trained on as well."""
-    number = f"{records.seen} of {len(records.evaluation)}"
-    text = f"WARNING: {number} evaluation records are trained on as well (private numbers): metrics will say little "
-    return [f"{text}about new records."] if records.seen else []
+    """A warning of evaluation records that are trained on as well, without their number, which is private."""
+    text = "WARNING: evaluation records are trained on as well: metrics will say little about new records. This line "
+    return [f"{text}was computed from private data: do not publish it."] if records.seen else []
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:

@@ -34,7 +34,7 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._dataset import Records, collator, left_out, read_records
+from dpfunc.train._dataset import Records, collator, read_records, seen_lines
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
@@ -139,7 +139,7 @@ def run_job(
 
         prepared = all_or_none(load, ranks, "Nothing was trained")
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        tell(*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about)
+        tell(*seen_lines(records), *recipe_lines(prepared.recipe, job.training.missing), about)
         prepared = dataclasses.replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:

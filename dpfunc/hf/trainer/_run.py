@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.trainer_callback import ProgressCallback, tqdm
 
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
@@ -20,6 +21,7 @@ from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
+from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.functional._fsdp import fsdp_parts
@@ -96,6 +98,23 @@ class Replicas:
         return placed
 
 
+class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
+    """Progress of a private run: its steps, and no times, which would tell how many records a step has drawn."""
+
+    def _begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}")
+        self.current_step = 0
+
+    on_train_begin = _begin
+
+
+def hide_times(trainer: Any) -> None:
+    """Give a private Trainer that has a progress bar one without times."""
+    if trainer.privacy.dp_enabled and trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(StepsBar)
+
+
 def ranks_of(args: Any) -> Ranks | None:
     """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
     world = int(args.world_size)
@@ -150,7 +169,7 @@ def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callab
         return wrapped(*args, **kwargs)
 
     loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), infer_task(model) if task is None else task)
-    return lambda batch: loss_fn({}, dict(batch)).mean()
+    return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
 def warning_step(plan: Plan, start: Start, share: float) -> float:

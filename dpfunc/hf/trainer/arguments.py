@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dpfunc._utils.validation import boolean, fail, integer, named, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.clipping import Automatic, Flat
+from dpfunc.clipping import Automatic, Flat, Statistic, Telemetry
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
@@ -32,6 +32,8 @@ _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
     "dp_recipe": partial(one_of, allowed=STRATEGIES),
 }
+
+_HIGHEST = {"loss": "10", "accuracy": "1", "clipped": "1"}  # values of statistics, where none is given
 
 # What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
 OTHER_NAMES = {
@@ -63,6 +65,9 @@ class PrivacyArguments:
         dp_secure_mode: as always on a CPU. dp_engine: see `make_dp_step`. dp_warn_at: once, 0 < share <= 1.
         dp_physical_batch_size: None is the Trainer's batch size.
         dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
+        dp_telemetry: `loss`, `accuracy`, `clipped`, `norm`, or a key of the aux of a loss; with its largest value after a
+            colon, `loss:4` (by default 10, and 1 for the accuracy). See docs/guides/telemetry.md.
+        dp_telemetry_share: share of the squared bound that they take from the gradient, 0 < share < 1.
 
     Raises:
         InvalidArgument: a value outside its domain, missing, or contradicting another.
@@ -92,6 +97,10 @@ class PrivacyArguments:
     dp_allow_large_delta: bool = _option(False, "Accept delta >= 1 / number of records.")
     dp_dataset_size: int | None = _option(None, "Public number that the number of records cannot exceed.")
     dp_log_unreleased: bool = _option(False, "Log the training loss, which is private, as unreleased/loss.")
+    dp_telemetry: list[str] | None = _option(  # noqa: RUF009  (the parser of Transformers takes lists)
+        None, "Statistics to release with the gradient, e.g. loss accuracy."
+    )
+    dp_telemetry_share: float = _option(0.05, "Share of the squared bound that they take from the gradient.")
     dp_recipe: Literal["head", "lora", "projector", "full", "pretrained"] | None = _option(
         None, "Take batch size, steps and learning rate from a recipe."
     )
@@ -104,6 +113,7 @@ class PrivacyArguments:
         for name, check in _DOMAINS.items():
             if given[name] is not None:
                 check(name, given[name])
+        self.telemetry()
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
             both = f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}"
             why = "the recipe depends on them, also for the twin without privacy"
@@ -159,6 +169,13 @@ class PrivacyArguments:
             return Automatic()
         return Automatic(bound) if self.dp_clip == "automatic" else Flat(bound)
 
+    def telemetry(self) -> Telemetry | None:
+        """What `dp_telemetry` names; the edges of a histogram of norms are 1/4, 1/2, 1, 2 and 4 times the bound."""
+        if self.dp_telemetry is None:
+            return None
+        bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
+        return Telemetry(tuple(_statistic(text, bound) for text in self.dp_telemetry), self.dp_telemetry_share)
+
     def public_size(self, num_records: int) -> int:
         """Number of records that the plan publishes: what there are, or `dp_dataset_size`, which is no smaller."""
         if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
@@ -196,6 +213,7 @@ class PrivacyArguments:
         start = Plan(
             sampler, self.clip(), 1.0, num_steps, self.dp_delta, None, self.adjacency,
             accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
+            telemetry=self.telemetry(),
         )  # fmt: skip
         if self.dp_epsilon is not None:
             noise = calibrate(
@@ -216,6 +234,16 @@ class PrivacyArguments:
             more = "Take more noise or smaller batches."
             raise UnreachableBudget(f"Expected a budget for at least one step, got {given}. {more}")
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
+
+
+def _statistic(text: str, bound: float) -> Statistic:
+    name, _, high = text.partition(":")
+    if name == "norm" and not high:
+        return Statistic(name, edges=tuple(bound * 2.0**power for power in range(-2, 3)))
+    given = high or _HIGHEST.get(name, "")
+    if not given.replace(".", "", 1).isdecimal():
+        raise fail("NAME, or NAME:HIGHEST", "dp_telemetry", text, f"Alone: {', '.join(_HIGHEST)}, norm.")
+    return Statistic(name, high=float(given))
 
 
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:

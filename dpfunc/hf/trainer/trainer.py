@@ -37,6 +37,7 @@ from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._labels import refuse_labels
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
+from dpfunc.hf.trainer._telemetry import averaged, with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -51,6 +52,7 @@ _logger = logging.getLogger(__name__)
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
 _PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
+_TIMES = ("_runtime", "_per_second")  # of steps, which take as long as their draws are large
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -132,6 +134,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
+        self._told: list[Any] = []  # telemetry since the last line of the log
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
@@ -151,6 +154,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
+        runs.hide_times(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
@@ -387,7 +391,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     params[name].copy_(value)
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
-        loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
+        task = infer_task(model) if self._task is None else self._task
+        loss_fn = make_loss_fn(forward, with_accuracy(task, self.plan.telemetry))
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         by_device = on_cuda and not privacy.dp_secure_mode  # a CPU has no other source
@@ -441,6 +446,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
+        self._told.append(state.telemetry)
         if state.step >= self._warn_at:
             self._warn_at = math.inf  # once
             self._warn(runs.warning_text(self.plan, state))
@@ -498,12 +504,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`. A private run adds what was spent, and omits the training loss or names it as unreleased."""
         if self._run is not None:
+            for name in [name for name in logs if name.startswith("train_") and name.endswith(_TIMES)]:
+                del logs[name]
             for name in ("loss", "train_loss"):
                 if name in logs:
                     loss = logs.pop(name)
                     if self.privacy.dp_log_unreleased:
                         logs[f"unreleased/{name}"] = loss
-                    logs.update(runs.metrics(self._accounting()))
+                    logs.update({**runs.metrics(self._accounting()), **averaged(self._told)})
+                    self._told = []
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
@@ -574,6 +583,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """As in `Trainer`; of the records of a private run the number that its plan publishes."""
+        draws = dataloader.batch_sampler
+        return draws.sampler.dataset_size if isinstance(draws, Draws) else int(super().num_examples(dataloader))
 
     def _no_search(self, *_: object, **__: object) -> None:
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
