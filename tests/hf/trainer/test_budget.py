@@ -37,9 +37,7 @@ class Stop(TrainerCallback):
 
 def trainer(budget, folder, **options):
     arguments = training_arguments(folder, save_strategy="steps", save_steps=3)
-    return DPTrainer(
-        classifier(), arguments, privacy=PRIVACY, train_dataset=DATA, budget=budget, **options
-    )
+    return DPTrainer(classifier(), arguments, privacy=PRIVACY, train_dataset=DATA, budget=budget, **options)
 
 
 def test_a_run_reserves_and_settles(budget, tmp_path):
