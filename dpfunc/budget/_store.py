@@ -33,11 +33,6 @@ BUDGET = _table("dpfunc_budget", "schema", "facts", "head")
 EVENTS = _table("dpfunc_budget_events", *Event._fields[1:])
 _ATTEMPTS, _PAUSE = 8, 0.05  # seconds, doubled each time
 _WAIT = 60  # seconds for the lock of a SQLite file
-# (SQLite, changes) -> statement; the last is one moment for all that is read.
-_BEGIN = {
-    (True, True): "BEGIN IMMEDIATE", (True, False): "BEGIN", (False, True): "BEGIN ISOLATION LEVEL READ COMMITTED",
-    (False, False): "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY",
-}  # fmt: skip
 Answer = TypeVar("Answer")
 Change = Callable[[Account], tuple[Event | None, Answer]]
 """Account -> an event to add, or None, and an answer. It may be called again, after a connection was cut."""
@@ -104,6 +99,8 @@ def _in_transaction(url: str, action: Callable[[Connection], Answer], *, mode: s
         except DBAPIError as error:
             if not _was_cut(error) or attempt + 1 == _ATTEMPTS:
                 raise _refusal(url, error) from error
+        except ImportError as error:
+            raise InvalidArgument(f'A server needs psycopg: pip install "dpfunc[postgresql]" ({error}).') from error
         except UnicodeDecodeError as error:  # of a text column
             raise damaged("text that is none") from error
         time.sleep(_PAUSE * 2**attempt)
@@ -113,21 +110,24 @@ def _in_transaction(url: str, action: Callable[[Connection], Answer], *, mode: s
 def _once(address: URL, action: Callable[[Connection], Answer], mode: str) -> Answer:
     """One transaction, with explicit BEGIN and COMMIT: the drivers begin one at other times, and without its lock."""
     sqlite = address.get_backend_name() == "sqlite"
-    options: dict[str, Any] = {"timeout": _WAIT} if sqlite else {}
+    options = {"timeout": _WAIT} if sqlite else {}
     engine = create_engine(address, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=options)
     with engine.connect() as connection:
         if sqlite:
             connection.exec_driver_sql("PRAGMA synchronous = EXTRA")  # a commit survives a power cut
-        connection.exec_driver_sql(_BEGIN[sqlite, mode != "ro"])
-        if not sqlite and mode != "ro":
-            connection.exec_driver_sql("SET LOCAL synchronous_commit = on")  # the same
+            connection.exec_driver_sql("BEGIN" if mode == "ro" else "BEGIN IMMEDIATE")
+        elif mode == "ro":
+            connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")  # all of one moment
+        else:
+            connection.exec_driver_sql("BEGIN ISOLATION LEVEL READ COMMITTED")  # and the lock of a row
+            connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
         answer = action(connection)
         connection.exec_driver_sql("COMMIT")
     return answer  # whatever is raised above closes the connection, which undoes all
 
 
 def _address(url: str, mode: str) -> URL:
-    """The address for SQLAlchemy: a path is a SQLite file, which only `rwc` makes."""
+    """The address for SQLAlchemy: a path is a SQLite file, which only the mode `rwc` makes."""
     try:
         made = make_url(url if "://" in url else URL.create("sqlite", database=url))
     except ArgumentError as error:
@@ -140,7 +140,8 @@ def _address(url: str, mode: str) -> URL:
     path = Path(str(made.database)).absolute()
     if mode != "rwc" and not path.is_file():
         raise fail("a file with a budget", "url", shown(url), "There is no such file. Make it: dpfunc budget create.")
-    return URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": mode, "uri": "true"})
+    opened = "rwc" if mode == "rwc" else "rw"  # who reads undoes what a killed process has half-written
+    return URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": opened, "uri": "true"})
 
 
 def _was_cut(error: DBAPIError) -> bool:

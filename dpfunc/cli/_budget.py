@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 _file = click.Path(exists=True, path_type=Path)
+_spender = click.option("--spender", help="Who reserves. [default: the user]")
 
 
 @click.group()
@@ -25,22 +25,6 @@ def budget() -> None:
 
     URL is the path of a SQLite file on a local disk, or postgresql://user@host/database. Nothing in it is private.
     """
-
-
-def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate a command with options."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_of_a_run = _options(
-    click.argument("url"), click.argument("run"), click.option("--spender", help="[default: the user]"), json_option
-)
 
 
 @budget.command()
@@ -59,9 +43,8 @@ def create(
 
     Example: dpfunc budget create mails.db -e 8 -d 1e-6 --unit "one person" --adjacency add_remove --spender ana
     """
-    Budget(url).create(
-        epsilon=epsilon, delta=delta, unit=unit, adjacency=adjacency, spenders=spenders, earlier=read_spent(spent)
-    )
+    earlier = read_spent(spent)
+    Budget(url).create(epsilon=epsilon, delta=delta, unit=unit, adjacency=adjacency, spenders=spenders, earlier=earlier)
     click.echo("The budget was made.")
 
 
@@ -72,15 +55,10 @@ def show(url: str, as_json: bool) -> None:
     """Show what the data set may cost, and what is charged."""
     account = Budget(url).account()
     facts, charged = account.facts, account.charged()
-    values = {
-        "epsilon": facts.epsilon, "delta": facts.delta, "unit": facts.unit, "adjacency": facts.adjacency,
-        "spenders": ", ".join(facts.spenders), "runs": len(account.entries), "steps charged": charged.num_steps,
-        "epsilon charged": facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon,
-    }  # fmt: skip
-    if as_json:
-        print_json(values)
-    else:
-        print_values("Budget of the data set", values)
+    values = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
+    spent = facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon
+    counted = {"runs": len(account.entries), "steps_charged": charged.num_steps, "epsilon_charged": spent}
+    _show("Budget of the data set", {**values, "spenders": ", ".join(facts.spenders), **counted}, as_json)
 
 
 @budget.command()
@@ -98,28 +76,35 @@ def history(url: str, as_json: bool) -> None:
 
 
 @budget.command()
-@_of_a_run
+@click.argument("url")
+@click.argument("run")
 @click.option("--unit", required=True, help="What the run protects: that of the budget.")
 @click.option("--sampling-prob", "-q", type=float, required=True, help="Probability of a record to be in a batch.")
 @click.option("--sigma", "-s", type=float, required=True, help="Noise multiplier.")
 @click.option("--steps", "-t", type=int, required=True, help="Number of steps.")
+@_spender
+@json_option
 def reserve(
-    url: str, run: str, spender: str | None, as_json: bool, unit: str, sampling_prob: float, sigma: float, steps: int
+    url: str, run: str, unit: str, sampling_prob: float, sigma: float, steps: int, spender: str | None, as_json: bool
 ) -> None:
     """Reserve for a run of another program, which is named once and for all; runs of dpfunc do it themselves."""
     there = Budget(url, run, spender)
-    facts = there.account().facts
-    if run in there.account().entries:
+    account = there.account()
+    if run in account.entries:
         raise InvalidArgument(f"Expected a run that is not in the budget, got {run!r}, which is. Nothing was reserved.")
-    entry = there.reserve(Ledger((Event(sampling_prob, sigma, steps),), facts.adjacency), f"by hand: {run}", unit=unit)
-    _say(entry, facts.delta, as_json)
+    planned = Ledger((Event(sampling_prob, sigma, steps),), account.facts.adjacency)
+    entry = there.reserve(planned, f"by hand: {run}", unit=unit)
+    _show("The run in the budget", _described(entry, account.facts.delta), as_json)
 
 
 @budget.command()
-@_of_a_run
+@click.argument("url")
+@click.argument("run")
 @click.argument("spent", type=_file, required=False)
 @click.option("--unused", is_flag=True, help="Instead of SPENT: nothing was released.")
-def settle(url: str, run: str, spender: str | None, as_json: bool, spent: Path | None, unused: bool) -> None:
+@_spender
+@json_option
+def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | None, as_json: bool) -> None:
     """Charge what a run that has ended, or was killed, has really spent, by its journal.
 
     SPENT is its folder or journal (.jsonl). Runs of dpfunc that end by themselves settle without this.
@@ -131,22 +116,19 @@ def settle(url: str, run: str, spender: str | None, as_json: bool, spent: Path |
     if spent is None:
         entry = there.settle(Ledger(adjacency=facts.adjacency))
     else:
-        with only_process(spent if spent.is_dir() else spent.parent):  # it is dead
+        with only_process(spent if spent.is_dir() else spent.parent):  # it has ended
             entry = there.settle(spent)
-    _say(entry, facts.delta, as_json)
+    _show("The run in the budget", _described(entry, facts.delta), as_json)
 
 
 def _described(entry: BudgetEntry, delta: float) -> dict[str, Any]:
-    return {
-        "run": entry.run, "spender": entry.spender, "state": entry.state, "steps": entry.charged.num_steps,
-        "reserved_steps": entry.planned.num_steps, "epsilon_alone": round(entry.charged.epsilon(delta).epsilon, 4),
-        "date": entry.date,
-    }  # fmt: skip
+    alone = round(entry.charged.epsilon(delta).epsilon, 4)
+    steps = {"steps": entry.charged.num_steps, "reserved_steps": entry.planned.num_steps, "epsilon_alone": alone}
+    return {"run": entry.run, "spender": entry.spender, "state": entry.state, **steps, "date": entry.date}
 
 
-def _say(entry: BudgetEntry, delta: float, as_json: bool) -> None:
-    values = _described(entry, delta)
+def _show(title: str, values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(values)
     else:
-        print_values("The run in the budget", values)
+        print_values(title, values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -121,3 +123,19 @@ def test_a_full_disk(path):
     with pytest.raises(NotWritten, match="full"):
         _store._in_transaction(str(path), full, mode="rw")
     assert Budget(path).account() == before
+
+
+def test_what_a_killed_process_has_half_written_is_undone(path):
+    """Killed with changed pages in the file and their old content in the journal of SQLite: whoever comes next reads."""
+    before = Budget(path).account()
+    code = (
+        "import os, signal, sqlite3; c = sqlite3.connect({!r}, isolation_level=None); c.execute('pragma cache_size = 2'); "
+        "c.execute('begin immediate'); [c.execute(\"insert into dpfunc_budget_events select number + 10 * \" + str(i) + "
+        '", kind, run, spender, token, ledger, before, date, digest from dpfunc_budget_events where number < 5") '
+        "for i in range(1, 200)]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code.format(str(path))], check=False, timeout=60)
+    journal = path.with_name("budget.db-journal")
+    assert journal.stat().st_size > 0
+    assert Budget(path).account() == before
+    assert not journal.exists()

@@ -48,7 +48,7 @@ def test_the_commands(tmp_path):
     assert (large.exit_code, "of its 5000 steps would fit" in large.output) == (1, True)
     assert json.loads(run("settle", url, "theirs", "--unused", "--spender", "ana", "--json").stdout)["steps"] == 0
     shown = json.loads(run("show", url, "--json").stdout)
-    assert (shown["runs"], shown["epsilon charged"], shown["spenders"]) == (1, 0.0, "ana, ben")
+    assert (shown["runs"], shown["epsilon_charged"], shown["spenders"]) == (1, 0.0, "ana, ben")
     assert [row["state"] for row in json.loads(run("history", url, "--json").stdout)] == ["settled"]
     for plain in (run("show", url), run("history", url)):
         assert plain.exit_code == 0, plain.output

@@ -265,8 +265,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     self._write_accounting(ended=False)
         distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
         if self._budget is not None:
-            distributed.once(self._ranks, partial(self._budget.settle, Path(self.args.output_dir)))
+            distributed.once(self._ranks, partial(self._settle, self._budget))
         return output._replace(training_loss=math.nan)
+
+    def _settle(self, budget: Budget) -> None:
+        """Settle a finished run, whose model must not get lost where the database cannot be reached."""
+        try:
+            budget.settle(Path(self.args.output_dir))
+        except NotWritten as error:
+            self._warn(f"The run stays charged all that it has reserved, until `dpfunc budget settle`: {error}")
 
     def _write_accounting(self, *, ended: bool) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""

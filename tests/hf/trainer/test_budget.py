@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD
 from dpfunc.budget import Budget
-from dpfunc.errors import BudgetExhausted, InvalidArgument
+from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.types import Event
 
@@ -74,3 +74,18 @@ def test_another_unit_is_refused_before_a_step(budget, tmp_path):
         trainer(budget, tmp_path / "run", unit="one person").train()
     assert budget.account().number == 0
     assert not (tmp_path / "run" / "privacy_journal.jsonl").exists()
+
+
+def test_a_finished_run_is_not_lost_with_the_database(budget, tmp_path, caplog, monkeypatch):
+    """It stays charged in full, and is settled later."""
+    run = trainer(budget, tmp_path / "run")
+    monkeypatch.setattr(Budget, "settle", unreachable)
+    run.train()
+    assert "until `dpfunc budget settle`" in caplog.text
+    monkeypatch.undo()
+    assert budget.account().entries["first"].state == "reserved"
+    assert budget.settle(tmp_path / "run").charged == run.plan.ledger()
+
+
+def unreachable(*_):
+    raise NotWritten("The database could not be reached.")
