@@ -261,8 +261,9 @@ def _is_there(entry: BudgetEntry, token: str, planned: Ledger) -> bool:
     if entry.token != token or entry.planned != planned or (settled and token.startswith("text ")):
         raise LedgerConflict(
             f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key or "
-            f"plan, or is settled. Two runs of one name would be counted once: choose another, or resume that run. "
-            f"{_NOTHING}"
+            "plan, or is settled. Two runs of one name would be counted once: choose another name, or resume that run. "
+            "One that was killed before its first step, and has lost its key, is settled by dpfunc budget settle "
+            f"--unused. {_NOTHING}"
         )
     return not settled
 

@@ -208,6 +208,14 @@ def test_more_than_was_reserved_is_charged_and_told(tmp_path):
         budget.settle(steps(11))
 
 
+def test_a_run_that_was_not_dead_is_charged_what_it_took_since(tmp_path):
+    budget = of(made(tmp_path), "a")
+    budget.reserve(steps(10), "a", unit=UNIT)
+    for count in (4, 6, 6):
+        assert budget.settle(steps(count)).charged == steps(count)
+    assert budget.account().number == 3
+
+
 def plan(budget=None, **more):
     given = {"dataset_size": 100, "expected_batch_size": 10, "num_steps": 4, "clip": clipping.Flat(1.0), **more}
     if budget is None:
