@@ -57,6 +57,13 @@ def _steps_left(state: Position) -> range:
     return range(state.step, state.limit)
 
 
+class _Budget(Protocol):
+    """The part of a `dpfunc.Budget` that a plan needs."""
+
+    def account(self) -> Any: ...
+    def spent(self) -> Ledger: ...
+
+
 @named
 @dataclass(frozen=True)
 class Plan:
@@ -188,8 +195,8 @@ class Plan:
     def for_budget(
         cls,
         *,
-        epsilon: float,
-        delta: float,
+        epsilon: float | None = None,
+        delta: float | None = None,
         dataset_size: int,
         expected_batch_size: float,
         num_steps: int,
@@ -202,17 +209,19 @@ class Plan:
         accountant: str = "auto",
         allow_large_delta: bool = False,
         telemetry: Telemetry | None = None,
+        budget: _Budget | None = None,
     ) -> Plan:
         """The plan with Poisson sampling and the least noise that keeps all steps within (epsilon, delta).
 
         Args:
-            epsilon: budget, > 0. delta: see `Plan`.
+            epsilon: budget, > 0. delta: see `Plan`. With `budget` they are its own, by default.
             dataset_size: number of records n. expected_batch_size: q n, so that q = expected_batch_size / n.
             num_steps, clip, adjacency, allocation, accountant, allow_large_delta, telemetry: see `Plan`.
             runs: number of runs that share the budget, one after the other, e.g. of a sweep: each begins with the
                 ledger of those before it, `dp_step.init(params, key, ledger=state.ledger)`. All may be published.
             noise_schedule: relative noise over the run; the result is this times one number.
             spent: what earlier phases on the same data have cost; the budget covers both, and a run begins with it.
+            budget: a `dpfunc.Budget`, of which this is the plan for what is left; it says what was spent.
 
         Raises:
             UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
@@ -224,6 +233,7 @@ class Plan:
         >>> 2.9 < plan.guarantee().epsilon <= 3.0
         True
         """
+        epsilon, delta, spent = _of_budget(epsilon, delta, spent, budget)
         positive("epsilon", epsilon)
         sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
         before = spent or Ledger(adjacency=adjacency)
@@ -404,3 +414,18 @@ class Plan:
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
         )
+
+
+def _of_budget(
+    epsilon: float | None, delta: float | None, spent: Ledger | None, budget: _Budget | None
+) -> tuple[float, float, Ledger | None]:
+    """Epsilon, delta and what was spent, as given or as the budget of the data set says."""
+    if budget is None and epsilon is not None and delta is not None:
+        return epsilon, delta, spent
+    if budget is None or spent is not None:
+        raise InvalidArgument(
+            f"Expected epsilon and delta, or the budget of the data set without spent, got epsilon={epsilon}, "
+            f"delta={delta}, budget={budget} and {'no' if spent is None else 'a'} ledger of what was spent."
+        )
+    facts = budget.account().facts
+    return facts.epsilon if epsilon is None else epsilon, facts.delta if delta is None else delta, budget.spent()

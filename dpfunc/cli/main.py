@@ -12,6 +12,7 @@ import click
 from dpfunc import accounting
 from dpfunc._utils.validation import fail, integer, sampling_prob_of
 from dpfunc.accounting import Ledger
+from dpfunc.cli._budget import budget
 from dpfunc.cli._evidence import certify
 from dpfunc.cli._ledger import ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
@@ -191,7 +192,7 @@ def requirements(
     print_list("To keep in mind:", need.guidance)
 
 
-for command in (ledger, train, tune, generate, certify):
+for command in (ledger, train, tune, generate, certify, budget):
     main.add_command(command)
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dpfunc._utils.validation import apart, fail, unique_json
+from dpfunc._utils.validation import apart, fail, unique_json, unsigned
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import fewer_kinds
 from dpfunc.accounting.events import from_values, to_values
@@ -46,6 +46,7 @@ LAWS = {
 _FIELDS = (
     "schema", "date", "claim", "mechanism", "steps", "earlier", "result", "assumptions", "digests", "versions", "digest"
 )  # fmt: skip
+_PLACE = "privacy_budget.json"  # which `Budget.settle` has left
 _ERRORS = {
     "tilted": "an upper bound, at most 0.1 % above the truth, nearly always 0.01 %",
     "gaussian": "exact, rounded up by 1e-9 of itself",
@@ -111,6 +112,8 @@ def certify(run: Path | str, *, out: Path | str | None = None, private_key: Path
         },
         "versions": dict(record.versions),
     }
+    if (folder / _PLACE).is_file():
+        values["budget"] = _place(folder / _PLACE, values["claim"])
     values["assumptions"] = _assumptions(values)
     if private_key is not None:
         values["signature"] = sign(_canonical(values).encode(), Path(private_key))
@@ -166,7 +169,7 @@ def read(text: bytes) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("schema") != SCHEMA:
         found = values.get("schema") if isinstance(values, dict) else values
         raise fail(f"a certificate of schema {SCHEMA!r}", "schema", found)
-    missing, unknown = set(_FIELDS) - set(values), set(values) - {*_FIELDS, "signature"}
+    missing, unknown = set(_FIELDS) - set(values), set(values) - {*_FIELDS, "signature", "budget"}
     if missing or unknown:
         raise InvalidArgument(f"Expected the fields of {SCHEMA}, got a certificate {apart(missing, unknown)}.")
     return values
@@ -314,9 +317,28 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     for each in result["attacker"]:
         rate = each["false_positives"]
         yield _close(f"true positives at {rate:g}", each["true_positives"], true_positives(points, rate))
+    if "budget" in values:
+        yield _in_budget(values["budget"], ledger_of({**values, "earlier": []}))
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
     yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
+
+
+def _place(path: Path, claim: Mapping[str, Any]) -> dict[str, Any]:
+    """Place of the run in the budget of its data set, which means the same by epsilon and delta as the run."""
+    place = unsigned("place in a budget", unique_json(path.read_bytes()))
+    for name in ("unit", "adjacency", "delta"):
+        if place.get(name) != claim[name]:
+            raise fail(f"a run with the {name} of its budget, {place.get(name)!r}", name, claim[name])
+    return place
+
+
+def _in_budget(place: Mapping[str, Any], own: Ledger) -> Finding:
+    """Compare what all others were charged when this run settled, and its own steps, with the budget."""
+    others = Ledger(tuple(from_values(event) for event in place["others"]), own.adjacency)
+    total = others.compose(own).epsilon(place["delta"]).epsilon
+    found = f"run {place['number']}, {place['run']!r}: epsilon={total:.6g} of {place['epsilon']:g} with all others"
+    return Finding("budget of the data set", total <= place["epsilon"] * (1 + _ROUNDING), found)
 
 
 def _near(said: float, found: float) -> bool:

@@ -24,7 +24,6 @@ from torch import nn
 from dpfunc._utils.validation import fail, positive
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search
 from dpfunc.accounting.record import refuse_replaced, search_cost
-from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
@@ -33,7 +32,7 @@ from dpfunc.train._dataset import Records, collator, count_records, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
-from dpfunc.train._run_folder import MODEL, check_spent_units
+from dpfunc.train._run_folder import MODEL, check_spent_units, spent_before
 from dpfunc.train.config import ADAPTERS, Job
 from dpfunc.train.run import Prepared, make_trainer, save_model
 from dpfunc.train.tables import same_file
@@ -106,7 +105,7 @@ def prepare_search(
         size = job.privacy.public_size(len(records.train))
     else:
         records, size = _public_records(job, public, processing)
-    earlier = read_spent(job.data.spent)
+    earlier = spent_before(job)
     check_spent_units(job)
     found = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
     spent = earlier or Ledger(adjacency=job.privacy.adjacency)

@@ -82,6 +82,9 @@ class DataSection:
     eval: str | None = _key("Table to evaluate on; not protected.", None)
     eval_fraction: _Share = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
     spent: Texts | None = _key("Journals or ledgers of earlier runs on these records: the budget counts them.", None)
+    budget: str | None = _key("Or: budget of the data set, a path or a URL: the run reserves, and settles.", None)
+    budget_run: str | None = _key("With budget: name of this run, of which it has one.", None)
+    budget_spender: str | None = _key("With budget: who spends; by default the user of this process.", None)
     deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
     max_length: Annotated[int, Field(ge=2)] = _key("Tokens of a record that are used.", 128)
     unit_column: str | None = _key("Column that says whose record a row is: one person is then protected.", None)
@@ -112,6 +115,10 @@ class DataSection:
         labels, size = self.labels, self.image_size
         _refuse(
             (self.eval is not None and self.eval_fraction, "Expected data.eval or data.eval_fraction, got both."),
+            (self.budget is not None and self.spent is not None,
+             "Expected data.budget or data.spent, got both: the budget knows what was spent."),
+            ((self.budget is None) != (self.budget_run is None) or (self.budget_spender and not self.budget),
+             "Expected data.budget together with data.budget_run, the name of this run in it, got one of them."),
             ((self.prompt_column is None) != (self.response_column is None),
              "Expected data.prompt_column and data.response_column together, got one of them."),
             (self.prompt_column is not None and self.prompt_template is not None,

@@ -21,8 +21,8 @@ from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, suggestion
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
-from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
@@ -72,6 +72,8 @@ class Prepared:
     """By earlier runs."""
     recipe: Recipe | None = None
     """Of the values that the job has left out; None if there were none."""
+    budget: Budget | None = None
+    """Where the run reserves: no run of a search does."""
 
     @property
     def num_trained(self) -> int:
@@ -94,7 +96,7 @@ def prepare(job: Job) -> Prepared:
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
     model, found = None, None
-    earlier = read_spent(job.data.spent)  # the twin takes the recipe of the private run
+    earlier = folders.spent_before(job)  # the twin takes the recipe of the private run
     if job.training.missing:
         model = choose_parameters(load_base(job, processing), job)
         job, found = with_recipe(job, model, size, earlier)
@@ -105,7 +107,7 @@ def prepare(job: Job) -> Prepared:
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps
-    return Prepared(job, model, processing, records, plan, num_steps, spent, found)
+    return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
 
 
 def run_job(
@@ -219,6 +221,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         unit=folders.unit_of(job),
         key=key,
         ledger=prepared.spent,
+        budget=prepared.budget,
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),

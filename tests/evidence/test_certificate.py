@@ -301,7 +301,7 @@ def follows(schema, value, where="certificate"):
 def test_the_published_schema(made):
     values = values_of(made)
     follows(SCHEMA, values)
-    assert set(SCHEMA["properties"]) == {*values, "signature"}
+    assert set(SCHEMA["properties"]) == {*values, "signature", "budget"}
     with pytest.raises(AssertionError):
         follows(SCHEMA, {**values, "steps": 3})
 

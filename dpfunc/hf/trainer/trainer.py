@@ -22,6 +22,7 @@ from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
+from dpfunc.budget import Budget
 from dpfunc.checkpoint._folder import remove
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
@@ -75,6 +76,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         loss: the name of a task, or a function (forward, params, batch) -> one loss a sample. None: from the model.
         key: root of the randomness, as secret as the data. None takes `secure_key()`. A key starts one run.
         ledger: what earlier phases on the same records have cost.
+        budget: budget of the data set, which says what was spent; the run reserves before its first step, and settles
+            at its end. dp_epsilon is for all runs together.
         data_name: a name of the data set (a version, a hash); None reads them. The same for a resumed run.
         unit: what a record of train_dataset is, e.g. "one person" where it is the list of a person's texts; for the
             accounting. See docs/guides/trainer.md.
@@ -110,6 +113,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         ledger: Ledger | None = None,
         data_name: str | None = None,
         unit: str = ONE_RECORD,
+        budget: Budget | None = None,
     ) -> None:
         values = {
             "model": model, "privacy": privacy, "key": key, "model_init": model_init,
@@ -118,6 +122,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         settings.refuse_values(self, DPTrainer, values)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
+        ledger = budget.spent() if budget is not None and ledger is None and privacy.dp_enabled else ledger
+        self._budget = budget
         self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
             privacy = with_clip(privacy, self.recipe)
@@ -258,7 +264,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
                     self._write_accounting(ended=False)
         distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
+        if self._budget is not None:
+            distributed.once(self._ranks, partial(self._settle, self._budget))
         return output._replace(training_loss=math.nan)
+
+    def _settle(self, budget: Budget) -> None:
+        """Settle a finished run, whose model must not get lost where the database cannot be reached."""
+        try:
+            budget.settle(Path(self.args.output_dir))
+        except NotWritten as error:
+            self._warn(f"The run stays charged all that it has reserved, until `dpfunc budget settle`: {error}")
 
     def _write_accounting(self, *, ended: bool) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
@@ -301,6 +316,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if start.limit < self._num_steps(plan.sampler.dataset_size):
             self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
         self._warn(self._advice())
+        if self._budget is not None:
+            whole = replace(plan, num_steps=start.limit, spent=self._earlier)
+            distributed.once(self._ranks, partial(self._budget.reserve, whole, start.key, unit=self._unit))
         self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
