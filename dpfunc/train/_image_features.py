@@ -78,7 +78,7 @@ def load_encoder(path: str, options: Mapping[str, Any]) -> EncoderFeatures:
     """The encoder of single images in a folder, without a head, and its processor; nothing in it is trained."""
     from transformers import AutoImageProcessor, AutoModel
 
-    model = AutoModel.from_pretrained(path, dtype=torch.float32, **options).eval()
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, **options)
     return EncoderFeatures(model, AutoImageProcessor.from_pretrained(path, **options))
 
 
