@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from feature_jobs import JOBS, people, write_csv, write_encoder, write_job, write_photos
 from safetensors.torch import load_file
 from text_job import at_events, interrupt_at, run, train
-from train_runs import files, record
+from train_runs import ROOT, files, record
 from trainer_cases import again
 
 from dpfunc.recipes import Head, unit_rows
@@ -200,3 +201,22 @@ def test_mistakes_of_images_are_refused_with_advice(tmp_path, monkeypatch, name)
     result = train(*BAD_IMAGES[name][0])
     assert result.exit_code == 1, result.output
     assert BAD_IMAGES[name][1] in result.stderr
+
+
+def test_the_blocks_of_the_guide_run(tmp_path, monkeypatch):
+    """Both jobs as they stand, with fewer steps, and the command after the first one."""
+    guide = (ROOT / "docs" / "guides" / "train.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    write_csv(Path("people.csv"), people(160))
+    write_csv(Path("new.csv"), people(10, seed=1))
+    write_photos(Path("photos"), 60)
+    for name, label in (("flat", "cat"), ("bars", "dog")):
+        Path("photos", name).rename(Path("photos", label))
+    jobs = [block for block in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL) if "e_classification\n" in block]
+    assert len(jobs) == 2
+    for block in jobs:
+        Path("job.yaml").write_text(block)
+        result = train("--steps", 2)
+        assert result.exit_code == 0, result.output
+    (command,) = re.findall(r"^dpfunc (predict .*)$", guide, re.MULTILINE)
+    assert run(*command.split()).stdout == "10 predictions in classes.jsonl.\n"
