@@ -27,7 +27,10 @@ _NOTHING = "Nothing was trained, written or spent."
 @click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-@click.option("--public", type=FILE, help="Compare on this public table, with the noise of the private run: no cost.")
+@click.option(
+    "--public", type=click.Path(exists=True, path_type=Path),
+    help="Compare on this public table or folder, with the noise of the private run: no cost.",
+)  # fmt: skip
 @click.option("--private", is_flag=True, help="Compare on a part of the private table: the budget pays for all runs.")
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")

@@ -33,14 +33,15 @@ from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train._run_folder import MODEL, check_spent_units, spent_before
-from dpfunc.train.config import ADAPTERS, Job
+from dpfunc.train.config import ADAPTERS, FEATURES, Job
 from dpfunc.train.run import Prepared, make_trainer, save_model
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at
 
 _LOSS = "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1"
+_RIGHT = "number of held-out records whose most likely class is their label"
 MEANING = {
-    "text_classification": "number of held-out records whose most likely class is their label",
+    **dict.fromkeys(("text_classification", *FEATURES), _RIGHT),
     "causal_lm": _LOSS,
     "vqa": _LOSS,
 }
@@ -305,7 +306,7 @@ def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, A
 def _score_of_one(task: str, model: Any, batch: Mapping[str, Any]) -> float:
     """Score of the one record in a batch."""
     output = model(**batch)
-    if task == "text_classification":
+    if MEANING[task] == _RIGHT:
         return float(output.logits[0].argmax() == batch["labels"][0])
     loss = float(output.loss)
     return min(1.0, max(0.0, 1 - loss / math.log(output.logits.shape[-1]))) if math.isfinite(loss) else 0.0

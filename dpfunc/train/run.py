@@ -35,16 +35,17 @@ from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, read_records, seen_lines
+from dpfunc.train._feature_model import Front, save_features
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
+from dpfunc.train.config import ADAPTERS, FEATURES, PAIRS, STRATEGIES, Job
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 # Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
-LOSSES = {task: "sequence_classification" if task in PAIRS else task for task in STRATEGIES}
+LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in STRATEGIES}
 # Settings that have the same name in TrainingArguments.
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
@@ -169,7 +170,10 @@ def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -
 def save_model(folder: Path, model: Any, processing: Any) -> None:
     """Save the model with its tokenizer or processor, for from_pretrained."""
     model.save_pretrained(folder)
-    processing.save_pretrained(folder)
+    if isinstance(processing, Front):
+        save_features(folder, processing)
+    else:
+        processing.save_pretrained(folder)
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
@@ -225,7 +229,7 @@ def make_trainer(prepared: Prepared, key: Key | None) -> Any:
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
-        processing_class=prepared.processing,
+        processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
         compute_metrics=MEASURES.get(job.task),
         optimizers=(_optimizer(prepared), None),
     )
@@ -307,7 +311,9 @@ def _finish(
         say("Spent: epsilon=inf. This is the twin without privacy.")
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
-        base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
+        base, load = f"load_mean_pooled({job.model_path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
+    if job.task in FEATURES:
+        load = f"`dpfunc predict {folder} TABLE_OR_FOLDER --out FILE`"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
     say(f"Saved: {folder / folders.MODEL}, for {how}.")
