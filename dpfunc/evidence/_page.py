@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from dpfunc.evidence._attacker import true_positives
+from dpfunc.accounting._trade_off import true_positives
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:44em;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
