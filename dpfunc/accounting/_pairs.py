@@ -14,7 +14,7 @@ import numpy as np
 from dpfunc.accounting._losses import Array, Direction, normal_masses
 from dpfunc.accounting._tilted_law import Atoms, atoms, conserved
 
-_CELLS = 300  # of one standard deviation: the variance of a loss rises by 2e-6 of itself
+_CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
 _BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
 _LAPLACE_CELLS = 2000
 NOTHING_HIDDEN = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))

@@ -18,7 +18,7 @@ RATES = (0.001, 0.01, 0.1)
 
 _DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
 _WIDTH = 1.0  # of log delta, where the bound on true positives is least
-_FINE = 2e-3  # the same for `TradeOff`: the bound is flat there, and a millionth above its least value
+_FINE = 5e-3  # the same for `TradeOff`: the bound is flat there, and a millionth above its least value
 _LARGEST = 700.0  # e^700 fits into float64
 _SMALLEST = -460.0  # log of the least delta of `tilted`
 
@@ -63,12 +63,14 @@ def delta(ledger: Ledger, epsilon: float) -> float:
     def excess(log_delta: float) -> float:
         return min(_epsilon(ledger, math.exp(log_delta)), 1e9) - target
 
-    highest = -1e-12
-    if excess(_SMALLEST) <= 0:
-        return 0.0
-    if excess(highest) > 0:
+    high, low = -1e-12, -3.0
+    if excess(high) > 0:
         return 1.0
-    return math.exp(falling_root(excess, _SMALLEST, highest, atol=1e-6))
+    while excess(low) <= 0:
+        if low <= _SMALLEST:
+            return 0.0
+        high, low = low, max(3 * low, _SMALLEST)
+    return math.exp(falling_root(excess, low, high, atol=1e-6))
 
 
 def _epsilon(ledger: Ledger, at: float) -> float:
@@ -85,7 +87,7 @@ class TradeOff:
 
     Each figure is an upper bound on success (`false_negatives`: a lower bound on failure), for both orders of the
     neighbours, and depends on public facts only. It is above the best bound that the ledger's epsilons give by at most
-    1e-5 of itself, and these are within 1e-4 of the truth (`tilted`) or exact (no sampling).
+    2e-5 of itself, and these are within 1e-4 of the truth (`tilted`) or exact (no sampling).
     Wasserman and Zhou 2010, A Statistical Framework for Differential Privacy; Dong, Roth and Su 2022, Gaussian
     Differential Privacy.
 
@@ -126,7 +128,7 @@ class TradeOff:
         most = delta(self.ledger, 0.0)
         if most >= 1:
             return 1.0
-        lowest = math.log(min(most, rate)) - 25  # a smaller delta is a billionth of the bound
+        lowest = math.log(min(most, rate)) - 13  # a smaller delta adds 2e-6 of the bound
         best = min(least(bound, lowest, math.log(most), _FINE)[1], rate + most)
         return min(best, 1.0)
 
