@@ -40,6 +40,10 @@ class Laplace(Event):
     0.5000
     """
 
+    def law(self) -> tuple[Event, ...]:
+        """Itself: accountants read `law_of`."""
+        return (self,)
+
 
 @dataclass(frozen=True, order=True)
 class Opaque(Event):
@@ -70,6 +74,10 @@ class Opaque(Event):
         if self.delta >= 1:
             raise fail("0 <= delta < 1", "delta", self.delta)
 
+    def law(self) -> tuple[Event, ...]:
+        """Itself: accountants read `law_of`."""
+        return (self,)
+
 
 @dataclass(frozen=True, order=True)
 class ZCDP(Event):
@@ -95,6 +103,10 @@ class ZCDP(Event):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "rho", positive("rho", self.rho))
+
+    def law(self) -> tuple[Event, ...]:
+        """Itself: accountants read `law_of`."""
+        return (self,)
 
 
 _LAWS: Mapping[type, Callable[[Any, Direction], Atoms]] = {

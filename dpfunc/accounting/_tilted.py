@@ -149,7 +149,7 @@ def one_direction(
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
     about, t = laplace(few, t, log_delta)
     slope = t
-    best, fine = math.inf, 0.1 if fixed else 1.0
+    best, fine = math.inf, base.fine
     for _ in range(_MAX_ROUNDS):
         aim = make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)

@@ -38,6 +38,11 @@ class Sampled:
     direction: Direction
     fixed: Sequence[Fixed] = ()
 
+    @property
+    def fine(self) -> float:
+        """Share of the usual errors that the first round allows: laws that are given are often of few steps."""
+        return 0.1 if self.fixed else 1.0
+
     def log_moment(self, t: float) -> float:
         """`K(t)`, the logarithm of the moment generating function of the total loss of all steps."""
         sampled = 0.0

@@ -62,6 +62,14 @@ class Persons:
         Raises:
             InvalidArgument: no tensors, a tensor that has fewer rows than the table, or one named `text_mask`.
         """
+        leaves = self._checked(texts)
+        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
+        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(leaves[0].device)
+        own = tree_map(lambda leaf: leaf[index_BK.to(leaf.device)], texts)
+        return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
+
+    def _checked(self, texts: Any) -> list[Tensor]:
+        """Check that there are tensors, each with a row for each text."""
         needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
         leaves = tree_leaves(texts)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -70,10 +78,7 @@ class Persons:
         short = [f"{name} has {len(leaf)}" for name, leaf in named.items() if leaf.ndim == 0 or len(leaf) < needed]
         if short:
             raise InvalidArgument(f"Expected one row a text, at least {needed}, on axis 0: {shorten(short)}.")
-        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
-        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(leaves[0].device)
-        own = tree_map(lambda leaf: leaf[index_BK.to(leaf.device)], texts)
-        return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
+        return leaves
 
 
 def _masked(texts: Mapping[str, Tensor], mask_BK: Tensor) -> dict[str, Tensor]:
