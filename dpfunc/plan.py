@@ -70,7 +70,7 @@ class Plan:
     """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
 
     Args:
-        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize`, `Shuffled` or `InOrder`.
+        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize`, `Shuffled`, ..
         clip: clip rule; it decides utility and, through its sensitivity, the noise, but not epsilon.
         noise_multiplier: standard deviation of the noise / sensitivity, > 0; or a `Schedule`.
         num_steps: steps of the whole run, >= 1.

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, cast
 
 from dpfunc._utils.validation import apart, fail, unique_json, unsigned
 from dpfunc.accounting import Ledger
+from dpfunc.accounting._kinds import divided
+from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
 from dpfunc.accounting.events import from_values, to_values
 from dpfunc.accounting.record import COMPARED, COVERED, EXACT_SIZE, NEIGHBOURS, RECORD_FILE, SECRET, Record
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.evidence._attacker import RATES, curve, tight_method, true_positives
 from dpfunc.evidence._page import page
 from dpfunc.evidence._signature import sign, signed_by
 from dpfunc.types import Adjacency
@@ -37,7 +38,9 @@ _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opa
 
 LAWS = {
     "Poisson": "each unit is in a batch with probability sampling_prob, independently of all others and of other steps",
-    "FixedSize": "a fixed number of different units, drawn anew each step; no amplification is claimed",
+    "FixedSize": "a fixed number of different units, drawn anew each step, without replacement",
+    "CappedPoisson": "as Poisson; if there are more units than the cap, a random subset of that size",
+    "RandomAllocation": "each unit in one batch of an epoch, drawn independently of all others",
     "Shuffled": "a new permutation each epoch, in batches; no amplification is claimed",
     "InOrder": "each unit in one batch of an epoch, in the order of the data set; no amplification is claimed",
 }
@@ -255,8 +258,8 @@ def _result(record: Record, ledger: Ledger) -> dict[str, Any]:
 
 
 def _second(ledger: Ledger, delta: float) -> tuple[float, str]:
-    """Epsilon by an accountant of Opacus alone, which has add/remove only; else by Renyi differential privacy here."""
-    if ledger.adjacency == "replace_one":
+    """Epsilon by an accountant of Opacus alone, where it has the events and the neighbours; else by Renyi's here."""
+    if ledger.adjacency == "replace_one" or divided(ledger.law)[1]:
         return ledger.epsilon(delta, "rdp").epsilon, "rdp"
     from opacus.accountants import RDPAccountant
 
