@@ -131,8 +131,8 @@ def test_opacus_moved(run):
     assert names["plan"].noise_multiplier <= names["optimizer"].noise_multiplier * 1.01
 
 
-def test_aux(run):
-    names = run("aux")
+def test_aux_metrics(run):
+    names = run("aux_metrics")
     assert within(names, 3.0)
     assert all(drawn == seen for drawn, seen in names["sizes"])
     assert sum(names["curve"][-5:]) / 5 > 0.85 > 0.6 > names["curve"][0]  # zeros in the head: class 0 for all
