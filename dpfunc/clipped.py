@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_microbatch
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature
+from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
 from dpfunc.distributed._reduce import full_norms, zeros
@@ -29,7 +29,7 @@ from dpfunc.engines._draws import first_row
 from dpfunc.engines._guards.audit import Audits, audit, credited_by
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.lockstep import in_lockstep
-from dpfunc.engines._guards.loss import uncompiled, unfollowed_code_is_an_error
+from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size
@@ -112,10 +112,11 @@ class ClippedGrad:
             empty = Unreleased(torch.zeros(0), torch.zeros(0, len(bounds)))
             return ClippedSum(zeros(params), parts.group_of, sensitivities), empty
         found = self._all_microbatches(_Groups(parts, tuple(bounds.values())), params, batch, real_B, key)
-        losses_B, norms_BG = found.losses_B[:num_samples], found.norms_BG[:num_samples]  # without the rows of `_chunk`
-        if mask_B is not None:  # else all rows are real: no selection, for which a device would have to wait
-            losses_B, norms_BG = losses_B[real_B], norms_BG[real_B]
-        return ClippedSum(found.sums, parts.group_of, sensitivities), Unreleased(losses_B, norms_BG)
+        # without the rows of `_chunk`; all rows are real without a mask: no selection, for which a device has to wait
+        kept = slice(num_samples) if mask_B is None else real_B.nonzero()[:, 0]
+        aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
+        unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
+        return ClippedSum(found.sums, parts.group_of, sensitivities), unreleased
 
     def _all_microbatches(
         self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
@@ -139,8 +140,8 @@ class ClippedGrad:
             for name, value in own.sums.items() if found else ():
                 found[0].sums[name].add_(value)
             found.append(own._replace(sums={}) if found else own)
-        losses, norms = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG"))
-        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {})
+        losses, norms, aux = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG", "aux"))
+        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         """Rows of a microbatch."""
@@ -189,7 +190,7 @@ class ClippedGrad:
         norms_BG = groups.parts.norms(full_norms(params, sq_norms, self.ranks))
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
-        return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
+        return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 
 
 def _repeatable(per_sample: PerSampleGrads) -> bool:

@@ -21,8 +21,9 @@ Params = Mapping[str, "Tensor"]
 Batch = Any
 """A pytree of tensors whose axis 0 is the privacy unit; all leaves agree on its length B."""
 
-LossFn = Callable[[Params, Batch], "Tensor"]
-"""`(params, batch) -> (B,)`: one loss a row; rows do not influence each other."""
+LossFn = Callable[[Params, Batch], "Tensor | tuple[Tensor, Any]"]
+"""`(params, batch) -> losses (B,)`: one a row; rows do not influence each other. Or `(losses, aux)`, where aux is a
+pytree of tensors (B, ...), which comes back in `Unreleased.aux`."""
 
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
 """Which data sets count as neighbours. `zero_out` costs what `add_remove` costs and lets n be public."""
@@ -103,22 +104,30 @@ class ClippedSum:
 
 
 class Unreleased(NamedTuple):
-    """Values that no noise protects: look at them while debugging on public data, never publish them."""
+    """Values that no noise protects: look at them while debugging on public data, never publish them.
+
+    Args:
+        losses_B: of each sample. norms_BG: of its gradient, in each clip group.
+        aux: what the loss returned beside its losses, detached, with the samples of this process on axis 0; None for a
+            loss without it, and for a batch without rows, of which no loss is computed.
+    """
 
     losses_B: Tensor
     norms_BG: Tensor
+    aux: Any = None
 
     def __repr__(self) -> str:
-        return "Unreleased(losses and gradient norms of private samples: hidden, and not covered by epsilon)"
+        return "Unreleased(losses, gradient norms and aux of private samples: hidden, and not covered by epsilon)"
 
 
 class MicrobatchSums(NamedTuple):
-    """Clipped sums of a microbatch; losses (B,), norms (B, G) and squared norms of each parameter (B,), unreleased."""
+    """Clipped sums of a microbatch; losses (B,), norms (B, G), squared norms of parameters (B,) and aux, unreleased."""
 
     sums: dict[str, Tensor]
     losses_B: Tensor
     norms_BG: Tensor
     sq_norms: dict[str, Tensor]
+    aux: Any = None
 
 
 @dataclass(frozen=True, order=True)

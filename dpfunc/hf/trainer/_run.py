@@ -20,6 +20,7 @@ from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
+from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.functional._fsdp import fsdp_parts
@@ -167,7 +168,7 @@ class _Native:
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
     """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
     loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
-    return lambda batch: loss_fn({}, dict(batch)).mean()
+    return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
 def warning_step(plan: Plan, start: Start, share: float) -> float:
