@@ -36,7 +36,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     Linear(in_features=3, out_features=2, bias=True)
     """
     if not isinstance(module, nn.Module):
-        raise InvalidArgument(f"Expected a torch.nn.Module, got {type(module).__name__}.")
+        raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return unwrapped(module.module)
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
