@@ -23,7 +23,7 @@ from dpfunc.engines._guards.loss import (
     unwritten,
 )
 from dpfunc.engines._levels import inside
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import UnsupportedModel
 from dpfunc.functional._fsdp import (
     constant,
     recovered,

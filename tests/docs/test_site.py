@@ -74,6 +74,7 @@ def test_how_the_site_is_built():
     assert set(SITE["validation"]["links"].values()) == {"warn"}
     assert SITE["validation"]["nav"]["omitted_files"] == "warn"
     assert "mkdocs build --strict" in (ROOT / "Makefile").read_text()
+    assert "$(BIN)/python tools/site.py\n" in (ROOT / "Makefile").read_text()
     assert SITE["site_dir"].split("/")[0] + "/" in (ROOT / ".gitignore").read_text().split()
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
