@@ -29,16 +29,15 @@ def ratio(report: Record, case: str, contestant: str, kind: str) -> float | None
 def picture(report: Record, cases: Sequence[str], kind: str, path: Path) -> None:
     """A line for each case, with a point for dpfunc and one for the best mode of Opacus; the plain step is at 1."""
     with pictures.figure(path, f"{KINDS[kind]}, times the plain step", 1.4 + 0.27 * len(cases)) as axes:
-        drawn: list[list[float]] = []
+        most = 1.0
         for label, (modes, marker, color, size) in DRAWN.items():
             found = [[ratio(report, case, mode, kind) for mode in modes] for case in cases]
             best = [min((value for value in values if value is not None), default=None) for values in found]
-            drawn.append([value for value in best if value is not None])
+            most = max([most, *(value for value in best if value is not None)])
             places = [place for place, value in enumerate(best) if value is not None]
             axes.plot([best[place] for place in places], places, marker, color=color, label=label, markersize=size)
         axes.axvline(1.0, color=pictures.PLAIN, linewidth=1, linestyle="--", label="without privacy")
         axes.set_xscale("log", base=2)
-        most = max(value for values in drawn for value in values)
         axes.set_xticks([tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 16) if tick <= 1.1 * most])
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
