@@ -377,7 +377,8 @@ class VmapGrad:
         except RuntimeError as error:
             refuse_out_of_memory(error)
             raise UnsupportedModel(
-                f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
+                f"The loss of a row alone cannot be computed: {type(error).__name__}: {error}. See shapes, dtypes and "
+                f"devices of the batch and the model: loss_fn gets batches of one row. (All rows: {reason}.)"
             ) from error
         return _Part(rows.positions, found, alone=reason)
 

@@ -88,6 +88,14 @@ def test_a_keyword_with_a_typing_error():
         clipping.Flat()
 
 
+def test_values_without_names():
+    """Where all have names, the message names them; that of Python counts them."""
+    with pytest.raises(TypeError, match=r"^Plan.for_budget\(\) takes these by name: epsilon=, delta=, dataset_size=, "):
+        dpfunc.Plan.for_budget(3.0, 1e-5, 1000, 100, 10, clipping.Flat(1.0))
+    with pytest.raises(TypeError, match=r"^recipe\(\) takes these by name: dataset_size=, "):
+        dpfunc.recipes.recipe("head", 1000)
+
+
 def test_signature_and_doctests_stay():
     """What a reader, a type checker of arguments, a copy and doctest see of a decorated class or function."""
     assert [*inspect.signature(dpfunc.Plan).parameters][:2] == ["sampler", "clip"]

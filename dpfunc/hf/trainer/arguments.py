@@ -65,8 +65,8 @@ class PrivacyArguments:
         dp_secure_mode: as always on a CPU. dp_engine: see `make_dp_step`. dp_warn_at: once, 0 < share <= 1.
         dp_physical_batch_size: None is the Trainer's batch size.
         dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
-        dp_telemetry: `loss`, `accuracy`, `clipped`, `norm`, or a key of the aux of a loss; with its largest value after a
-            colon, `loss:4` (by default 10, and 1 for the accuracy). See docs/guides/telemetry.md.
+        dp_telemetry: `loss`, `accuracy`, `clipped`, `norm`, or a key of the aux of a loss; with its largest value
+            after a colon, `loss:4` (by default 10, and 1 for the accuracy). See docs/guides/telemetry.md.
         dp_telemetry_share: share of the squared bound that they take from the gradient, 0 < share < 1.
 
     Raises:
