@@ -1,6 +1,6 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
-# make docs   the site, in build/site; CI builds it too
+# make docs   the site, in build/site, looked at in a browser where chromium is installed; CI builds it too
 # make bench  every benchmark in one go, and each target beside what was measured: about two hours on two cores
 # make survey   which engine takes each model family
 # make jax    JAX Privacy in an environment of its own, for make bench, which compares with it where it is installed
@@ -111,6 +111,7 @@ gpu: $(VENV)/dev
 # the variable takes away a note of mkdocs-material about its own future, which is no warning about these pages
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/site.py
 
 house: $(VENV)/dev
 	$(BIN)/python tools/house.py

@@ -15,13 +15,14 @@ from typing import Any
 
 import click
 
+from benchmarks import pictures
 from benchmarks.engines import nets
 from benchmarks.engines.__main__ import measure_cases, measures
 from benchmarks.engines.cases import Case
 from benchmarks.engines.runner import Settings
 from benchmarks.results import DOCS, FOLDER, fill, markdown
 
-RESULT, PAGE, PICTURE = FOLDER / "growth.json", DOCS / "performance.md", DOCS / "results" / "growth.png"
+RESULT, PAGE, PICTURE = FOLDER / "growth.json", DOCS / "performance.md", DOCS / "results" / "growth.svg"
 FITTED = 3
 TUNINGS = {"LoRA": True, "all parameters": False}
 NUMBERS = {"time": "best_seconds", "memory": "peak_mib"}
@@ -117,21 +118,18 @@ def table(cases: Mapping[str, Any]) -> str:
 
 
 def picture(cases: Mapping[str, Any], path: Path) -> None:
-    """A row for time and one for memory, a column for each axis."""
-    from matplotlib.figure import Figure
-
-    axes_of = list(dict.fromkeys(name.split("/")[0] for name in cases))
-    figure = Figure(figsize=(4 * len(axes_of), 7), layout="constrained")
-    grid = figure.subplots(2, len(axes_of), squeeze=False)
-    for axis, tuning, sizes, values in lines(cases):
-        for place, (number, label) in enumerate({"time": "a step, s", "memory": "peak, MiB"}.items()):
-            axes = grid[place][axes_of.index(axis)]
-            for who, style, series in zip(("plain", "private"), ("x--", "o-"), values[number], strict=True):
-                color = f"C{list(TUNINGS).index(tuning)}"
-                axes.plot(sizes, series, style, label=f"{tuning}, {who}", color=color)
-            axes.set(xscale="log", yscale="log", xlabel=AXES[axis].title, ylabel=label)
-            axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    """Time of the private step over that of the plain one, as each size grows to its largest."""
+    with pictures.figure(path, "Private over plain time of a step", 4.2) as axes:
+        for axis, tuning, sizes, values in lines(cases):
+            plain, private = values["time"]
+            ratios = [after / before for before, after in zip(plain, private, strict=True)]
+            style = "o--" if TUNINGS[tuning] else "o-"
+            shares = [size / sizes[-1] for size in sizes]
+            label = f"{AXES[axis].title.split()[0]}, {'LoRA' if TUNINGS[tuning] else 'all'}"
+            axes.plot(shares, ratios, style, color=f"C{list(AXES).index(axis)}", label=label, markersize=4)
+        axes.axhline(1.0, color=pictures.PLAIN, linewidth=1)
+        axes.set(xscale="log", xlabel="size, as a share of the largest")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False)
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         remaining,
     )
     from dpfunc.batches import take
+    from dpfunc.budget import Budget
     from dpfunc.checkpoint import Journal, load, save
     from dpfunc.clipped import clipped_grad
     from dpfunc.errors import BudgetExhausted, DPFuncError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dpfunc.types import ClippedSum, Event, Schedule
 
 __all__ = [
+    "Budget",
     "BudgetExhausted",
     "ClippedSum",
     "DPFuncError",
@@ -80,6 +82,7 @@ __all__ = [
 _HOMES = {
     "accounting": "Guarantee Ledger calibrate_batch_size calibrate_noise calibrate_steps epsilon remaining",
     "batches": "take",
+    "budget": "Budget",
     "checkpoint": "Journal load save",
     "clipped": "clipped_grad",
     "errors": "BudgetExhausted DPFuncError",

@@ -134,7 +134,8 @@ def check_named(params: Params) -> None:
         InvalidArgument: naming the parameter.
     """
     if not isinstance(params, Mapping):
-        raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}.")
+        hint = "Those of a module: forward, params = dpfunc.functionalize(module)."
+        raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}. {hint}")
     if not params:
         raise InvalidArgument("Expected at least one parameter, got params={}. Nothing would be trained.")
     for name, param in params.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +20,17 @@ from torch import Tensor
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_microbatch
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature
+from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
 from dpfunc.clipping.groups import Partition, partition
+from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._draws import first_row
 from dpfunc.engines._guards.audit import Audits, audit, credited_by
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.lockstep import in_lockstep
-from dpfunc.engines._guards.loss import uncompiled, unfollowed_code_is_an_error
+from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size
@@ -72,6 +73,7 @@ class ClippedGrad:
     microbatch_size: int | Literal["auto"] | None
     adjacency: Adjacency
     ranks: Ranks | None = field(default=None, repr=False)
+    telemetry: Telemetry | None = None
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
@@ -107,15 +109,25 @@ class ClippedGrad:
         real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
+        if self.telemetry is not None:
+            bounds = self.telemetry.bounds(bounds)
         sensitivities = group_sensitivities(bounds, self.adjacency)
+        groups = _Groups(parts, tuple(bounds[group] for group in parts.group_names))
         if not num_samples:
-            empty = Unreleased(torch.zeros(0), torch.zeros(0, len(bounds)))
-            return ClippedSum(zeros(params), parts.group_of, sensitivities), empty
-        found = self._all_microbatches(_Groups(parts, tuple(bounds.values())), params, batch, real_B, key)
-        losses_B, norms_BG = found.losses_B[:num_samples], found.norms_BG[:num_samples]  # without the rows of `_chunk`
-        if mask_B is not None:  # else all rows are real: no selection, for which a device would have to wait
-            losses_B, norms_BG = losses_B[real_B], norms_BG[real_B]
-        return ClippedSum(found.sums, parts.group_of, sensitivities), Unreleased(losses_B, norms_BG)
+            empty = Unreleased(torch.zeros(0), torch.zeros(0, len(groups.bounds)))
+            return self._beside(ClippedSum(zeros(params), parts.group_of, sensitivities), empty, bounds)
+        found = self._all_microbatches(groups, params, batch, real_B, key)
+        # without the rows of `_chunk`; all rows are real without a mask: no selection, for which a device has to wait
+        kept = slice(num_samples) if mask_B is None else real_B.nonzero()[:, 0]
+        aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
+        unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
+        return self._beside(ClippedSum(found.sums, parts.group_of, sensitivities), unreleased, bounds)
+
+    def _beside(
+        self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]
+    ) -> tuple[ClippedSum, Unreleased]:
+        """The sum, and beside it that of the statistics of the same records, if there are any."""
+        return clipped if self.telemetry is None else self.telemetry.add(clipped, unreleased, bounds), unreleased
 
     def _all_microbatches(
         self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
@@ -136,11 +148,11 @@ class ClippedGrad:
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            for name, value in own.sums.items() if found else ():
-                found[0].sums[name].add_(value)
-            found.append(own._replace(sums={}) if found else own)
-        losses, norms = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG"))
-        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {})
+            if found:
+                own = _added_to(found[0].sums, own)
+            found.append(own)
+        losses, norms, aux = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG", "aux"))
+        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         """Rows of a microbatch."""
@@ -189,7 +201,14 @@ class ClippedGrad:
         norms_BG = groups.parts.norms(full_norms(params, sq_norms, self.ranks))
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
-        return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
+        return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
+
+
+def _added_to(sums: dict[str, Tensor], own: MicrobatchSums) -> MicrobatchSums:
+    """A further microbatch without its sums, which are added to those of the first."""
+    for name, value in own.sums.items():
+        sums[name].add_(value)
+    return own._replace(sums={})
 
 
 def _repeatable(per_sample: PerSampleGrads) -> bool:
@@ -235,10 +254,12 @@ def make_clipped_grad(
     microbatch_size: int | Literal["auto"] | None = None,
     adjacency: Adjacency = "add_remove",
     ranks: Ranks | None = None,
+    telemetry: Telemetry | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; the arguments are the same.
 
-    With `ranks`, parameters may be DTensors of which the engine sees the local parts.
+    With `ranks`, parameters may be DTensors of which the engine sees the local parts. With `telemetry`, the sum of its
+    statistics is among the sums, see `clipping.Telemetry`.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> from dpfunc.clipping import Flat
@@ -255,7 +276,7 @@ def make_clipped_grad(
     if size is not None and size != "auto":
         size = integer("microbatch_size", size, minimum=1)
     one_of("adjacency", adjacency, ADJACENCIES)
-    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, ranks)
+    return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, ranks, telemetry)
 
 
 def clipped_grad(

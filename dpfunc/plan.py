@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
+from dpfunc.clipping import Telemetry
 from dpfunc.distributed._object_collectives import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
@@ -56,13 +57,20 @@ def _steps_left(state: Position) -> range:
     return range(state.step, state.limit)
 
 
+class _Budget(Protocol):
+    """The part of a `dpfunc.Budget` that a plan needs."""
+
+    def account(self) -> Any: ...
+    def spent(self) -> Ledger: ...
+
+
 @named
 @dataclass(frozen=True)
 class Plan:
     """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
 
     Args:
-        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize`, `Shuffled` or `InOrder`.
+        sampler: who is in each batch, and what that claims: `Poisson`, `FixedSize`, `Shuffled`, ..
         clip: clip rule; it decides utility and, through its sensitivity, the noise, but not epsilon.
         noise_multiplier: standard deviation of the noise / sensitivity, > 0; or a `Schedule`.
         num_steps: steps of the whole run, >= 1.
@@ -75,6 +83,7 @@ class Plan:
         spent: what earlier phases on the same data have cost: a run of this plan begins with it, and the budget covers
             both. `ledger` and `guarantee` are of the plan's own steps.
         noise: the noise mechanism.
+        telemetry: statistics that each step releases with its gradient, in `state.telemetry`.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
@@ -102,6 +111,7 @@ class Plan:
     allow_large_delta: bool = False
     spent: Ledger | None = None
     noise: Noise = _GAUSSIAN
+    telemetry: Telemetry | None = None
 
     def __post_init__(self) -> None:
         for name, methods, domain in _PARTS:
@@ -119,6 +129,7 @@ class Plan:
         self._check_delta()
         self._check_sampler()
         self.noise.check(self.sampler, self.noise_multiplier)
+        self._check_telemetry()
         self._check_budget()
 
     def _check_spent(self) -> None:
@@ -156,6 +167,15 @@ class Plan:
                     f"{inside[0]}. A shuffled epoch is one release, with one noise multiplier."
                 )
 
+    def _check_telemetry(self) -> None:
+        if not isinstance(self.telemetry, Telemetry | None):
+            raise wrong_type("telemetry to be a clipping.Telemetry, or None", "telemetry", self.telemetry)
+        if self.telemetry is not None and self.allocation == "optimal":
+            raise fail(
+                'allocation="uniform" with telemetry', "allocation", self.allocation,
+                "The optimal one gives few numbers, as statistics are, much of the noise.",
+            )  # fmt: skip
+
     def _check_budget(self) -> None:
         if self.epsilon is None:
             return
@@ -175,8 +195,8 @@ class Plan:
     def for_budget(
         cls,
         *,
-        epsilon: float,
-        delta: float,
+        epsilon: float | None = None,
+        delta: float | None = None,
         dataset_size: int,
         expected_batch_size: float,
         num_steps: int,
@@ -188,17 +208,20 @@ class Plan:
         allocation: Allocation = "uniform",
         accountant: str = "auto",
         allow_large_delta: bool = False,
+        telemetry: Telemetry | None = None,
+        budget: _Budget | None = None,
     ) -> Plan:
         """The plan with Poisson sampling and the least noise that keeps all steps within (epsilon, delta).
 
         Args:
-            epsilon: budget, > 0. delta: see `Plan`.
+            epsilon: budget, > 0. delta: see `Plan`. With `budget` they are its own, by default.
             dataset_size: number of records n. expected_batch_size: q n, so that q = expected_batch_size / n.
-            num_steps, clip, adjacency, allocation, accountant, allow_large_delta: see `Plan`.
+            num_steps, clip, adjacency, allocation, accountant, allow_large_delta, telemetry: see `Plan`.
             runs: number of runs that share the budget, one after the other, e.g. of a sweep: each begins with the
                 ledger of those before it, `dp_step.init(params, key, ledger=state.ledger)`. All may be published.
             noise_schedule: relative noise over the run; the result is this times one number.
             spent: what earlier phases on the same data have cost; the budget covers both, and a run begins with it.
+            budget: a `dpfunc.Budget`, of which this is the plan for what is left; it says what was spent.
 
         Raises:
             UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
@@ -210,6 +233,7 @@ class Plan:
         >>> 2.9 < plan.guarantee().epsilon <= 3.0
         True
         """
+        epsilon, delta, spent = _of_budget(epsilon, delta, spent, budget)
         positive("epsilon", epsilon)
         sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
         before = spent or Ledger(adjacency=adjacency)
@@ -220,7 +244,7 @@ class Plan:
             return cls(
                 sampler=sampler, clip=clip, noise_multiplier=noise, num_steps=num_steps, delta=delta,
                 epsilon=budget, adjacency=adjacency, allocation=allocation, accountant=accountant,
-                allow_large_delta=allow_large_delta, spent=spent,
+                allow_large_delta=allow_large_delta, spent=spent, telemetry=telemetry,
             )  # fmt: skip
 
         plan(1.0, None)  # bad arguments are found before the search
@@ -261,6 +285,34 @@ class Plan:
     def guarantee(self, num_steps: int | None = None) -> Guarantee:
         """The (epsilon, delta) of the first `num_steps` steps (all, by default)."""
         return epsilon(self.ledger(num_steps), self.delta, self.accountant)
+
+    def telemetry_errors(self, step: int = 0) -> dict[str, float]:
+        """Standard error that the noise gives each statistic of a step, known before the run.
+
+        `z sqrt(K / share) h / b`, with h half of the distance of its bounds, b the expected batch size, and twice the
+        noise multiplier z with replace_one. How much batches differ from the data comes on top.
+
+        Args:
+            step: number of the step, from 0.
+
+        Returns:
+            name -> standard error, of a histogram of each share. Public.
+
+        Raises:
+            InvalidArgument: noise other than `Gaussian`, which does not say its scale.
+
+        >>> from dpfunc import clipping
+        >>> telemetry = clipping.Telemetry((clipping.Statistic("loss", high=4.0),), share=0.04)
+        >>> plan = Plan(Poisson(1000, 0.1), clipping.Flat(1.0), 1.0, 10, 1e-5, telemetry=telemetry)
+        >>> {name: round(error, 3) for name, error in plan.telemetry_errors().items()}
+        {'loss': 0.1}
+        """
+        if self.telemetry is None:
+            return {}
+        if not isinstance(self.noise, Gaussian):
+            raise wrong_type("Gaussian noise, whose scale is known", "noise", self.noise)
+        noise = schedule_at(self.noise_multiplier, step) * (2 if self.adjacency == "replace_one" else 1)
+        return self.telemetry.errors(noise, self.sampler.expected_batch_size(step))
 
     def step_limit(self, spent: Ledger) -> int:
         """Number of steps that fit into the budget after `spent`; at most `num_steps`."""
@@ -324,7 +376,7 @@ class Plan:
 
         Guarantees:
             the draws of the sampler, in order, with workers and on several processes, from any step
-            (tests/sampling/test_loader.py::test_batches_are_the_draws, tests/distributed/test_data.py).
+            (tests/sampling/test_loader.py::test_batches_are_the_draws, tests/distributed/test_object_collectives.py).
 
         >>> import torch
         >>> from dpfunc import clipping
@@ -362,3 +414,18 @@ class Plan:
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
         )
+
+
+def _of_budget(
+    epsilon: float | None, delta: float | None, spent: Ledger | None, budget: _Budget | None
+) -> tuple[float, float, Ledger | None]:
+    """Epsilon, delta and what was spent, as given or as the budget of the data set says."""
+    if budget is None and epsilon is not None and delta is not None:
+        return epsilon, delta, spent
+    if budget is None or spent is not None:
+        raise InvalidArgument(
+            f"Expected epsilon and delta, or the budget of the data set without spent, got epsilon={epsilon}, "
+            f"delta={delta}, budget={budget} and {'no' if spent is None else 'a'} ledger of what was spent."
+        )
+    facts = budget.account().facts
+    return facts.epsilon if epsilon is None else epsilon, facts.delta if delta is None else delta, budget.spent()

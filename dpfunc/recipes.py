@@ -375,12 +375,15 @@ def _head_inputs(
         if own > d:
             raise fail(f"num_head_parameters <= {d}, what is trained", "num_head_parameters", own)
         return own / integer("num_classes", num_classes, minimum=1)
-    given = {"num_classes": num_classes, "num_head_parameters": num_head_parameters, "feature_norm": feature_norm}
-    for name, value in given.items():
-        if value is not None:
-            hint = "Pass num_classes and num_head_parameters together." if strategy == "lora" else ""
-            raise fail(f"no {name} without a head", name, value, f"strategy is {strategy!r}. {hint}".strip())
+    _refuse_head(strategy, num_classes=num_classes, num_head_parameters=num_head_parameters, feature_norm=feature_norm)
     return None
+
+
+def _refuse_head(strategy: Strategy, **facts: float | None) -> None:
+    for name, value in facts.items():
+        if value is not None:
+            hint = " Pass num_classes and num_head_parameters together." if strategy == "lora" else ""
+            raise fail(f"no {name} without a head", name, value, f"strategy is {strategy!r}.{hint}")
 
 
 def _clip(strategy: Strategy, noise: float, norm: float) -> Flat | Automatic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class StepState(NamedTuple):
             on it; None where they are equal. Unreleased.
         journal: path of the journal with which a run was resumed, which later steps must go on with; empty for none.
         journal_lines: number of its lines when it was resumed.
+        telemetry: the statistics that the step before this state released, by name; None without `Plan.telemetry`.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -68,11 +70,13 @@ class StepState(NamedTuple):
     num_records: int | None = None
     journal: str = ""
     journal_lines: int = 0
+    telemetry: Mapping[str, float | list[float]] | None = None
 
     def __repr__(self) -> str:
-        """The fields, without noise: it is secret."""
+        """The fields, without noise, which is secret, and the number of records, which is private."""
         noise = "()" if isinstance(self.noise_state, tuple) and not self.noise_state else "hidden"
-        shown = {name: noise if name == "noise_state" else repr(value) for name, value in self._asdict().items()}
+        private = {"noise_state": noise, "num_records": "None" if self.num_records is None else "hidden"}
+        shown = {name: private.get(name, repr(value)) for name, value in self._asdict().items()}
         return f"StepState({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 

@@ -95,7 +95,7 @@ class DPStep:
         """
         with together(self.ranks, StepAborted(_ABORTED)):
             first = first_state(self.plan, params, key, ledger, num_records)
-            state = first._replace(noise_state=self._mechanism(0).init(params))
+            state = first._replace(noise_state=self._mechanism(0).init(self._with_statistics(params)))
         warn_of_start(state, journalled=self.journal is not None)
         return state
 
@@ -108,6 +108,9 @@ class DPStep:
         clipped, unreleased = self._clip(params, rows, state)
         released, noise_state = self._add_noise(clipped, params, state)
         after = next_state(self.plan, state, noise_state)
+        if self.plan.telemetry is not None:
+            size = self.plan.sampler.expected_batch_size(state.step)
+            after = after._replace(telemetry=self.plan.telemetry.read(released, self.plan.clip.clip_norm, size))
         self._record(released, state, after, params, unreleased)
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
@@ -163,7 +166,10 @@ class DPStep:
 
     def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
         mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
-        return release(self.ranks, mechanism, clipped, params, state.noise_state, key)
+        return release(self.ranks, mechanism, clipped, self._with_statistics(params), state.noise_state, key)
+
+    def _with_statistics(self, params: Params) -> Params:
+        return params if self.plan.telemetry is None else self.plan.telemetry.with_leaf(params)
 
     def _mechanism(self, step: int) -> Mechanism:
         multiplier = schedule_at(self.plan.noise_multiplier, step)
@@ -189,7 +195,8 @@ class DPStep:
     def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
-        return {name: (value / size).to(params[name].dtype) for name, value in released.items()}
+        grads = {name: value for name, value in released.items() if name in params}
+        return {name: (value / size).to(params[name].dtype) for name, value in grads.items()}
 
     @property
     def decision(self) -> Decision | None:
@@ -262,6 +269,9 @@ def make_dp_step(
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
+    if plan.telemetry is not None and ranks is not None and ranks.keeps_parts:
+        advice = "Its engine adds up gradients over processes, and no statistics. Use data_parallel()."
+        raise fail("no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry, advice)
     if journal is not None and not callable(journal):
         raise InvalidArgument(
             f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
@@ -278,5 +288,6 @@ def make_dp_step(
         microbatch_size=microbatch_size,
         adjacency=plan.adjacency,
         ranks=ranks,
+        telemetry=plan.telemetry,
     )
     return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)

@@ -6,7 +6,7 @@ Axis letters: B samples, G clip groups, T positions, d features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from dpfunc._utils import validation as checks
@@ -21,8 +21,9 @@ Params = Mapping[str, "Tensor"]
 Batch = Any
 """A pytree of tensors whose axis 0 is the privacy unit; all leaves agree on its length B."""
 
-LossFn = Callable[[Params, Batch], "Tensor"]
-"""`(params, batch) -> (B,)`: one loss a row; rows do not influence each other."""
+LossFn = Callable[[Params, Batch], "Tensor | tuple[Tensor, Any]"]
+"""`(params, batch) -> losses (B,)`: one a row; rows do not influence each other. Or `(losses, aux)`, where aux is a
+pytree of tensors (B, ...), which comes back in `Unreleased.aux`."""
 
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
 """Which data sets count as neighbours. `zero_out` costs what `add_remove` costs and lets n be public."""
@@ -103,22 +104,30 @@ class ClippedSum:
 
 
 class Unreleased(NamedTuple):
-    """Values that no noise protects: look at them while debugging on public data, never publish them."""
+    """Values that no noise protects: look at them while debugging on public data, never publish them.
+
+    Args:
+        losses_B: of each sample. norms_BG: of its gradient, in each clip group.
+        aux: what the loss returned beside its losses, detached, with the samples of this process on axis 0; None for a
+            loss without it, and for a batch without rows, of which no loss is computed.
+    """
 
     losses_B: Tensor
     norms_BG: Tensor
+    aux: Any = None
 
     def __repr__(self) -> str:
-        return "Unreleased(losses and gradient norms of private samples: hidden, and not covered by epsilon)"
+        return "Unreleased(losses, gradient norms and aux of private samples: hidden, and not covered by epsilon)"
 
 
 class MicrobatchSums(NamedTuple):
-    """Clipped sums of a microbatch; losses (B,), norms (B, G) and squared norms of each parameter (B,), unreleased."""
+    """Clipped sums of a microbatch; losses (B,), norms (B, G), squared norms of parameters (B,) and aux, unreleased."""
 
     sums: dict[str, Tensor]
     losses_B: Tensor
     norms_BG: Tensor
     sq_norms: dict[str, Tensor]
+    aux: Any = None
 
 
 @dataclass(frozen=True, order=True)
@@ -145,6 +154,82 @@ class Event:
     def law(self) -> tuple[Event, ...]:
         """Poisson-sampled Gaussian steps that together cost at least as much: all that accountants know of an event."""
         return (self,)
+
+
+@dataclass(frozen=True, order=True)
+class Capped(Event):
+    """Gaussian steps over a Poisson sample of which at most `cap` records are kept, a random subset if there are more.
+
+    With `sampling_prob = 1` a batch is `cap` of all records, without replacement. n is public.
+
+    Args:
+        sampling_prob, noise_multiplier, num_steps: as of `Event`. dataset_size: number of records n, >= 1; with
+            add/remove neighbours the larger one, and `sampling_prob = 1` is refused.
+        cap: most records in a batch, >= 1.
+
+    The others fill the batch with probability `t = P[Bin(n - 1, q) >= cap]`. If not, this is Poisson sampling. If they
+    do, the record takes the place of another one, which moves the sum by two sensitivities, with probability
+    `P[Bin(n, q) > cap] cap / (n t)`: Ganesh et al. 2025, arXiv 2508.15089. For `sampling_prob = 1` see
+    docs/accounting.md.
+
+    Guarantees:
+        never below the truth (tests/accounting/test_kinds.py::test_cut_batches_against_enumeration).
+
+    >>> from dpfunc.accounting import Ledger
+    >>> events = (Capped(0.5, 1.0, 3, dataset_size=4, cap=2), Capped(0.5, 1.0, 2, dataset_size=3, cap=2))
+    >>> print(f"{Ledger(events, 'zero_out').epsilon(1e-6).epsilon:.2f}")
+    17.90
+    """
+
+    dataset_size: int
+    cap: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.integer("dataset_size", self.dataset_size, minimum=1)
+        checks.integer("cap", self.cap, minimum=1)
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """The neighbours of a ledger that may have it."""
+        return ADJACENCIES if self.sampling_prob < 1 else ("zero_out", "replace_one")
+
+    def law(self) -> tuple[Event, ...]:
+        """Itself; plain steps where no batch is ever cut."""
+        cut = self.cap < self.dataset_size
+        return (self,) if cut else (Event(self.sampling_prob, self.noise_multiplier, self.num_steps),)
+
+
+@dataclass(frozen=True, order=True)
+class Allocated(Event):
+    """Epochs of `num_batches` Gaussian steps; each record is in one batch of an epoch, drawn independently of others.
+
+    Random allocation, or balls in bins; not a permutation, whose batches have fixed sizes (docs/accounting.md).
+
+    Args:
+        noise_multiplier: of each step. num_steps: number of epochs. num_batches: steps of an epoch t, >= 1.
+
+    With `p = 1 - (1 - 1/t)^t` an epoch costs at most what t Poisson-sampled steps with `q = 1/t` cost, given that the
+    record is in one at least: Feldman and Shenfeld 2025, arXiv 2502.08202. An epoch is charged as a whole.
+
+    Guarantees:
+        never below the truth (tests/accounting/test_kinds.py::test_an_allocated_epoch_against_integration).
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((Allocated(1.0, 1, num_batches=100),)).epsilon(1e-5).epsilon:.2f}")
+    1.03
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    num_batches: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.integer("num_batches", self.num_batches, minimum=1)
+
+    def law(self) -> tuple[Event, ...]:
+        """Itself; plain steps of all records for one batch."""
+        return (self,) if self.num_batches > 1 else (Event(1.0, self.noise_multiplier, self.num_steps),)
 
 
 @dataclass(frozen=True)

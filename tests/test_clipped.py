@@ -15,6 +15,8 @@ from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.bounds import SLACK, group_bounds
 from dpfunc.clipping.groups import partition
+from dpfunc.engines.vmap_grad import ENGINES, engine_of
+from dpfunc.errors import InvalidArgument
 
 every_rule = pytest.mark.parametrize("rule_name", RULES)
 every_grouping = pytest.mark.parametrize("grouping", GROUPINGS)
@@ -209,3 +211,55 @@ def test_narrow_gradients_are_summed_in_float32(dtype):
         less = clipped_sum(clipping.Flat(1.0), rows_BP[1:], dtype, microbatch_size=size)
         assert all(value.dtype == torch.float32 for value in full.sums.values())
         assert (flat(full.sums) - flat(less.sums)).norm() <= 1.0
+
+
+def loss_with_aux(params, batch):
+    losses_B = linear_loss(params, batch)
+    return losses_B, {"sign": losses_B > 0, "weights": [batch["head.weight"]], "twice": 2 * losses_B[:, None]}
+
+
+def loss_that_reads(params, batch):
+    """Rows in groups: a number that Python reads is another one."""
+    losses_B, aux = loss_with_aux(params, batch)
+    return (2 * losses_B if float(batch["head.weight"].sum()) > 0 else losses_B), aux
+
+
+@pytest.mark.parametrize("loss", [loss_with_aux, loss_that_reads])
+@pytest.mark.parametrize("microbatch_size", [None, 2, 3])
+@pytest.mark.parametrize("name", ENGINES)
+def test_aux(name, microbatch_size, loss):
+    """Aux comes back for the real samples, in their order, without a graph; and changes no bit of what is summed."""
+    rows_BP, mask_B = random_rows(0, 7), torch.tensor([1, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
+    batch, values = as_batch(rows_BP), {name: value + 1 for name, value in params().items()}
+    options = {"engine": engine_of(name), "microbatch_size": microbatch_size, "mask_B": mask_B}
+    clipped, unreleased = clipped_grad(loss, values, batch, clipping.Flat(1.0), **options)
+    alone, without = clipped_grad(lambda p, b: loss(p, b)[0], values, batch, clipping.Flat(1.0), **options)
+    assert torch.equal(flat(clipped.sums), flat(alone.sums))
+    assert without.aux is None
+    assert torch.equal(unreleased.aux["weights"][0], batch["head.weight"][mask_B])
+    torch.testing.assert_close(unreleased.aux["twice"][:, 0], 2 * linear_loss(values, batch)[mask_B])
+    assert unreleased.aux["sign"].shape == (6,)
+    assert not any(leaf.requires_grad for leaf in (unreleased.aux["twice"], unreleased.aux["sign"]))
+    assert "2" not in repr(unreleased)
+    none = clipped_grad(loss, values, as_batch(rows_BP[:0]), clipping.Flat(1.0), engine=engine_of(name))[1]
+    assert none.aux is None
+
+
+@pytest.mark.parametrize("aux", [1.0, {"a": torch.zeros(())}, {"a": torch.zeros(3)}, [torch.zeros(1), None]])
+@pytest.mark.parametrize("name", ENGINES)
+def test_aux_without_rows_is_refused(name, aux):
+    with pytest.raises(InvalidArgument, match=r"Expected the aux of loss_fn.*got (shape|float|NoneType)"):
+        clipped_grad(
+            lambda p, b: (linear_loss(p, b), aux), params(), as_batch(random_rows(0, 4)), clipping.Flat(1.0),
+            engine=engine_of(name),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_aux_of_other_shapes_is_refused(name):
+    def loss(params, batch):
+        losses_B = linear_loss(params, batch)
+        return losses_B, torch.zeros(1, 1 + int(batch["head.weight"].sum() > 0))
+
+    with pytest.raises(InvalidArgument, match="the same names, shapes and dtypes for all samples"):
+        clipped_grad(loss, params(), as_batch(random_rows(0, 8)), clipping.Flat(1.0), engine=engine_of(name))

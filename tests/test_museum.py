@@ -11,7 +11,7 @@ MUSEUM = {
     "noise follows one bound, clipping another": "test_step.py::test_noise_follows_the_bound_of_each_plan",
     "only the last microbatch is counted": "test_clipped.py::test_microbatch_invariance",
     "an empty batch crashes": "test_step.py::test_empty_batch_is_a_step_that_costs",
-    "a checkpoint restores neither bound nor sigma": "checkpoint/test_loading.py::test_another_run_is_refused_with_the_difference",
+    "a checkpoint restores neither bound nor sigma": "checkpoint/test_format.py::test_another_run_is_refused_with_the_difference",
     "one NaN sample turns all parameters NaN": "test_step.py::test_nan_sample_leaves_the_rest_alone",
     "an engine returns the raw gradient": "engines/test_museum_engines.py::test_no_engine_returns_the_raw_gradient",
     "grouped convolution is wrong": "engines/test_museum_engines.py::test_grouped_and_3d_convolutions_are_trained_in_any_order",
@@ -53,7 +53,7 @@ CAPABILITIES = {
     "L14 reading epsilon and delta": "accounting/test_requirements.py::test_tables",
     "L15 model check, BatchNorm": "hf/test_models.py::test_L15_batchnorms_are_counted",
     "L16 several processes": "distributed/test_launch.py::test_the_trainer_is_the_same_on_two_processes",
-    "L17 length grouping": "hf/trainer/test_settings.py::test_L17_length_grouping_is_refused",
+    "L17 length grouping": "hf/trainer/test_settings.py::test_arguments_that_break_privacy_are_refused",
     "L18 bf16": "hf/trainer/test_trainer.py::test_L18_bfloat16",
     "L19 Trainer": "hf/trainer/test_trainer.py::test_L19_trainer_equals_a_plain_loop",
     "L20 the guide": "guides/test_llava_guide.py::test_L20_the_whole_guide_runs",
@@ -72,7 +72,7 @@ CAPABILITIES = {
     "T12 YAML jobs": "cli/test_train.py::test_T9_T12_what_a_run_says_and_leaves",
     "T13 tips": "cli/test_train.py::test_T12_T13_commands_of_the_guide_work",
     "T14 causal attention": "hf/test_models.py::test_T14_causal_attention",
-    "T15 the twin": "hf/trainer/test_trainer.py::test_T15_twin_is_an_ordinary_trainer",
+    "T15 the twin": "hf/trainer/test_run.py::test_T15_twin_is_an_ordinary_trainer",
 }
 
 

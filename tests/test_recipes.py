@@ -15,6 +15,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import dpfunc
+from dpfunc import recipes
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument, NoiseWarning
 from dpfunc.recipes import STRATEGIES, Head, Recipe, recipe, unit_rows
 
@@ -220,6 +221,13 @@ def test_requirements_agree_with_a_recipe(n):
     assert need.noise_multiplier == pytest.approx(float(found.plan().noise_multiplier), rel=1e-2)
     (asked,) = (choice for choice in need.choices if choice.batch_size == found.expected_batch_size)
     assert asked.noise_per_run <= 1.05 * min(choice.noise_per_run for choice in need.choices)
+
+
+def test_the_guidance_of_the_requirements_quotes_the_recipe_of_a_head():
+    need = dpfunc.accounting.privacy_requirements(dataset_size=100, batch_size=10, epochs=1, target_epsilon=3.0)
+    fewest, most = recipes._HEAD_STEPS
+    said = f"a linear head takes half of the records in each of {fewest} to {most} steps."
+    assert sum(said in sentence for sentence in need.guidance) == (recipes._RULES["head"].sampling_prob == 0.5)
 
 
 @NOISY

@@ -8,19 +8,17 @@ from typing import Any
 
 import click
 
+from benchmarks import pictures
 from benchmarks.engines.contestants import PLAIN
 from benchmarks.results import read
 
 Record = Mapping[str, Any]
-PEERS = ("opacus", "jax")
-NOT_DRAWN = ("whole-", "jax-privacy/")
-MARKERS = "ovsD^P*X"
-KINDS = {"time": "time of a step", "memory": "peak memory over the model"}
-
-
-def contestants(report: Record, cases: Sequence[str]) -> list[str]:
-    """Everybody but the plain step who takes part in one of the cases, in the order of the file."""
-    return [n for n in dict.fromkeys(n for case in cases for n in report["cases"][case]["contestants"]) if n != PLAIN]
+KINDS = {"time": "Time of a step", "memory": "Peak memory over the model"}
+# Of each, the best of its modes is drawn.
+DRAWN = {
+    "Opacus, best mode": (("opacus-hooks", "opacus-ghost", "opacus-functorch"), "s", pictures.THEIRS, 9),
+    "dpfunc": (("auto",), "o", pictures.OURS, 6),
+}
 
 
 def ratio(report: Record, case: str, contestant: str, kind: str) -> float | None:
@@ -29,48 +27,38 @@ def ratio(report: Record, case: str, contestant: str, kind: str) -> float | None
 
 
 def picture(report: Record, cases: Sequence[str], kind: str, path: Path) -> None:
-    """Bars for our engines and points for peers, side by side in each case; the plain step is the line at 1."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(7.0, 1.1 * len(cases)), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    names = [name for name in contestants(report, cases) if not name.startswith(NOT_DRAWN)]
-    engines, peers = ([n for n in names if n.startswith(PEERS) == peer] for peer in (False, True))
-    width = 0.8 / max(1, len(engines))
-    for name in names:
-        found = [(at, ratio(report, case, name, kind)) for at, case in enumerate(cases)]
-        at = [place for place, value in found if value is not None]
-        values = [value for _, value in found if value is not None]
-        if name in engines:
-            shift = (engines.index(name) + 0.5) * width - 0.4
-            axes.bar([place + shift for place in at], values, width=0.9 * width, label=name)
-        else:
-            number = peers.index(name)
-            style = {"linestyle": "none", "marker": MARKERS[number % len(MARKERS)], "markeredgecolor": "white"}
-            axes.plot(at, values, label=name, color=str(0.1 + 0.6 * number / len(peers)), markersize=8, **style)
-    axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="without privacy")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right")
-    axes.set_ylabel(f"{KINDS[kind]}, times the plain step")
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.16))
-    figure.savefig(path, dpi=120)
+    """A line for each case, with a point for dpfunc and one for the best mode of Opacus; the plain step is at 1."""
+    with pictures.figure(path, f"{KINDS[kind]}, times the plain step", 1.4 + 0.27 * len(cases)) as axes:
+        most = 1.0
+        for label, (modes, marker, color, size) in DRAWN.items():
+            found = [[ratio(report, case, mode, kind) for mode in modes] for case in cases]
+            best = [min((value for value in values if value is not None), default=None) for values in found]
+            most = max([most, *(value for value in best if value is not None)])
+            places = [place for place, value in enumerate(best) if value is not None]
+            axes.plot([best[place] for place in places], places, marker, color=color, label=label, markersize=size)
+        axes.axvline(1.0, color=pictures.PLAIN, linewidth=1, linestyle="--", label="without privacy")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 16) if tick <= 1.1 * most])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.set_yticks(range(len(cases)), cases)
+        axes.invert_yaxis()
+        axes.grid(axis="y", color="0.9")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.06), ncols=2, frameon=False)
 
 
 @click.command(help=__doc__)
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--out", default=Path("docs/results"), type=click.Path(path_type=Path, file_okay=False))
 def main(file: Path, out: Path) -> None:
-    """Write `NAME_time.png` and `NAME_memory.png` for a result file NAME.json."""
+    """Write `NAME_time.svg` and `NAME_memory.svg` for a result file NAME.json."""
     report = read(file)
     out.mkdir(parents=True, exist_ok=True)
     cases = [case for case in report["cases"] if not case.startswith("layer:")]
     written = []
     for kind in KINDS:
         if any(ratio(report, case, PLAIN, kind) is not None for case in cases):
-            written.append(out / f"{file.stem}_{kind}.png")
+            written.append(out / f"{file.stem}_{kind}.svg")
             picture(report, cases, kind, written[-1])
     click.echo("\n".join(map(str, written)))
 

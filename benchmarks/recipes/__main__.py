@@ -34,6 +34,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import pictures
 from benchmarks.recipes import closed
 from benchmarks.recipes.closed import Setting
 from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
@@ -43,6 +44,7 @@ from dpfunc.clipping import Flat
 from dpfunc.recipes import Recipe, recipe, unit_rows
 
 RESULT, PAGE, README = FOLDER / "recipes.json", DOCS / "recipes.md", ROOT / "README.md"
+PICTURE = DOCS / "results" / "recipes.svg"
 EPSILONS = (1.0, 3.0, 8.0)
 SEEDS = 5
 OTHER_SEEDS = 2  # of the other contestants
@@ -281,6 +283,24 @@ def short(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {"recipes": summary(halves(results)["apart"], (NETWORK_EPSILON,))}
 
 
+def picture(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Mean accuracy over the sets that were kept apart, at each epsilon."""
+    apart = halves(results)["apart"]
+    budgets = sorted({result["epsilon"] for result in apart})
+    drawn = {"non-private": (pictures.PLAIN, "--"), "recipe": (pictures.OURS, "o-"), "Opacus": (pictures.THEIRS, "s-")}
+    with pictures.figure(path, "Mean accuracy on 11 data sets") as axes:
+        for name, (color, style) in {**drawn, "constant": (pictures.PLAIN, ":")}.items():
+            found = [
+                statistics.mean(mean(each, name, "accuracy") for each in apart if each["epsilon"] == epsilon)
+                for epsilon in budgets
+            ]
+            label = {"recipe": "dpfunc, recipe", "Opacus": "Opacus, its tutorial"}.get(name, name)
+            axes.plot(range(len(budgets)), found, style, color=color, label=label)
+        axes.set_xticks(range(len(budgets)), [f"{epsilon:g}" for epsilon in budgets])
+        axes.set(xlabel="epsilon", ylim=(0.5, 0.9))
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False)
+
+
 def place(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """Of a result in its file; those on which the rules were chosen first."""
     return result["chosen_on"] is False, result["data"], result["epsilon"]
@@ -305,6 +325,7 @@ def main(names: tuple[str, ...], half: str | None, out: Path) -> None:
     if out == RESULT:
         fill(PAGE, tables(read(out)["rows"]))
         fill(README, short(read(out)["rows"]))
+        picture(read(out)["rows"], PICTURE)
 
 
 if __name__ == "__main__":

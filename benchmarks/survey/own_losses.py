@@ -24,7 +24,7 @@ from dpfunc.functional import functionalize
 from dpfunc.hf._facts import facts_of
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import infer_task, make_loss_fn
-from dpfunc.hf.vision_language.images import flatten_images
+from dpfunc.hf.vision_language._images import flatten_images
 
 SAME = 1e-4
 OUT = FOLDER / "own_losses.json"

@@ -27,8 +27,6 @@ def digest(text: str | bytes) -> int:
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """A digest of names, shapes and all bits, weighted by position: it detects one changed bit, and a changed order.
 
-    Made for accidents, not for adversaries.
-
     >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
     False
     """
@@ -64,8 +62,7 @@ def _filled(tail: Tensor) -> Tensor:
 def _condensed(words: Tensor) -> Tensor:
     """Sums over the rows and over the columns of many words, and what is left; few words as they are.
 
-    One word, or two, cannot change without a change of these sums, nor can two change places. Sums take half the time
-    of weights for all words.
+    One word, or two, cannot change, or change places, without a change of these sums, which take half the time.
     """
     count = len(words) // _COLUMNS
     if count < 2:

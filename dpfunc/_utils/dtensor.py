@@ -19,17 +19,13 @@ if TYPE_CHECKING:
 class Window(NamedTuple):
     """The part of a tensor that is held here, with the tensor treated as a matrix (shape[0], everything else).
 
-    Args:
-        num_rows, num_cols: of the whole matrix. rows, cols: (start, stop) of the part.
-
-    >>> import torch
     >>> window(torch.zeros(4, 2, 3), "w")
     Window(num_rows=4, num_cols=6, rows=(0, 4), cols=(0, 6))
     """
 
     num_rows: int
     num_cols: int
-    rows: tuple[int, int]
+    rows: tuple[int, int]  # (start, stop) of the part
     cols: tuple[int, int]
 
     @property

@@ -13,11 +13,7 @@ from dpfunc._utils.words import WORDS
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Make the `__getattr__` of a package.
-
-    Args:
-        package: its `__name__`. homes: module in the package -> its public names, with spaces between. Other names
-            are modules of the package.
+    """Make the `__getattr__` of a package; `homes`: module in it -> its public names. Other names are modules of it.
 
     >>> import dpfunc
     >>> lazy("dpfunc", {"accounting": "Ledger epsilon"})("Ledger") is dpfunc.accounting.Ledger

@@ -20,16 +20,9 @@ _held: dict[Path, int] = {}  # lock files of this process, and how many blocks h
 
 
 def lock(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Lock an open file until it is closed.
+    """Lock an open file until it is closed; False if another process has it, and `wait` is False.
 
-    Args:
-        handle: of the file. shared: several readers at once; on Windows one. wait: until the others are done.
-
-    Returns:
-        False if another process has it, which only happens with `wait=False`.
-
-    Raises:
-        OSError: the file system has no locks.
+    Shared locks are for several readers; on Windows for one. An OSError says that the file system has no locks.
     """
     if sys.platform == "win32":
         return _lock_byte(handle, wait)
@@ -67,15 +60,9 @@ def _lock_byte(handle: int, wait: bool) -> bool:
 def only_process(folder: Path) -> Iterator[None]:
     """Inside, no other process uses the folder in this way. It is made if it is missing, and removed if still empty.
 
-    Args:
-        folder: of a run. The lock is a file in it, which is there only while it is held, or after a kill. A block
-            inside of another one of the same process changes nothing.
-
-    Raises:
-        InvalidArgument: another process has it. Nothing was written.
-
-    Guarantees:
-        tests/_utils/test_locks.py::test_one_process_has_a_folder, ::test_a_killed_process_has_nothing.
+    The lock is a file in it, which is there only while it is held, or after a kill. A block inside of another one of
+    the same process changes nothing (tests/_utils/test_locks.py::test_one_process_has_a_folder,
+    ::test_a_killed_process_has_nothing).
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as place, only_process(Path(place) / "run"):
@@ -114,9 +101,8 @@ def _taken(path: Path, folder: Path) -> int:
         try:
             handle = _opened(path)
         except OSError as error:
-            raise InvalidArgument(
-                f"Expected a folder that can be written, got {str(folder)!r}: {error.strerror}. Nothing was spent."
-            ) from error
+            why = f"{error.strerror}. Nothing was spent."
+            raise InvalidArgument(f"Expected a folder that can be written, got {str(folder)!r}: {why}") from error
         if not lock(handle, wait=False):
             owner = os.read(handle, 20).decode("ascii", "replace").strip()
             os.close(handle)
@@ -152,8 +138,7 @@ def _open(path: Path) -> int:
 def in_use(folder: Path) -> Iterator[None]:
     """Inside, `abandoned(folder)` is False for all processes; also after the folder was renamed.
 
-    Args:
-        folder: a directory that is there. Without locks on directories (Windows, some file systems) nothing happens.
+    Without locks on directories (Windows, some file systems) nothing happens.
     """
     handle = -1
     with suppress(OSError):

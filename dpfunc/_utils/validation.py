@@ -156,7 +156,7 @@ def warn(message: str, category: type[Warning]) -> None:
 def named(made: Made) -> Made:
     """Decorator: the TypeError of an unknown keyword says what it is called here. For classes, above `@dataclass`.
 
-    Signature, docstring and doctests stay: tests/_utils/test_words.py::test_signature_and_doctests_stay.
+    Signature, docstring and doctests stay: tests/_utils/test_validation.py::test_signature_and_doctests_stay.
     """
     if isinstance(made, type):
         type.__setattr__(made, "__init__", named(vars(made)["__init__"]))
@@ -165,6 +165,7 @@ def named(made: Made) -> Made:
     @functools.wraps(made)
     def _call(*args: Any, **options: Any) -> Any:
         _refuse_unknown(made, options)
+        _refuse_places(made, len(args))
         return made(*args, **options)
 
     return cast(Made, _call)
@@ -179,6 +180,14 @@ def _refuse_unknown(function: Callable[..., Any], options: Iterable[str]) -> Non
             where = function.__qualname__.removesuffix(".__init__")
             hint = f"Here it is {here}." if here else suggestion(name, known)
             raise TypeError(f"{where}() got an unexpected keyword argument {name!r}. {hint}")
+
+
+def _refuse_places(function: Callable[..., Any], given: int) -> None:
+    known = inspect.signature(function).parameters.values()
+    names = [each.name for each in known if each.kind is each.KEYWORD_ONLY]
+    if names and given > len(known) - len(names):
+        where = function.__qualname__.removesuffix(".__init__")
+        raise TypeError(f"{where}() takes these by name: {', '.join(f'{name}=' for name in names)}.")
 
 
 def unique_json(text: str | bytes) -> Any:

@@ -1,5 +1,7 @@
 """Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
 
+from dpfunc.accounting._kinds import ZCDP, Laplace, Opaque
+from dpfunc.accounting._trade_off import TradeOff, delta
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import (
     Remaining,
@@ -25,18 +27,25 @@ from dpfunc.accounting.requirements import (
     suggest_delta,
 )
 from dpfunc.accounting.selection import RunCount, calibrate_search, selection_epsilon
+from dpfunc.types import Allocated, Capped
 
 __all__ = [
     "DELTA_TABLE",
     "EPSILON_TABLE",
+    "ZCDP",
+    "Allocated",
     "BatchChoice",
+    "Capped",
     "DeltaMeaning",
     "EpsilonMeaning",
     "Guarantee",
+    "Laplace",
     "Ledger",
+    "Opaque",
     "Remaining",
     "Requirements",
     "RunCount",
+    "TradeOff",
     "affordable_steps",
     "calibrate",
     "calibrate_batch_size",
@@ -44,6 +53,7 @@ __all__ = [
     "calibrate_search",
     "calibrate_steps",
     "compose",
+    "delta",
     "epsilon",
     "epsilon_left",
     "explain_delta",

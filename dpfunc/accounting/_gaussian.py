@@ -36,6 +36,24 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return min(root * (1.0 + _ROUND_UP + _CANCELS / mu), high)
 
 
+def gaussian_delta(epsilon: float, mu: float) -> float:
+    """The delta of the Gaussian mechanism at `epsilon` >= 0, rounded up; see `gaussian_epsilon`.
+
+    >>> round(gaussian_delta(1.0, 1.0), 9)
+    0.126936738
+    """
+    from scipy.special import erf
+
+    if not mu < 1e100:
+        return 1.0
+    if mu < _LEAST:
+        return float(erf(mu / 8**0.5))
+    log_delta = _log_delta(epsilon, mu)
+    if log_delta == -math.inf:
+        return 0.0
+    return min(1.0, math.exp(log_delta) * (1 + _ROUND_UP + _CANCELS / mu * max(1.0, -log_delta)))
+
+
 def _log_delta(epsilon: float, mu: float) -> float:
     """Logarithm of the delta of the Gaussian mechanism at `epsilon`."""
     from scipy.special import log_ndtr

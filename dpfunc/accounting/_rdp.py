@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import Array, log_ratios
+from dpfunc.accounting._kinds import curve_of, divided
+from dpfunc.accounting._losses import DIRECTIONS, Array, log_ratios
 from dpfunc.types import Adjacency, Event
 
 # alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.
@@ -52,9 +53,12 @@ def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, few: b
 def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:
     """The Renyi divergences R(a) of all events together, inf where not finite."""
     total = np.zeros(len(orders))
-    for event in events:
+    plain, special = divided(events)
+    for event in plain:
         curve = np.array(step_curve(event.sampling_prob, event.noise_multiplier, adjacency == "replace_one", orders))
         total += as_float(event.num_steps) * curve
+    for other in special:
+        total += as_float(other.num_steps) * curve_of(other, DIRECTIONS[adjacency], np.array(orders))
     return total
 
 

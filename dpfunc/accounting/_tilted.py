@@ -14,7 +14,7 @@ of a step's loss, not on the number of steps: 10^7 steps cost what ten cost. The
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,7 @@ from dpfunc.accounting._tilted_aim import (
 )
 from dpfunc.accounting._tilted_law import (
     Atoms,
+    Fixed,
     Kind,
     Law,
     TiltedUnavailable,
@@ -49,6 +50,7 @@ _MAX_STEPS = 10**11
 _MAX_ROUNDS = 8
 _KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
 _LARGEST_EPSILON = 700.0
+_NONE: Mapping[Direction, Sequence[Fixed]] = {}
 
 
 @dataclass(frozen=True)
@@ -59,29 +61,36 @@ class _Bound:
     renyi: float
 
 
-def tilted_epsilon(kinds: Sequence[Kind], directions: Sequence[Direction], delta: float) -> _Bound:
+def tilted_epsilon(
+    kinds: Sequence[Kind],
+    directions: Sequence[Direction],
+    delta: float,
+    fixed: Mapping[Direction, Sequence[Fixed]] = _NONE,
+) -> _Bound:
     """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
 
+    `fixed` are laws of other steps, for each direction; their infinite losses are not counted.
     Values outside the domain that float64 can serve raise TiltedUnavailable.
 
     >>> print(f"{tilted_epsilon([(0.01, 1.0, 1000)], ['remove', 'add'], 1e-5).epsilon:.4f}")
     1.8283
     """
     kinds = _within_domain(kinds, delta)
-    if len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
+    if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
         return _Bound(max(_one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
-    first = one_direction(kinds, directions[0], delta)
+    first = one_direction(kinds, directions[0], delta, fixed=fixed.get(directions[0], ()))
     epsilon = first.epsilon
     for direction in directions[1:]:
-        epsilon = max(epsilon, one_direction(kinds, direction, delta, epsilon).epsilon)
+        more = one_direction(kinds, direction, delta, epsilon, fixed.get(direction, ()))
+        epsilon = max(epsilon, more.epsilon)
     return _Bound(epsilon, first.renyi)
 
 
-def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float) -> float:
+def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
     """Fast estimate of epsilon by Laplace's method, within some percent for many steps; not a bound."""
     kinds = _within_domain(kinds, delta)
-    few, log_delta = sampled_losses(kinds, direction, delta, share=32), math.log(delta)
+    few, log_delta = sampled_losses(kinds, direction, delta, 32, fixed), math.log(delta)
     return laplace(few, best_tilt(few, log_delta), log_delta)[0]
 
 
@@ -125,20 +134,22 @@ def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> 
     return float(above(q, s, x, part_masses(s, np.append(x, np.inf), direction), direction)[0])
 
 
-def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0) -> _Bound:
+def one_direction(
+    kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0, fixed: Sequence[Fixed] = ()
+) -> _Bound:
     """The bound for neighbours in one order; not below `floor`, which the other order has already cost.
 
     Each round chooses parameters for an epsilon, and bounds it. Any parameters are safe; the next round starts from a
     better epsilon, until the parameters were made for about the epsilon that was found.
     """
     log_delta = math.log(delta)
-    few = sampled_losses(kinds, direction, delta, share=32)
+    few = sampled_losses(kinds, direction, delta, 32, fixed)
     t = best_tilt(few, log_delta)
-    base = sampled_losses(kinds, direction, delta)
+    base = sampled_losses(kinds, direction, delta, 0, fixed)
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
     about, t = laplace(few, t, log_delta)
     slope = t
-    best, fine = math.inf, 1.0
+    best, fine = math.inf, base.fine
     for _ in range(_MAX_ROUNDS):
         aim = make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
@@ -154,10 +165,8 @@ def one_direction(kinds: Sequence[Kind], direction: Direction, delta: float, flo
 
 def discrete_laws(base: Sampled, aim: Aim) -> list[Law]:
     """The tilted law of each kind on its cells."""
-    if not len(base.steps):
-        return []
-    laws: list[Law] = []
-    ends = choose_ends(base, aim)
+    laws = [tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
+    ends = choose_ends(base, aim) if len(base.steps) else []
     lengths = np.array([len(some) for some in ends])
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dpfunc.accounting._losses import MEANS, Array, Direction, log_ratios
 from dpfunc.accounting._search import least
-from dpfunc.accounting._tilted_law import Kind, gaussian_part
+from dpfunc.accounting._tilted_law import Fixed, Kind, gaussian_part, tilt
 
 TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
 _CELL_ERROR = 2e-6  # relative to epsilon
@@ -23,7 +23,10 @@ _MAX_CELLS = 6_000
 
 @dataclass(frozen=True)
 class Sampled:
-    """Losses of each kind (K) at equal distances in x (M), and log masses under P. `gaussian` is mu^2 of others."""
+    """Losses of each kind (K) at equal distances in x (M), and log masses under P. `gaussian` is mu^2 of others.
+
+    `fixed`: laws that are given as atoms, with their numbers of steps.
+    """
 
     q: Array
     sigma: Array
@@ -33,6 +36,12 @@ class Sampled:
     log_mass: Array
     gaussian: float
     direction: Direction
+    fixed: Sequence[Fixed] = ()
+
+    @property
+    def fine(self) -> float:
+        """Share of the usual errors that the first round allows: laws that are given are often of few steps."""
+        return 0.1 if self.fixed else 1.0
 
     def log_moment(self, t: float) -> float:
         """`K(t)`, the logarithm of the moment generating function of the total loss of all steps."""
@@ -41,10 +50,14 @@ class Sampled:
             exponents = self.log_mass + t * self.loss
             top = exponents.max(axis=1)
             sampled = float(self.steps @ (np.log(np.exp(exponents - top[:, None]).sum(axis=1)) + top))
+        for steps, law in self.fixed:
+            sampled += steps * tilt(law, steps, t).log_moment
         return sampled + self.gaussian * t * (1 + t) / 2
 
 
-def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, share: int = 0) -> Sampled:
+def sampled_losses(
+    kinds: Sequence[Kind], direction: Direction, delta: float, share: int = 0, fixed: Sequence[Fixed] = ()
+) -> Sampled:
     """The losses of the kinds with sampling; with `share` only of about that many, which stand for all."""
     from scipy.special import ndtri
 
@@ -55,7 +68,7 @@ def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, sh
     q, sigma, steps = np.array(chosen, dtype=np.float64).reshape(-1, 3).T.copy()
     if not chosen:
         empty = np.empty((0, 0))
-        return Sampled(q, sigma, steps, empty, empty, empty, gaussian_part(kinds), direction)
+        return Sampled(q, sigma, steps, empty, empty, empty, gaussian_part(kinds), direction, fixed)
     # beyond so many standard deviations a step has mass below its share of what is negligible
     reach = np.maximum(9.5, -ndtri(TINY * delta / steps / len(chosen) / 2))
     low, high = -9.5 * sigma, reach * sigma + MEANS[direction][0]
@@ -65,7 +78,7 @@ def sampled_losses(kinds: Sequence[Kind], direction: Direction, delta: float, sh
     log_p, log_q = log_ratios(q[:, None], sigma[:, None], x, direction)
     log_normal = -((x / sigma[:, None]) ** 2) / 2 - np.log(sigma[:, None] * math.sqrt(2 * math.pi))
     log_mass = log_normal + log_p + np.log(x[:, 1:2] - x[:, :1])
-    return Sampled(q, sigma, steps, x, log_p - log_q, log_mass, gaussian_part(kinds), direction)
+    return Sampled(q, sigma, steps, x, log_p - log_q, log_mass, gaussian_part(kinds), direction, fixed)
 
 
 def best_tilt(base: Sampled, log_delta: float) -> float:

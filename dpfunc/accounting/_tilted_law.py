@@ -73,6 +73,10 @@ def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) ->
     return Atoms(mass, loss, p[..., -1])
 
 
+Fixed = tuple[int, Atoms]
+"""Number of steps, and the law of one."""
+
+
 @dataclass(frozen=True)
 class Law:
     """The law of one kind's loss, tilted: weights that sum to 1 at losses about their mean.

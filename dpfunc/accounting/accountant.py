@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting._losses import DIRECTIONS
+from dpfunc.accounting._kinds import as_wholes, divided, law_of, lost, only_plain
+from dpfunc.accounting._losses import DIRECTIONS, Direction
 from dpfunc.accounting._prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting._tilted_law import Kind, TiltedUnavailable
+from dpfunc.accounting._tilted_law import Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting.events import canonical
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
@@ -68,12 +70,17 @@ class Guarantee:
 @functools.lru_cache(maxsize=4096)
 def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
     """Compute the epsilon of Poisson-sampled Gaussian steps, from arguments that were validated."""
+    if method in ("gdp-approximation", "gaussian", "prv"):
+        only_plain(events, method)
     if method == "gdp-approximation":
         epsilon, named, note = _by_central_limit(events, adjacency, delta)
-    elif method == "gaussian" or (method == "auto" and all(event.sampling_prob == 1 for event in events)):
+    elif method == "gaussian" or (method == "auto" and all(type(e) is Event and e.sampling_prob == 1 for e in events)):
         epsilon, named, note = _exactly(events, delta)
     else:
-        epsilon, named, note = _bounded(events, adjacency, delta, method)
+        found = _bounded(events, adjacency, delta, method)
+        if (wholes := as_wholes(events)) != events:  # better for few batches or large losses
+            found = min(found, _bounded(wholes, adjacency, delta, method), key=lambda bound: bound[0])
+        epsilon, named, note = found
     return Guarantee(epsilon, delta, named, adjacency, note)
 
 
@@ -102,8 +109,13 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
     if not events:
         return 0.0, named, "nothing spent"
-    if any(event.noise_multiplier == 0 for event in events):
+    plain, special = divided(events)
+    if any(event.noise_multiplier == 0 for event in plain):
         return math.inf, named, "a step without noise"
+    if special:
+        delta -= lost(special, DIRECTIONS[adjacency])
+        if delta <= 0:
+            return math.inf, named, "releases that give all away with a larger probability"
     if method == "prv":
         return _by_prv(events, adjacency, delta)
     if method == "rdp":
@@ -113,9 +125,11 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
 
 def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:
     """The bound by tilted composition; if not `alone`, that of Renyi where it is smaller, or the only one."""
-    fewer, rounded = fewer_kinds(events, _TILTED_KINDS)
+    plain, special = divided(events)
+    fewer, rounded = fewer_kinds(plain, _TILTED_KINDS)
     try:
-        tight = tilted_epsilon(kinds_of(fewer), DIRECTIONS[adjacency], delta)
+        fixed = {direction: fixed_laws(special, direction) for direction in DIRECTIONS[adjacency]} if special else {}
+        tight = tilted_epsilon(kinds_of(fewer), DIRECTIONS[adjacency], delta, fixed)
     except TiltedUnavailable as refusal:
         if alone:
             raise
@@ -145,6 +159,11 @@ def kinds_of(events: tuple[Event, ...]) -> list[Kind]:
     return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in events]
 
 
+def fixed_laws(special: Iterable[Event], direction: Direction) -> list[Fixed]:
+    """Laws of other kinds of steps, with their numbers."""
+    return [(event.num_steps, law_of(event, direction)) for event in special]
+
+
 def _joined(*notes: str) -> str:
     """The notes that say something, in one line."""
     return "; ".join(filter(None, notes))
@@ -152,12 +171,13 @@ def _joined(*notes: str) -> str:
 
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """Events for Renyi curves, see `fewer_kinds`; those of sampling_prob = 1 as one step: Gaussians add up to one."""
-    full = tuple(event for event in events if event.sampling_prob == 1)
-    if not full:
-        return fewer_kinds(events, max_kinds)
-    sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
-    sampled = (event for event in events if event.sampling_prob < 1)
-    return fewer_kinds((*sampled, Event(1.0, sigma, 1)), max_kinds)
+    plain, special = divided(events)
+    full = tuple(event for event in plain if event.sampling_prob == 1)
+    if full:
+        sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
+        plain = (*(event for event in plain if event.sampling_prob < 1), Event(1.0, sigma, 1))
+    fewer, rounded = fewer_kinds(plain, max_kinds)
+    return (*fewer, *special), rounded
 
 
 def check_bound(method: str) -> str:

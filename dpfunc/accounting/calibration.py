@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from dpfunc._utils.validation import fail, integer, named, open_unit, positive, probability
+from dpfunc.accounting._kinds import divided
 from dpfunc.accounting._losses import DIRECTIONS
 from dpfunc.accounting._prv import PRVUnavailable
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._search import largest_integer, smallest_real
 from dpfunc.accounting._tilted import rough_epsilon as tilted_guess
 from dpfunc.accounting._tilted_law import TiltedUnavailable
-from dpfunc.accounting.accountant import cached_epsilon, check_bound, kinds_of, renyi_events
+from dpfunc.accounting.accountant import cached_epsilon, check_bound, fixed_laws, kinds_of, renyi_events
 from dpfunc.accounting.ledger import Ledger, schedule_ledger
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
@@ -113,7 +114,9 @@ def _rough_epsilon(ledger: Ledger, delta: float) -> float:
     if not ledger.events:
         return 0.0
     try:
-        return tilted_guess(kinds_of(ledger.law), DIRECTIONS[ledger.adjacency][0], delta)
+        plain, special = divided(ledger.law)
+        direction = DIRECTIONS[ledger.adjacency][0]
+        return tilted_guess(kinds_of(plain), direction, delta, fixed_laws(special, direction))
     except TiltedUnavailable:
         pass
     events, _ = renyi_events(ledger.law, _FEW_KINDS)

@@ -8,13 +8,22 @@ over many steps of a run, is one step of a kind whose fields describe all of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from dpfunc._utils.validation import apart, fail
+from dpfunc.accounting._kinds import ZCDP, Laplace, Opaque
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.types import Event
+from dpfunc.types import Allocated, Capped, Event
 
-KINDS: dict[str, type[Event]] = {"": Event}
+KINDS: dict[str, type[Event]] = {
+    "": Event,
+    "allocated": Allocated,
+    "capped": Capped,
+    "laplace": Laplace,
+    "opaque": Opaque,
+    "zcdp": ZCDP,
+}
 """Name in files -> class. A new kind of event is a file with its class, and a line here."""
 
 OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
@@ -45,20 +54,37 @@ def _counted(events: Iterable[Event]) -> _Counts:
     steps: dict[tuple[str, tuple[Any, ...]], int] = {}
     for event in events:
         name = name_of(event)
-        q, sigma, count, *more = vars(event).values()
+        q, sigma, count, *more = _values(event).values()
         kind = (name, (q, sigma, *more))
         steps[kind] = steps.get(kind, 0) + count
     return steps
 
 
+def _values(event: Event) -> dict[str, Any]:
+    """All fields: the sampling probability, the noise multiplier and the number of steps are the first ones."""
+    return {each.name: getattr(event, each.name) for each in fields(event)}
+
+
 def _made(counts: _Counts) -> tuple[Event, ...]:
-    return tuple(KINDS[name](q, sigma, count, *more) for (name, (q, sigma, *more)), count in sorted(counts.items()))
+    return tuple(
+        _of(KINDS[name], (q, sigma, count, *more)) for (name, (q, sigma, *more)), count in sorted(counts.items())
+    )
+
+
+def _of(kind: type[Event], values: Iterable[Any]) -> Event:
+    """The event with these values of all fields; what the kind sets by itself must be as given."""
+    given = {each.name: (value, each.init) for each, value in zip(fields(kind), values, strict=True)}
+    event = kind(**{name: value for name, (value, chosen) in given.items() if chosen})
+    for name, (value, _) in given.items():
+        if getattr(event, name) != value:
+            raise fail(f"{name} = {getattr(event, name)!r} in an event of its kind", name, value)
+    return event
 
 
 def to_values(event: Event) -> dict[str, Any]:
     """An event as a JSON object."""
     name = name_of(event)
-    return {**({"kind": name} if name else {}), **vars(event)}
+    return {**({"kind": name} if name else {}), **_values(event)}
 
 
 def from_values(values: object) -> Event:
@@ -69,9 +95,10 @@ def from_values(values: object) -> Event:
     if kind is None:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
     given = {name: value for name, value in values.items() if name != "kind"}
-    check_fields("event", given, kind.__match_args__)
+    names = [each.name for each in fields(kind)]
+    check_fields("event", given, names)
     try:
-        return kind(**given)
+        return _of(kind, [given[name] for name in names])
     except DPFuncError as error:
         raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
 

@@ -48,6 +48,9 @@ class Ledger:
     def __post_init__(self) -> None:
         object.__setattr__(self, "events", canonical(self.events))
         one_of("adjacency", self.adjacency, ADJACENCIES)
+        for event in self.events:
+            if self.adjacency not in (allowed := getattr(event, "adjacencies", ADJACENCIES)):
+                raise fail(f"adjacency {' or '.join(allowed)} for {event!r}", "adjacency", self.adjacency)
 
     @property
     def num_steps(self) -> int:
@@ -127,7 +130,11 @@ class Ledger:
 
 def _shown(event: Event) -> str:
     names = {"sampling_prob": "q", "noise_multiplier": "sigma"}
-    fields = [f"{names.get(name, name)}={value:g}" for name, value in vars(event).items() if name != "num_steps"]
+    fields = [
+        f"{names.get(name, name)}={value:g}"
+        for name, value in to_values(event).items()
+        if name not in ("num_steps", "kind")
+    ]
     return f"{name_of(event)}({', '.join(fields)}) x {event.num_steps}"
 
 

@@ -43,6 +43,7 @@ NEIGHBOURS: dict[Adjacency, str] = {
 COVERED = (
     "the trained parameters, and all that is computed from them without the training records: answers, texts, "
     "accuracy on public records",
+    "telemetry of the plan, which each step releases in the noise of its gradient",
     "this record: settings of the run, epsilon and delta",
 )
 """What a run releases at the cost that is recorded."""

@@ -34,16 +34,12 @@ class Head(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Position up to which a chained file was read.
-
-    Args:
-        inode: of the file. offset: in bytes. end: of what was read. before: the end without the last line.
-    """
+    """Position up to which a chained file was read."""
 
     inode: int = 0
-    offset: int = 0
+    offset: int = 0  # in bytes
     end: Head = Head()
-    before: Head = Head()
+    before: Head = Head()  # the end without the last line
 
 
 Line = tuple[Head, dict[str, Any]]
@@ -145,16 +141,12 @@ def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
         raise unreadable(expected, path, error) from error
     if (number, previous) == (expected, end.digest):
         return values
-    if number != expected:
-        found = (
-            f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines were "
-            "removed, repeated or moved"
-        )
-    else:
-        where = f"line {end.lines} was changed, or line {expected}" if end.lines else f"line {expected}"
-        follows = f"Line {expected} of the journal {path} does not follow the line before it"
-        found = f"{follows}: {where} belongs to another journal"
-    raise CheckpointError(f"{found}. {RESTORE}")
+    found = f"Expected line {expected} of the journal {path}, got one that was written as line {number}"
+    why = "lines were removed, repeated or moved"
+    if number == expected:
+        found = f"Line {expected} of the journal {path} does not follow the line before it"
+        why = f"line {end.lines} was changed, or line {expected} belongs to another journal"
+    raise CheckpointError(f"{found}: {why}. {RESTORE}")
 
 
 def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
@@ -171,23 +163,18 @@ def _check_end(path: Path, at: Position) -> None:
     known, lines = read_head(path), at.end.lines
     if known in (at.end, at.before) or (known is None and not lines):
         return
-    head = head_path(path)
+    head, why = head_path(path), "one of the two files was changed, or belongs to another journal"
     if known is None:
-        found = (
-            f"Expected {head} beside a journal of {lines} lines, got no such file: nobody can tell whether lines at "
-            "the end are missing"
-        )
+        found = f"Expected {head} beside a journal of {lines} lines, got no such file"
+        why = "nobody can tell whether lines at the end are missing"
     elif known.lines > lines:
-        found = (
-            f"Expected {known.lines} lines in the journal {path}, as {head.name} says, got {lines}: line {lines + 1} "
-            "and those after it are missing"
-        )
+        found = f"Expected {known.lines} lines in the journal {path}, as {head.name} says, got {lines}"
+        why = f"line {lines + 1} and those after it are missing"
+    elif known.lines < lines - 1:
+        found = f"The journal {path} has {lines} lines, {head.name} records {known.lines}"
     else:
         found = f"Line {known.lines} of the journal {path} is not the one that {head.name} records"
-        if known.lines < lines - 1:
-            found = f"The journal {path} has {lines} lines, {head.name} records {known.lines}"
-        found = f"{found}: one of the two files was changed, or belongs to another journal"
-    raise CheckpointError(f"{found}. {RESTORE}")
+    raise CheckpointError(f"{found}: {why}. {RESTORE}")
 
 
 def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str, Any]) -> None:

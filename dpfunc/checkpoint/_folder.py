@@ -54,8 +54,7 @@ def free_name(parent: Path, step: int) -> Path:
 def remove(path: Path) -> None:
     """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes.
 
-    Guarantees:
-        tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed.
+    (tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed)
     """
     if not path.exists():
         return
@@ -75,10 +74,7 @@ def keep_newest(parent: Path, number: int) -> None:
 def sweep(parent: Path) -> None:
     """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
 
-    Saves of processes that are still at work stay.
-
-    Guarantees:
-        tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept.
+    Saves at work stay (tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept).
     """
     for path in (*parent.glob(f"{_REMOVING}*"), *filter(abandoned, parent.glob(f"{SAVING}*"))):
         shutil.rmtree(path, ignore_errors=True)
@@ -119,15 +115,15 @@ def saved_state(path: Path) -> dict[str, Any]:
     return dict(values)
 
 
-def saved_key(path: Path) -> Key:
-    """The key in the state of a checkpoint."""
-    return key_of(saved_state(path))
+def newest_key(parent: Path) -> Key:
+    """The key of the newest complete checkpoint in a directory that has one."""
+    return key_of(saved_state(complete_checkpoints(parent)[-1]))
 
 
 def check_own(parent: Path, own: Container[str]) -> None:
     """Check that all checkpoints in a directory have keys of one run: others could be loaded or removed."""
     for path in complete_checkpoints(parent):
-        if fingerprint(saved_key(path)) not in own:
+        if fingerprint(key_of(saved_state(path))) not in own:
             raise CheckpointError(
                 f"Expected only checkpoints of this run in {parent}, found {path.name} of another run: a load could "
                 "take it for one of this run. Give each run a directory of its own; they may share a journal. Nothing "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -30,7 +30,7 @@ _PLAN_SCHEMA = 1
 _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
 _PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if dataclasses.is_dataclass(cls)}
 """What a saved plan may hold, beside events: all dataclasses among the public names of these folders."""
-_LATER = {"noise": noise.Gaussian()}
+_LATER = {"noise": noise.Gaussian(), "telemetry": None}
 """Fields that earlier plans did not have, and what they mean where they are left out."""
 
 
@@ -81,6 +81,7 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
         "num_records": state.num_records,
         "ledger": json.loads(state.ledger.to_json()),
         "released": state.released,
+        "telemetry": state.telemetry,
         "data": data,
         "extra": dict(extra or {}),
     }
@@ -88,12 +89,12 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
 
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
     """The state from `state_to_dict`, charged for every step in the journal, which may be repeated bit for bit."""
-    step, charged = int(values["step"]), int(values["charged"])
+    step = int(values["step"])
     released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
     state = StepState(
         step,
         int(values["limit"]),
-        charged,
+        int(values["charged"]),
         Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"])),
         (),
         Ledger.from_json(json.dumps(values["ledger"])),
@@ -101,13 +102,18 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
         plan_digest(plan),
         bool(values["drawn"]),
         values["num_records"],
+        telemetry=values.get("telemetry"),
     )
+    return charged_for(state, plan, taken)
+
+
+def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState:
+    """A state that pays for all steps up to the last of those that its run has taken."""
     later = max(taken, default=-1) + 1
-    if later <= charged:
+    if later <= state.charged:
         return state
-    return state._replace(
-        charged=later, ledger=state.ledger.compose(Ledger(plan.events(charged, later), plan.adjacency))
-    )
+    cost = Ledger(plan.events(state.charged, later), plan.adjacency)
+    return state._replace(charged=later, ledger=state.ledger.compose(cost))
 
 
 def key_of(values: Mapping[str, Any]) -> Key:

@@ -62,16 +62,16 @@ def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
 
 def _spent(path: Path) -> Ledger:
     """What a run has spent, with at least one step, and with all that the journals beside its record have."""
-    expected = "Expected a journal or ledger of a run"
+    expected = f"Expected a journal or ledger of a run, got {str(path)!r}, which"
     if not path.is_file():
-        raise InvalidArgument(f"{expected}, got {str(path)!r}, which is no file.")
+        raise InvalidArgument(f"{expected} is no file.")
     try:
         found = read_cost(path)
         ledger = found if isinstance(found, Ledger) else _of_run(found)
     except (DPFuncError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"{expected}, got {str(path)!r}, which cannot be read: {error}") from error
+        raise InvalidArgument(f"{expected} cannot be read: {error}") from error
     if not ledger.num_steps:
-        raise InvalidArgument(f"{expected}, got {str(path)!r}, which has no steps.")
+        raise InvalidArgument(f"{expected} has no steps.")
     if isinstance(found, Record):
         _check_newest(path, found.global_step)
     return ledger
@@ -81,9 +81,8 @@ def _of_run(record: Record | SelectionRecord) -> Ledger:
     """The ledger of the record of a run, whose epsilon must be that of its ledger."""
     if isinstance(record, SelectionRecord):
         raise InvalidArgument(
-            "Expected a ledger or the record of a run, got the record of a search: its cost is no sum over steps. Its "
-            "epsilon and delta add to those of other runs on the same records: leave them out of the budget of this "
-            "one, and publish the sums."
+            "Expected a ledger or the record of a run, got the record of a search, which is no sum of steps. Leave "
+            "its epsilon and delta out of the budget of other runs on the same records, and publish the sums."
         )
     found = record.ledger.epsilon(record.delta, record.accountant).epsilon
     if not math.isclose(record.epsilon, found, rel_tol=_ROUNDING):

@@ -70,31 +70,23 @@ def _parts(param: Any) -> str:
 
 
 def _machine(params: Params) -> str:
+    known = {
+        "cpu": lambda: f"cpu {torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads",
+        "cuda": torch.cuda.get_device_name,
+    }
     kinds = sorted({p.device.type for p in params.values()})
-    words = [f"torch {torch.__version__}"]
-    if "cpu" in kinds:
-        words.append(f"cpu {torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads")
-    if "cuda" in kinds:
-        words.append(torch.cuda.get_device_name())
-    return ", ".join([*words, *(kind for kind in kinds if kind not in ("cpu", "cuda"))])
+    return ", ".join([f"torch {torch.__version__}", *(known[kind]() if kind in known else kind for kind in kinds)])
 
 
 @dataclass(frozen=True)
 class Note:
-    """One line about a resumption. Public facts only.
+    """One line about a resumption. Public facts only."""
 
-    Args:
-        run: fingerprint of the key of the steps that follow. start: the first of them.
-        layout: in which they are computed.
-        counted: other runs of the same lineage -> their steps below this are in the ledger of this one.
-        parent: the run that this one continues with new noise, or None when the run itself goes on.
-    """
-
-    run: str
-    start: int
-    layout: Mapping[str, Any]
-    counted: Mapping[str, int]
-    parent: str | None = None
+    run: str  # fingerprint of the key of the steps that follow
+    start: int  # the first of them
+    layout: Mapping[str, Any]  # in which they are computed
+    counted: Mapping[str, int]  # other runs of the same lineage -> their steps below this are in the ledger of this one
+    parent: str | None = None  # the run that this one continues with new noise; None when the run itself goes on
 
 
 def read_notes(path: Path) -> list[Note]:
@@ -108,33 +100,26 @@ def read_notes(path: Path) -> list[Note]:
 def known_notes(path: Path, count: int) -> list[Note]:
     """All notes of a run that has a checkpoint, at least as many as when it was saved; the first save begins the file.
 
-    Without one a run that took a new key or another layout would look like one that never did.
-
-    Guarantees:
-        tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed.
+    Without one a run that took a new key or another layout would look like one that never did
+    (tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed).
     """
     notes = read_notes(path) if path.exists() else None
     if notes is None or len(notes) < count:
+        got = "no such file" if notes is None else len(notes)
         raise CheckpointError(
-            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
-            f"{'no such file' if notes is None else len(notes)}. It says with which keys and layouts steps were "
-            "released: restore it."
+            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got {got}. It says with "
+            "which keys and layouts steps were released: restore it."
         )
     return notes
 
 
 @dataclass(frozen=True)
 class History:
-    """Records about a run that is resumed: its checkpoint, its notes and its journal.
+    """Records about a run that is resumed: its checkpoint, its notes and its journal."""
 
-    Args:
-        values: of the checkpoint, with its layout and the number of notes there were.
-        notes: all there are now. taken: all steps in the journal, or None without one, when the run takes a new key.
-    """
-
-    values: Mapping[str, Any] = field(repr=False)  # they hold the key
-    notes: list[Note]
-    taken: Mapping[str, Mapping[int, Taken]] | None
+    values: Mapping[str, Any] = field(repr=False)  # of the checkpoint: they hold the key
+    notes: list[Note]  # all there are now; `values` says how many there were
+    taken: Mapping[str, Mapping[int, Taken]] | None  # all steps in the journal; None without one
 
     @property
     def run(self) -> str:
@@ -183,12 +168,7 @@ def family(run: str, notes: Sequence[Note]) -> set[str]:
 def resume(
     history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
 ) -> tuple[StepState, Note | None]:
-    """The state that may go on, and the note that must be on disk before it does; or why it may not.
-
-    Args:
-        layout: of the processes that resume. new_key: never used before. recharge: steps that cannot be repeated may be
-            drawn anew, and cost again. later_runs: "ignore" other runs that began after this one in its journal.
-    """
+    """The state that may go on, and the note that must be on disk before it does; or why it may not."""
     _refuse("lost steps", _lost(history))
     state = state_from_dict(history.values, plan, history.steps)
     if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
@@ -315,8 +295,5 @@ def _budget_limit(state: StepState, plan: Plan) -> int:
     start = state.charged
     return start + affordable_steps(
         lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-        limit=max(state.limit - start, 0),
-        method=plan.accountant,
-    )
+        epsilon=plan.epsilon, delta=plan.delta, limit=max(state.limit - start, 0), method=plan.accountant,
+    )  # fmt: skip

@@ -58,8 +58,7 @@ class _Slot(NamedTuple):
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named.
 
-    Guarantees:
-        tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved.
+    (tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved)
 
     >>> tensors = {}
     >>> encode("optimizer_state", {0: (torch.ones(2), 0.9)}, tensors)["dict"][0][1]["tuple"][1]
@@ -168,11 +167,9 @@ def empty(like: Tensor | None, saved: Tensor) -> Tensor:
 def room(
     name: str, encoded: Any, table: Mapping[str, Tensor], params: Params, template: object | None = None
 ) -> dict[str, Tensor]:
-    """Empty tensors for those of a saved state, whose values `table` lacks.
+    """Empty tensors for those of a saved state, whose values `table` lacks, laid out as those of the template.
 
-    Args:
-        template: a state of the same structure whose tensors say how each is laid out; without one, what is like its
-            parameter is laid out as that, and the rest is not sharded.
+    Without one, what is like its parameter is laid out as that, and the rest is not sharded.
     """
     found, skeleton = _slots(encoded)
     given: dict[str, Tensor] = {}

@@ -34,11 +34,7 @@ def unwritten(error: BaseException) -> bool:
 
 @contextmanager
 def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
-    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do.
-
-    Guarantees:
-        tests/checkpoint/test_saving.py.
-    """
+    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do."""
     try:
         yield
     except REFUSED as error:
@@ -54,24 +50,17 @@ def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
 
 
 class Taken(NamedTuple):
-    """A step that was taken: what it cost, and a digest of what it released.
-
-    Args:
-        before: of the first step of a run, what its ledger had from elsewhere: steps that are not in the journal.
-    """
+    """A step that was taken: what it cost, and a digest of what it released."""
 
     adjacency: Adjacency
     events: tuple[Event, ...]
     release: str
-    before: tuple[Event, ...] = ()
+    before: tuple[Event, ...] = ()  # of a run's first step: what its ledger had beside the steps in the journal
 
 
 @dataclass
 class _Known:
-    """Position up to which a journal was read, and the steps of each run that it has.
-
-    It lives as long as the `Journal`, which reads only new lines before it writes one. The file stays the truth.
-    """
+    """Position up to which a `Journal` has read its file, which stays the truth, and the steps of each run there."""
 
     at: chain.Position = field(default_factory=chain.Position)
     runs: dict[str, dict[int, Taken]] = field(default_factory=dict)
@@ -103,17 +92,15 @@ class Journal:
         path: the file; made with its folders when missing, appended to otherwise. One process of a run writes it.
         plan: the plan of the run.
 
-    A line left incomplete by a crash is a step whose gradients were never returned; it is removed before the next one.
     It holds public facts only: step numbers, events, a digest of what was released, and a fingerprint of the run's key.
-    Each line holds a digest of the line before it, and a small file beside the journal (`.head`) says which line is the
-    last: copy and move the two files as a pair. Runs on the same records may share one journal, one after the other:
-    each begins with the cost of those before it, `dp_step.init(params, key, journal_ledger(path))`.
+    A small file beside it (`.head`) says which line is the last: copy and move the two files as a pair. Runs on the
+    same records may share one journal, one after the other: each begins with the cost of those before it,
+    `dp_step.init(params, key, journal_ledger(path))`.
 
     Raises:
         NotWritten: when a step cannot be written. Nothing of it was released.
-        CheckpointError: when a step is written, if the file has that step of the run with another release, or if lines
-            are missing or were changed.
-        LedgerConflict: when the first step of a run is written, if its ledger lacks steps of the runs in the file.
+        CheckpointError: the file has that step of the run with another release, or lines are missing or were changed.
+        LedgerConflict: the ledger of a run, at its first step, lacks steps of the runs in the file.
 
     Guarantees:
         a process killed at any moment has journalled every step it released
@@ -123,20 +110,15 @@ class Journal:
         (tests/checkpoint/test_journal.py::test_a_run_counts_those_before_it); no line is lost or changed unseen
         (tests/checkpoint/test_chain.py::test_a_lost_or_changed_line_is_detected).
 
-    >>> import tempfile
-    >>> import torch
-    >>> from dpfunc import clipping, sampling
-    >>> from dpfunc.plan import Plan
-    >>> from dpfunc.rng import secure_key
-    >>> from dpfunc.step import make_dp_step
-    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> import dpfunc, tempfile, torch
+    >>> poisson, flat = dpfunc.sampling.Poisson(100, 0.1), dpfunc.clipping.Flat(1.0)
+    >>> plan = dpfunc.Plan(poisson, flat, noise_multiplier=1.0, num_steps=3, delta=1e-3)
     >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     journal = Journal(Path(folder) / "journal.jsonl", plan)
-    ...     dp_step = make_dp_step(loss_fn, plan, journal=journal)
-    ...     state = dp_step.init(params, secure_key())
-    ...     indices = next(iter(plan.batches(state)))
-    ...     result = dp_step(params, torch.ones(100, 2)[indices], state)
+    ...     dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=journal)
+    ...     state = dp_step.init(params, dpfunc.secure_key())
+    ...     result = dp_step(params, torch.ones(100, 2)[next(iter(plan.batches(state)))], state)
     ...     journal_ledger(journal.path)
     Ledger(1 steps, add_remove: (q=0.1, sigma=1) x 1)
     """
@@ -224,11 +206,9 @@ class Journal:
 def check_counted(
     path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unjournalled: int = 0
 ) -> None:
-    """Check that the ledger of a run that begins has the steps of all runs in its journal, and their adjacency.
+    """Check that the ledger of a run that begins has the steps of all `runs` of its journal, and their adjacency.
 
-    Args:
-        runs: what the journal has, or will have with the first step. unjournalled: number of steps that the run took
-            before its first line there, which count beside those of the others.
+    It took `unjournalled` steps before its first line there, which count beside those of the others.
     """
     if not runs:
         return
@@ -236,17 +216,16 @@ def check_counted(
     lacks = ledger.lacks(wanted)
     if lacks or ledger.adjacency != wanted.adjacency:
         found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
-        beside = ""
+        begin, beside = "begin with ledger=dpfunc.checkpoint.journal_ledger(path)", ""
         advice = (
-            "Costs on the same records add up: begin with ledger=dpfunc.checkpoint.journal_ledger(path), an argument "
-            "of dp_step.init and of DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path)"
+            f"Costs on the same records add up: {begin}, an argument of dp_step.init and of DPTrainer; or go on with "
+            "the earlier run, dpfunc.load(..., journal=path)"
         )
         if unjournalled:
             beside = f", beside {unjournalled} of its own that are not there under its key"
             advice = (
                 "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
-                "journal=path): a sum counts them twice. If not, begin with "
-                "ledger=dpfunc.checkpoint.journal_ledger(path).compose(state.ledger)"
+                f"journal=path): a sum counts them twice. If not, {begin}.compose(state.ledger)"
             )
         raise LedgerConflict(
             f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
@@ -268,9 +247,8 @@ def read_steps(
 ) -> dict[str, dict[int, Taken]]:
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
-    Args:
-        missing: a journal without lines is an error, or, before the first step of a run, no steps.
-        known: the end of the journal as it once was; it may have grown since.
+    A journal without lines is an error, or, before the first step of a run, "empty". It may have grown since its end
+    was `known`.
     """
     path = Path(path)
     lines = chain.read_chain(path)
@@ -301,10 +279,7 @@ def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None
     elif len(lines) < known.lines:
         found = f"Expected at least {known.lines} lines in the journal {path}, as {then}, got {len(lines)}"
     elif known.lines and lines[known.lines - 1][0] != known:
-        found = (
-            f"Line {known.lines} of the journal {path} is not the one that was there {then}: it is another journal, or "
-            "was changed"
-        )
+        found = f"Line {known.lines} of the journal {path}, which was changed or is another, is not the one {then}"
     else:
         return
     raise CheckpointError(f"{found}. {chain.RESTORE}")
@@ -333,9 +308,8 @@ def journal_ledger(path: Path | str) -> Ledger:
     """Ledger of all runs in a journal, and of what they counted from elsewhere when they began; needs no checkpoint.
 
     Raises:
-        LedgerConflict: runs of different adjacency.
-        CheckpointError: no such file, one without steps (a misspelt path must not be free), or one from which lines are
-            missing or in which they were changed.
+        LedgerConflict: runs of different adjacency. CheckpointError: no such file, one without steps (a misspelt path
+            must not be free), or one from which lines are missing or in which they were changed.
     """
     return whole_ledger(read_steps(path).values())
 

@@ -61,15 +61,13 @@ def load(
     """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
     In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, on
-    the same data, at no cost. In another one (other processes, machine or number of threads) sums round differently.
-    Then the run goes on with the same noise only when the journal has no step beyond the checkpoint; otherwise it is
-    refused, or, with `recharge`, goes on as a run with a new key that pays for those steps again. In all cases the
-    ledger has every step in the journal, so that epsilon never shrinks.
+    the same data, at no cost. In another one (other processes, machine or number of threads) sums round differently:
+    the run goes on with the same noise only when the journal has no step beyond the checkpoint. In all cases the ledger
+    has every step in the journal, so that epsilon never shrinks.
 
-    Without a journal it is unknown which steps were released after the checkpoint. With `without_journal="new_key"` the
-    run goes on with a new key, so that no noise is used twice, and pays for each step that it takes. Steps that were
-    released after this checkpoint are not in its ledger: if there were any, do not go on from here, but begin a new run
-    whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
+    Without a journal it is unknown which steps were released after the checkpoint. With `without_journal="new_key"` no
+    noise is used twice, and each step is paid for. If steps were released after the checkpoint, they are not in its
+    ledger: begin a new run whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
 
     Args:
         directory: as given to `save`.
@@ -81,18 +79,18 @@ def load(
             like its parameter as that parameter, and shards nothing else. Optimizers of torch number their parameters:
             build them from `params.values()`, or from `params.items()`, which keeps the names.
         journal: the file of `Journal`, read by the process that writes it.
-        recharge: what to do when steps beyond the checkpoint cannot be repeated. True: draw them anew, at their cost.
+        recharge: steps beyond the checkpoint that cannot be repeated are drawn anew, with a new key, at their cost.
             Save before the next step: until then another crash costs them once more.
-        without_journal: what to do without a journal: `"refuse"`, or `"new_key"`, see above.
-        later_runs: what to do when another run, which continues none of this directory, began after this one in the
-            journal, or went on from this checkpoint without one: `"refuse"`, or `"ignore"`. Its steps are not in the
-            ledger: if it saw the same records, count both.
+        without_journal: `"refuse"`, or `"new_key"`, see above.
+        later_runs: `"refuse"` or `"ignore"` another run, which continues none of this directory, and began after this
+            one in the journal, or went on from this checkpoint without one. The ledger lacks its steps: if it saw the
+            same records, count both.
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
             journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
         InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
-        UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
+        UnsupportedModel: several processes with an older torch.
 
     Guarantees:
         tests/checkpoint/test_loading.py: the resumed run is bit-identical (test_resume_is_bit_identical) and
@@ -100,9 +98,8 @@ def load(
         processes goes on as one would have (test_saved_by_four_and_loaded_by_any), and no crash loses accounting
         (test_kill_loses_no_accounting, test_other_layouts_pay_again).
 
-    >>> import tempfile
-    >>> from dpfunc import clipping, sampling
-    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> import dpfunc, tempfile
+    >>> plan = dpfunc.Plan(dpfunc.sampling.Poisson(100, 0.1), dpfunc.clipping.Flat(1.0), 1.0, num_steps=3, delta=1e-3)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     load(folder, plan=plan, params={}, data="mails-2026")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -148,26 +145,18 @@ def load(
     if decided["note"] is not None:
         by_writer(partial(append_line, parent / NOTES, decided["note"]), ranks, _FAILED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
-    return Checkpoint(
-        {n: tensors[PARAMS + n] for n in params},
-        optimizer,
-        resumed(state_from_dict(decided["state"], plan, {}))._replace(
-            noise_state=noise,
-            journal="" if file is None else str(file.absolute()),
-            journal_lines=decided["lines"],
-        ),
-        values["extra"],
-        path,
-    )
+    where, lines = "" if file is None else str(file.absolute()), decided["lines"]
+    state = resumed(state_from_dict(decided["state"], plan, {}))
+    state = state._replace(noise_state=noise, journal=where, journal_lines=lines)
+    return Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
 
 
 def _check_choice(journal: Path | None, without_journal: str) -> None:
     """Check that a resumed run has a journal or a new key, not both."""
     new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
     if journal is not None and new_key:
-        raise InvalidArgument(
-            'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
-        )
+        both = 'Expected journal= or without_journal="new_key", got both'
+        raise InvalidArgument(f"{both}. With the journal the run is repeated as it was.")
     if journal is None and not new_key:
         raise CheckpointError(
             "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
@@ -183,14 +172,11 @@ def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
     half = [path for path in folder.all_checkpoints(parent) if path not in complete]
     if not complete:
         there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
-        taken = 0 if journal is None else count_steps(journal)
-        counted = (
-            f" The journal {journal} has {taken} steps, which count: begin it with ledger=journal_ledger(path), of "
-            "dpfunc.checkpoint."
-        )
-        raise CheckpointError(
-            f"Expected a checkpoint in {parent}, found none.{there} Start a new run.{counted if taken else ''}"
-        )
+        said = f"Expected a checkpoint in {parent}, found none.{there} Start a new run."
+        if journal is not None and (taken := count_steps(journal)):
+            begin = "begin it with ledger=journal_ledger(path), of dpfunc.checkpoint"
+            said += f" The journal {journal} has {taken} steps, which count: {begin}."
+        raise CheckpointError(said)
     path = complete[-1]
     if folder.all_checkpoints(parent)[-1] != path:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])

@@ -44,8 +44,7 @@ def make_record(
         not_covered: sentences on what else was looked at or published, besides `dpfunc.accounting.record.NOT_COVERED`.
 
     Returns:
-        What `dpfunc ledger show` reads: write its `to_json()` into a file, by convention `privacy_accounting.json`, and
-        publish it with the result.
+        What `dpfunc ledger show` reads: write its `to_json()` into `privacy_accounting.json`, and publish that.
 
     Raises:
         InvalidArgument: an empty unit, a text with control characters, or a state of another plan.
@@ -54,15 +53,12 @@ def make_record(
     Guarantees:
         tests/checkpoint/test_record.py::test_a_record_says_what_the_run_was.
 
-    >>> import torch
-    >>> from dpfunc import clipping, sampling
-    >>> from dpfunc.plan import Plan
-    >>> from dpfunc.rng import secure_key
-    >>> from dpfunc.step import make_dp_step
-    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> import dpfunc, torch
+    >>> poisson, flat = dpfunc.sampling.Poisson(100, 0.1), dpfunc.clipping.Flat(1.0)
+    >>> plan = dpfunc.Plan(poisson, flat, noise_multiplier=1.0, num_steps=3, delta=1e-3)
     >>> loss_fn, params = lambda params, batch: (params["w"] * batch).sum(1), {"w": torch.zeros(2)}
-    >>> dp_step = make_dp_step(loss_fn, plan)
-    >>> state = dp_step.init(params, secure_key())
+    >>> dp_step = dpfunc.make_dp_step(loss_fn, plan)
+    >>> state = dp_step.init(params, dpfunc.secure_key())
     >>> grads, state, _ = dp_step(params, torch.ones(100, 2)[next(iter(plan.batches(state)))], state)
     >>> record = make_record(dp_step, state, unit="one patient")
     >>> print(f"{record.unit}: epsilon={record.epsilon:.2f} after {record.global_step} step")

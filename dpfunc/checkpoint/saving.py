@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
-from dpfunc._utils.validation import integer, wrong_type
+from dpfunc._utils.validation import fail, integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint._chain import known_end, sync_directory
@@ -28,7 +28,7 @@ from dpfunc.checkpoint._states import PARAMS, encode, write_tensors
 from dpfunc.checkpoint.journal import journal_path, writing
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
@@ -52,9 +52,8 @@ def save(
 ) -> Path:
     """Write a checkpoint; any number of processes, in any layout, can load it.
 
-    Each process writes its parts of DTensors; replicated tensors are written once. All files go into a new directory,
-    which is renamed when every process has confirmed that its part is on disk. A kill or an error at any moment before
-    leaves the old checkpoint the newest, and is an error on all processes.
+    All files go into a new directory, which is renamed when every process has confirmed that its part is on disk. A
+    kill or an error at any moment before leaves the old checkpoint the newest, and is an error on all processes.
 
     Args:
         directory: holds one sub-directory a checkpoint; made when missing. Several processes share its file system.
@@ -72,32 +71,27 @@ def save(
         The path of the checkpoint. It holds the key of the run (file mode 0600): as secret as the data.
 
     Raises:
-        InvalidArgument: a bad keep, optimizer_state, state of noise, extra or data, a state of another plan, or
-            sharded tensors without ranks.
+        InvalidArgument: a bad argument, a state of another plan, or sharded tensors without ranks.
         StateReused: without a journal, a state after which this process released steps: nothing would count them.
         RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
-        NotWritten: this process could not.
-        UnsupportedModel: several processes with an older torch, see `dpfunc._utils.versions.check_sharding`.
+        NotWritten: this process could not. UnsupportedModel: several processes with an older torch.
 
     Guarantees:
         tests/checkpoint/test_folder.py: nothing is overwritten (test_nothing_is_overwritten);
         tests/checkpoint/test_several_processes.py: a crash leaves the old checkpoint (test_a_crash_while_saving),
         differing processes are refused (test_processes_that_differ_save_nothing).
 
-    >>> import tempfile, torch
-    >>> from dpfunc import clipping, sampling
-    >>> from dpfunc.checkpoint import load
-    >>> from dpfunc.rng import secure_key
-    >>> from dpfunc.step import make_dp_step
-    >>> plan = Plan(sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
+    >>> import dpfunc, tempfile, torch
+    >>> poisson, flat = dpfunc.sampling.Poisson(100, 0.1), dpfunc.clipping.Flat(1.0)
+    >>> plan = Plan(poisson, flat, noise_multiplier=1.0, num_steps=3, delta=1e-3)
     >>> run = {"plan": plan, "data": torch.ones(100, 2), "params": {"w": torch.zeros(2)}}
-    >>> dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
-    >>> state = dp_step.init(run["params"], secure_key())
+    >>> dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    >>> state = dp_step.init(run["params"], dpfunc.secure_key())
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     run["journal"] = Path(folder) / "journal.jsonl"  # as in make_dp_step(..., journal=Journal(path, plan))
     ...     path = save(folder, state=state, **run)
-    ...     checkpoint = load(folder, **run)
+    ...     checkpoint = dpfunc.load(folder, **run)
     >>> checkpoint.state == state._replace(journal=str(run["journal"]))  # with which it must go on
     True
     """
@@ -147,10 +141,8 @@ def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
     """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only."""
     sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
     if sharded and ranks is None:
-        raise InvalidArgument(
-            f"Expected ranks with tensors that several processes hold ({sharded[0]}), got ranks=None. Pass the ranks "
-            "of make_dp_step, on all processes."
-        )
+        held = f"tensors that several processes hold ({sharded[0]})"
+        raise fail(f"ranks with {held}", "ranks", None, "Pass the ranks of make_dp_step, on all processes.")
 
 
 def _notes(parent: Path) -> list[Note]:

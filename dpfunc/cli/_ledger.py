@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -116,13 +117,17 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
     guarantee = source.guarantee(at, method or "auto")
     spent = None if isinstance(source.record, SelectionRecord) else source.ledger
     if as_json:
-        events = [] if spent is None else [dataclasses.asdict(event) for event in spent.events]
-        steps = {} if spent is None else {"num_steps": spent.num_steps, "events": events}
-        print_json({**describe(guarantee), **steps})
+        print_json({**describe(guarantee), **_steps(spent)})
         return
     if spent is not None:
         _print_events(f"{spent.num_steps} steps, {spent.adjacency}", [("", spent)])
     click.echo(str(guarantee))
+
+
+def _steps(spent: Ledger | None) -> dict[str, Any]:
+    if spent is None:
+        return {}
+    return {"num_steps": spent.num_steps, "events": [dataclasses.asdict(event) for event in spent.events]}
 
 
 def _given(source: _Source, name: str, value: float | None) -> float:

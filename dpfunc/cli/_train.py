@@ -1,7 +1,8 @@
-"""The commands `dpfunc train` and `dpfunc generate`; what they need is imported when they run."""
+"""The commands `dpfunc train`, `dpfunc generate` and `dpfunc predict`; what they need is imported when they run."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -216,3 +217,27 @@ def generate(
         f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
     )  # fmt: skip
     click.echo(f"{count} texts in {out}: {spent}.")
+
+
+@click.command(context_settings=_HELP)
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
+@json_option
+def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
+    """Predict the classes of SOURCE, a table or a folder of images, by the model that `dpfunc train` left in RUN_DIR.
+
+    Each line of the output has the row or the image, its likeliest class, and the probability of each class. What is
+    known of the training records costs no more privacy; the predictions are as private as SOURCE.
+
+    Example: dpfunc predict runs/people new.csv --out classes.jsonl
+    """
+    with importing():
+        from dpfunc.train import predict as prediction
+    check_new(out)
+    lines = [json.dumps(found, ensure_ascii=False) + "\n" for found in prediction.predict(run_dir, source)]
+    out.write_text("".join(lines), "utf-8")
+    if as_json:
+        print_json({"num_records": len(lines), "out": str(out)})
+        return
+    click.echo(f"{len(lines)} predictions in {out}.")

@@ -27,7 +27,10 @@ _NOTHING = "Nothing was trained, written or spent."
 @click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-@click.option("--public", type=FILE, help="Compare on this public table, with the noise of the private run: no cost.")
+@click.option(
+    "--public", type=click.Path(exists=True, path_type=Path),
+    help="Compare on this public table or folder, with the noise of the private run: no cost.",
+)  # fmt: skip
 @click.option("--private", is_flag=True, help="Compare on a part of the private table: the budget pays for all runs.")
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
@@ -146,7 +149,7 @@ def _search_public(
 def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
     """Do a private search, or show its plan."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TextColumn
 
     from dpfunc.train import _private_search as private_search
 
@@ -155,10 +158,10 @@ def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: 
     if dry_run:
         report.say(_NOTHING)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
     try:
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-            # No total: it would tell the number of runs, which is secret.
+            # No total, and no time: they would tell the number of runs, which is secret.
             progress.add_task("private search", total=None)
             outcome = private_search.run_search(search, resume=resume, insecure_seed=insecure_seed)
     except KeyboardInterrupt:

@@ -12,10 +12,11 @@ import click
 from dpfunc import accounting
 from dpfunc._utils.validation import fail, integer, sampling_prob_of
 from dpfunc.accounting import Ledger
+from dpfunc.cli._budget import budget
 from dpfunc.cli._evidence import audit, certify, verify
 from dpfunc.cli._ledger import ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
-from dpfunc.cli._train import generate, train
+from dpfunc.cli._train import generate, predict, train
 from dpfunc.cli._tune import tune
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
@@ -191,7 +192,7 @@ def requirements(
     print_list("To keep in mind:", need.guidance)
 
 
-for command in (ledger, train, tune, generate, certify, verify, audit):
+for command in (ledger, train, tune, generate, predict, certify, verify, audit, budget):
     main.add_command(command)
 
 

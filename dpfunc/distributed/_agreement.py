@@ -30,29 +30,23 @@ from dpfunc.types import Batch, Params
 
 
 class RankSummary(NamedTuple):
-    """Description of a process, compared by all processes before a step. `num_samples` stays among the processes.
-
-    Args:
-        failed: it cannot take the step. run: digest of plan, key, ledger and settings.
-        rows, data: digests of the shapes of a row, and of the batch itself.
-        params: digest of parameters that are equal on all processes of the data group. shared_params: of those that are
-            equal on all of the tensor group.
-        part, replica: digests of the positions and of the values of this process's shards over the data group.
-    """
+    """Description of a process, compared by all before a step, mostly digests. `num_samples` stays among them."""
 
     step: int = 0
     num_samples: int = 0
-    failed: int = 0
-    run: int = 0
-    rows: int = 0
-    data: int = 0
-    params: int = 0
-    shared_params: int = 0
-    part: int = 0
-    replica: int = 0
+    failed: int = 0  # it cannot take the step
+    run: int = 0  # plan, key, ledger and settings
+    rows: int = 0  # shapes of a row
+    data: int = 0  # the batch itself
+    params: int = 0  # equal on all processes of the data group
+    shared_params: int = 0  # equal on all of the tensor group
+    part: int = 0  # positions of this process's shards over the data group
+    replica: int = 0  # their values
 
 
 _SPOILED = -1  # in place of a digest, which is not negative
+_ALIKE = "Parameters that processes with the same records hold alike"
+_SHAPES = "Rows of different shapes run different communication"
 _SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
 # Advice for the error message, for each field of `RankSummary` that must agree.
 _ADVICE = {
@@ -66,14 +60,8 @@ _ADVICE = {
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
         "initialisation, update every replica in the same way, and load the same checkpoint."
     ),
-    "shared_params": (
-        "Parameters that processes with the same records hold alike differ in at least one bit. Start from the same "
-        "initialisation."
-    ),
-    "rows": (
-        "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
-        "processes."
-    ),
+    "shared_params": f"{_ALIKE} differ in at least one bit. Start from the same initialisation.",
+    "rows": f"{_SHAPES} inside of a sharded model. Pad to the same length on all processes.",
     "data": _SAME_RECORDS,
     "num_samples": _SAME_RECORDS,
 }

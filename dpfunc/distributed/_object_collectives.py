@@ -76,13 +76,10 @@ def is_writer(ranks: Ranks | None) -> bool:
 
 
 def once(ranks: Ranks | None, action: Callable[[], object]) -> None:
-    """Run an action on the process that writes, while the others wait until it is done.
+    """Run an action on the process that writes, while the others wait; when it fails, a StepAborted on the others.
 
     Args:
         ranks: of the run; None does it. action: what to do.
-
-    Raises:
-        StepAborted: on the others, when it failed. Whatever `action` raises.
 
     >>> once(None, lambda: print("done"))
     done
@@ -112,7 +109,6 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
 
 def by_writer(action: Callable[[], object], ranks: Ranks | None, what: str) -> Any:
     """The JSON values that the process which writes gets from `action`, on all processes; or an error on all."""
-
     own = all_or_none(lambda: json.dumps(action()) if is_writer(ranks) else "", ranks, what)
     return json.loads(shared(own, ranks))
 
@@ -127,14 +123,11 @@ def gathered_rows(row: Iterable[int], group: dist.ProcessGroup, device: torch.de
 
 
 def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:
-    """Check that a text is the same on all processes.
+    """Check that a text is the same on all processes; a RankMismatch on all if not.
 
     Args:
         name: of the text, for the error message. text: of this process; only a digest is sent. ranks: of the run.
         hint: what to do about a difference, for the error message.
-
-    Raises:
-        RankMismatch: on all processes.
     """
     if ranks is None:
         return
@@ -142,21 +135,21 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
     if anywhere:
         digests = [in_hex(value) for value in differing.get(name, ())]
         shown = f"{digests}, in the order of their ranks" if differing else "others say which"
-        advice = f" {hint}" if hint else ""
-        raise RankMismatch(f"The processes of this run have different {name}: {shown}.{advice} Nothing was spent.")
+        advice = f"{hint} Nothing was spent.".lstrip()
+        raise RankMismatch(f"The processes of this run have different {name}: {shown}. {advice}")
 
 
 def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
     """Check that all processes describe their data set alike; `describe` reads it and must not communicate.
 
     Guarantees:
-        tests/distributed/test_data.py::test_a_data_set_in_another_order_is_an_error_of_all.
+        tests/distributed/test_object_collectives.py::test_a_data_set_in_another_order_is_an_error_of_all.
 
     >>> check_same_data(lambda: "mails of May", None)
     'mails of May'
     """
-    unread = "Another process could not read its data set; its own error says why. Nothing was spent."
-    with together(ranks, StepAborted(unread)):
+    unread = StepAborted("Another process could not read its data set; its own error says why. Nothing was spent.")
+    with together(ranks, unread):
         text = describe()
     check_same("data sets", text, ranks, _SAME_ORDER)
     return text
@@ -191,8 +184,7 @@ def _part(tensor: Tensor) -> int:
 def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
     """Compare values, of which processes with the same part have the same: name -> (part, value).
 
-    Returns:
-        name -> values of the processes that this one compared, where they differ; True if any found a difference.
+    The values of the processes that this one compared, where they differ; True if any found a difference.
     """
     differing: dict[str, list[int]] = {}
     for group in ranks.groups:
@@ -240,12 +232,10 @@ def rank_and_size(ranks: Ranks | None) -> tuple[int, int]:
 
 def joint_group(ranks: Ranks) -> dist.ProcessGroup:
     """One group of all processes of the run; with a tensor group there must be no others."""
-    if ranks.tensor_group is None:
+    if ranks.tensor_group is None or dist.group.WORLD is None:
         return ranks.group
-    if rank_and_size(ranks)[1] != dist.get_world_size():
-        raise InvalidArgument(
-            f"Expected the run to have all {dist.get_world_size()} processes of torch.distributed, got "
-            f"{rank_and_size(ranks)[1]}. Start the processes of a run in a job of their own."
-        )
-    world = dist.group.WORLD
-    return world if world is not None else ranks.group
+    found, every = rank_and_size(ranks)[1], dist.get_world_size()
+    if found != every:
+        run = f"the run to have all {every} processes of torch.distributed"
+        raise InvalidArgument(f"Expected {run}, got {found}. Start the processes of a run in a job of their own.")
+    return dist.group.WORLD

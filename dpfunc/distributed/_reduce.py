@@ -97,9 +97,6 @@ def release(
     Where noise can be divided, each process adds that of some rows to its own term, before the terms are added up: it
     is drawn once by all together, and nothing more is sent. Parts of sharded parameters get theirs after the sum.
 
-    Raises:
-        StepAborted: another process failed, here or in `gathered`; or noise is missing. What the mechanism raises.
-
     Guarantees:
         tests/distributed/test_ranks.py::test_an_error_of_one_process_aborts_the_step_on_all;
         tests/distributed/test_reduce.py::test_noise_that_is_missing_is_an_error_of_all.
@@ -115,23 +112,16 @@ def release(
             mechanism.add_share(replace(clipped, sums=terms), windows, key)
             bands.fill_(num_bands(windows))
         if bands.item() != num_bands(noise_windows(shapes, 0, 1)):
-            raise StepAborted(
-                "Expected noise in each row once, got another number of rows: nothing was released and nothing was "
-                "spent."
-            )
+            found = "Expected noise in each row once, got another number of rows"
+            raise StepAborted(f"{found}: nothing was released and nothing was spent.")
         return {name: terms[name].to(value) for name, value in clipped.sums.items()}, noise_state
 
 
 def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> dict[str, Window]:
     """The rows whose noise a process draws, of each leaf of which it draws some: about as many numbers as the others.
 
-    Rows are divided where tiles of noise begin. The windows of all ranks together have each row of each leaf once.
-
-    Args:
-        shapes: name -> shape of a leaf, in the same order on all processes.
-
-    Guarantees:
-        tests/distributed/test_reduce.py::test_each_number_belongs_to_one_process.
+    Rows are divided where tiles of noise begin. The windows of all ranks together have each row of each leaf once
+    (tests/distributed/test_reduce.py::test_each_number_belongs_to_one_process).
 
     >>> shapes = {"w": (512, 256), "b": (512,)}
     >>> [{name: part.rows for name, part in noise_windows(shapes, rank, 2).items()} for rank in (0, 1)]
@@ -233,8 +223,7 @@ def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _message_dtype(sums: Params) -> torch.dtype:
-    is_float64 = any(value.dtype == torch.float64 for value in sums.values())
-    return torch.float64 if is_float64 else torch.float32
+    return torch.float64 if any(value.dtype == torch.float64 for value in sums.values()) else torch.float32
 
 
 def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
@@ -244,9 +233,8 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     spec: Any = param
     axes = axes_over(param, ranks)
     placements = [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)]
-    partial_sums = DTensor.from_local(
-        total, spec.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    form: Any = {"shape": param.shape, "stride": param.stride()}
+    partial_sums = DTensor.from_local(total, spec.device_mesh, placements, run_check=False, **form)
     result: Tensor = partial_sums.redistribute(placements=spec.placements)
     return result
 

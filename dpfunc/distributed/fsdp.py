@@ -9,7 +9,7 @@ recognises their uses, and each weighted sum is sharded over the processes as so
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -55,21 +55,15 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str
             since optimizers do not mix the two.
 
     Returns:
-        name -> DTensor. Rows need not divide evenly.
-
-    Raises:
-        InvalidArgument: a mesh with more dimensions.
-
-    Guarantees:
-        the released gradients are those of one process (tests/distributed/test_params.py).
+        name -> DTensor. Rows need not divide evenly. The released gradients are those of one process
+        (tests/distributed/test_fsdp.py::test_parts_give_the_same).
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     check_sharding()
     if mesh.ndim > 2:
-        raise InvalidArgument(
-            f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."
-        )
+        two = "a mesh with one dimension, or two (replicas, parts)"
+        raise InvalidArgument(f"Expected {two}, got {mesh}. Take a part of it: mesh['dp'].")
     limit = integer("min_size", min_size, minimum=0)
     replicated: list[Any] = [Replicate()] * mesh.ndim
     sharded: list[Any] = [*replicated[1:], Shard(0)]
@@ -106,11 +100,9 @@ def shard_frozen(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
 ) -> _Model:
-    """FSDP2 for everything that is not trained: `fully_shard` on each layer and on the module, without the trained
-    parameters.
+    """FSDP2 for all that is not trained: `fully_shard` on each layer and on the module.
 
-    A process holds 1 / size of the frozen parameters and gathers one layer at a time. Trained parameters stay
-    unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them as well.
+    Trained parameters stay unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them.
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
@@ -129,7 +121,7 @@ def shard_frozen(
 
     Raises:
         InvalidArgument: no such layer, no trained parameter, or trained parameters for an adapter.
-        UnsupportedModel: the module is sharded already, or an older torch: see `dpfunc._utils.versions.check_sharding`.
+        UnsupportedModel: the module is sharded already, or an older torch.
 
     Guarantees:
         the released gradients are those of one process without sharding
@@ -150,9 +142,8 @@ def shard_frozen(
         forward = functionalize(module, names).forward
         return dataclasses.replace(model, params=params, constants=constants, _adapted=forward)
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(
-            f"Expected a torch module or an adapter of dpfunc.lora.attach, got {type(model).__name__}."
-        )
+        found = type(model).__name__
+        raise InvalidArgument(f"Expected a torch module or an adapter of dpfunc.lora.attach, got {found}.")
     module = unwrapped(model)
     _shard(module, mesh, layers, list(select(module, trainable)), mp_policy, reshard_after_forward)
     return model
@@ -180,11 +171,9 @@ def _shard(
     for param in module.parameters():
         if param not in ignored:
             param.requires_grad_(False)
-    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    policy, again = mp_policy or MixedPrecisionPolicy(), reshard_after_forward
     for part in (*parts, module):
-        fully_shard(
-            part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, ignored_params=ignored
-        )
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again, ignored_params=ignored)
 
 
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
@@ -198,15 +187,14 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-    found = _searched(names, layers) if isinstance(layers, str) else _listed(names, layers)
+    found = (
+        outermost(filter(pattern("layers", layers).search, names))
+        if isinstance(layers, str)
+        else _listed(names, layers)
+    )
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
-
-
-def _searched(names: Sequence[str], layers: str) -> list[str]:
-    searched = pattern("layers", layers)
-    return outermost(name for name in names if searched.search(name))
 
 
 def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
@@ -217,28 +205,21 @@ def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 def _own_parameters(module: nn.Module, trained: set[str]) -> None:
     """Frozen parameters of its own for a copy that shares them with the original: FSDP changes what they hold."""
-    kept = {id(param) for name, param in module.named_parameters() if name in trained}
-    _replace(module, lambda p: p if id(p) in kept else nn.Parameter(p.detach(), requires_grad=False))
+    _replace(module, {p: nn.Parameter(p.detach(), False) for n, p in module.named_parameters() if n not in trained})
 
 
 def _to_device(module: nn.Module, trained: set[str], device: str) -> None:
     """Move the trained parameters, which FSDP ignores and does not move."""
-    elsewhere = {id(p) for name, p in module.named_parameters() if name in trained and p.device.type != device}
-    _replace(
-        module,
-        lambda p: nn.Parameter(p.detach().to(device), requires_grad=p.requires_grad) if id(p) in elsewhere else p,
-    )
+    elsewhere = [p for name, p in module.named_parameters() if name in trained and p.device.type != device]
+    _replace(module, {p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in elsewhere})
 
 
-def _replace(module: nn.Module, new: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by `new(parameter)`; tied parameters stay tied."""
-    memo: dict[int, nn.Parameter] = {}
-    for _, owner in module.named_modules():
+def _replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters by others; tied parameters stay tied."""
+    for owner in module.modules():
         for attribute, param in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            chosen = memo[id(param)] if id(param) in memo else new(param)
-            memo |= {id(param): chosen, id(chosen): chosen}
-            if chosen is not param:
-                owner.register_parameter(attribute, chosen)
+            if param in new:
+                owner.register_parameter(attribute, new[param])
 
 
 class Managed(NamedTuple):

@@ -51,15 +51,12 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
     if "WORLD_SIZE" not in os.environ:
         check_launch(os.environ, 1)
         return None
-    missing = [name for name in _NEEDED if name not in os.environ]
-    if missing:
+    if missing := [name for name in _NEEDED if name not in os.environ]:
         raise InvalidArgument(f"Expected {missing[0]} beside WORLD_SIZE in the environment. {_TORCHRUN}")
     if torch.cuda.is_available():
         device, devices = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
         if device >= devices:
-            raise InvalidArgument(
-                f"Expected a CUDA device for each process, got LOCAL_RANK={device}, {devices} devices."
-            )
+            raise fail(f"a CUDA device for each process, of {devices} devices", "LOCAL_RANK", device)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout)
     else:
@@ -96,9 +93,8 @@ def check_alone(environment: Mapping[str, str]) -> None:
 own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to \
 make_dp_step and plan.batches; for runs on different data, unset what the launcher set.
     """
-    found = [
-        f"{name}={environment[name]}" for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS) if environment.get(name, "1") != "1"
-    ]
+    told = {name: environment.get(name, "1") for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS)}
+    found = [f"{name}={count}" for name, count in told.items() if count != "1"]
     if initialized() and dist.get_world_size() > 1:
         found.append(f"the process group has {dist.get_world_size()} processes")
     if found:

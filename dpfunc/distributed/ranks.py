@@ -29,15 +29,12 @@ LONGEST_WAIT = timedelta(hours=1)
 class Ranks:
     """The processes of a run, as this one sees them. Made by `data_parallel` and `sharded`.
 
-    Groups are held by torch alone: one that a script still holds when Python ends is taken apart too late, and the
-    process aborts.
-
     Args:
-        data, tensor: references to `group` and `tensor_group`.
+        data, tensor: references to `group` and `tensor_group`. Torch alone holds groups: one that a script still holds
+            when Python ends is taken apart too late, and the process aborts.
         rank, size: the rank of this process in `group`, and how many there are.
         independent: nothing inside of the loss communicates, so that a process with an error can still tell the others.
-        dummy: one public row, a batch of length 1, that processes without records run with weight zero. None is a row
-            of zeros.
+        dummy: one public row, a batch of length 1, that processes without records run with weight zero. None: zeros.
         keeps_parts: the engine takes parts of parameters, and its sums are those of all processes.
         tensor_axes: names of the mesh dimensions of the tensor group.
     """
@@ -91,9 +88,8 @@ def _held(reference: _Reference) -> dist.ProcessGroup:
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
     """Device for small messages of a group: the CPU, unless the backend only knows accelerators."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    )
+    only_cuda = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
 
 
 def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int, ...]:
@@ -169,7 +165,7 @@ def sharded(
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
             for context, sequence or pipeline parallelism.
-        UnsupportedModel: an older torch, see `dpfunc._utils.versions.check_sharding`.
+        UnsupportedModel: an older torch.
     """
     check_sharding()
     _check_initialised()
@@ -181,14 +177,12 @@ def sharded(
             f"data={tuple(data)}, tensor={tuple(tensor)}. Context, sequence and pipeline parallelism put parts of a "
             "record's gradient on several processes and are not supported."
         )
-    group = _joint(mesh, tuple(data))
-    tensor_group = _joint(mesh, tuple(tensor)) if tensor else None
-    for each in (group, tensor_group):
-        if each is not None:
-            _check_timeout(each)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    held = None if tensor_group is None else weakref.ref(tensor_group)
-    return Ranks(weakref.ref(group), held, rank, size, False, dummy, tensor_axes=tuple(tensor))
+    groups = [_joint(mesh, tuple(dims)) for dims in (data, tensor) if dims]
+    for group in groups:
+        _check_timeout(group)
+    held = [weakref.ref(group) for group in groups]
+    rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+    return Ranks(held[0], held[1] if tensor else None, rank, size, False, dummy, tensor_axes=tuple(tensor))
 
 
 def _check_timeout(group: dist.ProcessGroup) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class Ghost:
 
     Args:
         losses_B: of each sample. norms: name -> squared norms (B,). unused: parameters without a gradient. again: of
-            factors, the weighted sums.
+            factors, the weighted sums. aux: of the loss.
     """
 
     losses_B: Tensor
@@ -125,6 +125,7 @@ class Ghost:
     unused: Sequence[str]
     again: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
     alone: bool = False
+    aux: Any = None
 
     def sq_norms(self) -> dict[str, Tensor]:
         return dict(self.norms)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -452,12 +452,13 @@ class PerSample:
     """The gradients of all parameters for B samples.
 
     Args:
-        losses_B: of each sample. grads: name -> gradients. alone: each sample was computed alone.
+        losses_B: of each sample. grads: name -> gradients. alone: each sample was computed alone. aux: of the loss.
     """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
     alone: bool = False
+    aux: Any = None
 
     @cached_property
     def _stacks(self) -> list[_Stack]:

@@ -58,7 +58,7 @@ class Passed:
     Args:
         losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
             graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
-        uses: that went to rules, in the order of the backward pass.
+        uses: that went to rules, in the order of the backward pass. aux: of the loss, or None.
     """
 
     losses_B: Tensor
@@ -66,6 +66,7 @@ class Passed:
     params: Params
     disagreed: Diverged | None
     uses: Sequence[Use]
+    aux: Any = None
 
 
 class Pass(TorchFunctionMode):

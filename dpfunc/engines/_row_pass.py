@@ -28,7 +28,14 @@ from dpfunc.engines._guards.kept_state import (
     refuse_undeclared,
 )
 from dpfunc.engines._guards.lockstep import told_of_transforms
-from dpfunc.engines._guards.loss import backward_inside, check_depends, check_losses, refuse_reentrant
+from dpfunc.engines._guards.loss import (
+    backward_inside,
+    check_aux,
+    check_depends,
+    check_losses,
+    refuse_reentrant,
+    split_aux,
+)
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
     Below,
@@ -338,12 +345,13 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
         given = mode.leaves if rows.source is None else tensors
         try:
             with told_of_transforms(), backward_inside(), mode, custom_functions(settings.plain_functions):
-                losses_1 = rows.loss_fn(dict(given), record)
+                losses_1, aux = split_aux(rows.loss_fn(dict(given), record))
                 if mode.stopped is not None:
                     raise mode.stopped
                 mode.begin_backward(losses_1)
                 with torch._C.DisableTorchFunction():
                     check_depends(check_losses(losses_1, 1).requires_grad, told=mode.told)
+                    check_aux(aux, 1)
                     if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                         refuse_reentrant((), losses_1)
                     loss = losses_1.sum()
@@ -358,4 +366,5 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with Below():
             losses_B = over.all_rows(losses_1)[:, 0].detach()
-    return Passed(losses_B, rest, params, mode.disagreed, mode.noted)
+            aux = pytree.tree_map_only(Tensor, lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
+    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux)

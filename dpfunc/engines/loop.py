@@ -31,10 +31,13 @@ from dpfunc.engines._guards.kept_state import (
 from dpfunc.engines._guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
 from dpfunc.engines._guards.loss import (
     backward_inside,
+    check_aux,
     check_depends,
     check_losses,
+    joined_aux,
     parameters_unchanged,
     refuse_reentrant,
+    split_aux,
     uncompiled,
     unfollowed_code_is_an_error,
 )
@@ -66,6 +69,7 @@ class Alone(NamedTuple):
     Args:
         losses_1: its loss (1,). grads: name -> gradient of each parameter that it uses, on this rank. coarse: there
             were numbers of 16 bits. asked: Python asked for numbers of tensors. told: they were of the row.
+        aux: of the loss, or None.
     """
 
     losses_1: Tensor
@@ -73,6 +77,7 @@ class Alone(NamedTuple):
     coarse: bool
     asked: bool
     told: bool
+    aux: Any = None
 
 
 class _Told(BaseException):
@@ -188,12 +193,13 @@ def rows_alone(
     parts = {name: local(param.detach()) for name, param in params.items()}
     grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
     before = state_before(loss_fn, params, rows(batch, 0, 1)) if num_samples else ()
-    losses, reached, asked, told = list[Tensor](), not num_samples, read, False
+    losses, aux, reached, asked, told = list[Tensor](), list[Any](), not num_samples, read, False
     for row, position in enumerate(positions):
         torch.default_generator.set_state(seed)
         alone = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
         reached, asked, told = reached or bool(alone.grads), asked or alone.asked, told or alone.told
         losses.append(alone.losses_1)
+        aux.append(alone.aux)
         _keep(grads_B, row, alone.grads)
         # what one row changes, another could change back; what no row decides changes at the first call, or never
         if (alone.told or not row) and not in_lockstep():
@@ -202,7 +208,8 @@ def rows_alone(
     check_depends(reached, told=asked)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)
-    result = PerSample(losses_B, {name: Dense(grad_B) for name, grad_B in grads_B.items()}, alone=True)
+    grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
+    result = PerSample(losses_B, grads, alone=True, aux=joined_aux(aux))
     torch.default_generator.set_state(seed)
     torch.empty(()).random_()  # the next step draws other numbers, whatever the rows have drawn
     if num_samples and not in_lockstep():  # FSDP keeps what it communicates
@@ -243,15 +250,17 @@ def row_gradients(
     """
     leaves, mode = _copies(params), RowAlone(row, position)
     with parameters_unchanged(leaves), _inside(mode, recorder):
-        losses_1 = loss_fn(leaves, row)
+        losses_1, aux = split_aux(loss_fn(leaves, row))
         refuse_reentrant((), check_losses(losses_1, 1))
+        check_aux(aux, 1)
         grads = run_backward(losses_1.sum(), tuple(leaves.values()))
     used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     local_grads = {
         name: local_like(grad.to_dense() if grad.is_sparse else grad, params[name]).detach()
         for name, grad in used.items()
     }
-    return Alone(losses_1.detach(), local_grads, mode.coarse, mode.asked, mode.told)
+    aux = None if aux is None else tree_map(Tensor.detach, aux)
+    return Alone(losses_1.detach(), local_grads, mode.coarse, mode.asked, mode.told, aux)
 
 
 def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> None:

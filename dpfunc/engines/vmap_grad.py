@@ -27,7 +27,7 @@ from dpfunc.engines._draws import positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state, refuse_kept
 from dpfunc.engines._guards.lockstep import failed, in_lockstep, on_any_process
-from dpfunc.engines._guards.loss import parameters_unchanged
+from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged
 from dpfunc.engines._levels import below_both
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
@@ -98,6 +98,12 @@ class Grouped:
     @property
     def losses_B(self) -> Tensor:
         return self._joined(part.samples.losses_B for part in self.parts)
+
+    @property
+    def aux(self) -> Any:
+        own = [part for part in self.parts if part.counted]
+        order = torch.tensor([row for part in own for row in part.rows]).argsort()
+        return joined_aux([part.samples.aux for part in own], order)
 
     def sq_norms(self) -> dict[str, Tensor]:
         found = [part.samples.sq_norms() for part in self.parts]
@@ -309,7 +315,7 @@ class VmapGrad:
             kept.take_formed(passed.rest)
             with exact(passed.losses_B.device), torch.no_grad():
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
-            return PerSample(passed.losses_B, grads)
+            return PerSample(passed.losses_B, grads, aux=passed.aux)
         while True:
             together = self._known[rows.loss_fn].together
             measured = Measured(together=together)
@@ -321,7 +327,7 @@ class VmapGrad:
             if not missed:
                 around = precision_now(passed.losses_B.device)
                 again = partial(self._weigh, rows, settings, measured, calls.seed, around)
-                return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again)
+                return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
             self._learn(rows.loss_fn, together=together | missed)
             calls.begin()
 
@@ -371,7 +377,8 @@ class VmapGrad:
         except RuntimeError as error:
             refuse_out_of_memory(error)
             raise UnsupportedModel(
-                f"The loss of a row alone cannot be computed: {type(error).__name__}: {error} (Before: {reason}.)"
+                f"The loss of a row alone cannot be computed: {type(error).__name__}: {error}. See shapes, dtypes and "
+                f"devices of the batch and the model: loss_fn gets batches of one row. (All rows: {reason}.)"
             ) from error
         return _Part(rows.positions, found, alone=reason)
 

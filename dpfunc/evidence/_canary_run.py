@@ -15,6 +15,7 @@ from dpfunc._utils.validation import fail, integer
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.clipped import make_clipped_grad
+from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Step
 from dpfunc.evidence._one_run import Audit, audit
@@ -121,7 +122,7 @@ class PlantedStep(DPStep):
         loss_fn = inner.loss_fn if canaries is None else canaries.loss(inner.loss_fn)
         clipped = make_clipped_grad(
             loss_fn, inner.clip, engine=inner.engine, microbatch_size=inner.microbatch_size,
-            adjacency=self.plan.adjacency,
+            adjacency=self.plan.adjacency, telemetry=inner.telemetry,
         )  # fmt: skip
         plan = dataclasses.replace(self.plan, sampler=sampler.sampler)
         return DPStep(plan, clipped, self.reduction, self.noise_source, self.verify_batch, self.journal, None)
@@ -130,7 +131,7 @@ class PlantedStep(DPStep):
         """Inner products of a release with the gradients of all canaries, each of norm 1: float64, (m,)."""
         loss_fn, records = self.clipped_grad.loss_fn, self.planted.records
         own = {name: value.detach() for name, value in params.items()}
-        along: Any = torch.func.jvp(lambda at: loss_fn(at, records), (own,), (grads,))
+        along: Any = torch.func.jvp(lambda at: split_aux(loss_fn(at, records))[0], (own,), (grads,))
         sq_norms = self.clipped_grad.engine(loss_fn, own, records).sq_norms()
         norms_m = torch.stack([*sq_norms.values()]).sum(0).sqrt().clamp(min=1e-12)
         scores_m: Tensor = (along[1] / norms_m).detach().cpu().double().nan_to_num(0.0)

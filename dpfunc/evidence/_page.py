@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from dpfunc.evidence._attacker import true_positives
+from dpfunc.accounting._trade_off import true_positives
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:44em;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
@@ -16,6 +16,7 @@ _STYLE = (
 )
 _MET = {True: "met", False: "NOT MET", None: "not shown"}
 _SIDE = 300  # of the picture
+_PLAIN = ("kind", "sampling_prob", "noise_multiplier", "num_steps")
 
 
 def page(values: Mapping[str, Any]) -> str:
@@ -83,7 +84,16 @@ def _listed(value: Any) -> str:
 
 
 def _events(events: Iterable[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{e['sampling_prob']:g}, {e['noise_multiplier']:g}" for e in events) or "paid by an earlier step"
+    told = (f"{_kind(e)}{e['sampling_prob']:g}, {e['noise_multiplier']:g}" for e in events)
+    return "; ".join(told) or "paid by an earlier step"
+
+
+def _kind(event: Mapping[str, Any]) -> str:
+    """The kind of an event that is not plain, with the values that only it has."""
+    if "kind" not in event:
+        return ""
+    more = (f"{name} {value:g}, " for name, value in event.items() if name not in _PLAIN)
+    return f"{event['kind']}: {''.join(more)}"
 
 
 def _step(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, positive
 from dpfunc.batches import batch_size, rows, tree_map
+from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import Batch, LossFn, Params
@@ -113,7 +114,7 @@ class Canaries:
         def planted(params: Params, batch: Batch) -> Tensor:
             records, number_B = batch
             which_B, device = number_B.clamp(min=0), number_B.device
-            losses_B = loss_fn(params, records)
+            losses_B, _ = split_aux(loss_fn(params, records))
             losses_B = torch.where(number_B < 0, losses_B, torch.zeros_like(losses_B))
             for name, owned_m in owned.items():
                 flat = params[name].reshape(-1)
@@ -161,7 +162,7 @@ def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) 
     with torch.no_grad():
         for start in range(0, batch_size(canaries), _ROWS):
             some = rows(canaries, start, start + _ROWS)
-            drops.append(loss_fn(before, some) - loss_fn(after, some))
+            drops.append(split_aux(loss_fn(before, some))[0] - split_aux(loss_fn(after, some))[0])
     return torch.cat(drops)
 
 

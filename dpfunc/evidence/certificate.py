@@ -16,15 +16,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dpfunc._utils.validation import apart, fail, unique_json
+from dpfunc._utils.validation import apart, fail, unique_json, unsigned
 from dpfunc.accounting import Ledger
+from dpfunc.accounting._kinds import divided
+from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
 from dpfunc.accounting.events import from_values, to_values
 from dpfunc.accounting.record import COMPARED, COVERED, EXACT_SIZE, NEIGHBOURS, RECORD_FILE, SECRET, Record
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.evidence._attacker import RATES, curve, tight_method, true_positives
 from dpfunc.evidence._page import page
 from dpfunc.evidence._result import in_certificate
 from dpfunc.evidence._signature import sign, signed_by
@@ -38,7 +39,9 @@ _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opa
 
 LAWS = {
     "Poisson": "each unit is in a batch with probability sampling_prob, independently of all others and of other steps",
-    "FixedSize": "a fixed number of different units, drawn anew each step; no amplification is claimed",
+    "FixedSize": "a fixed number of different units, drawn anew each step, without replacement",
+    "CappedPoisson": "as Poisson; if there are more units than the cap, a random subset of that size",
+    "RandomAllocation": "each unit in one batch of an epoch, drawn independently of all others",
     "Shuffled": "a new permutation each epoch, in batches; no amplification is claimed",
     "InOrder": "each unit in one batch of an epoch, in the order of the data set; no amplification is claimed",
 }
@@ -49,6 +52,7 @@ _FIELDS = (
     "versions", "digest",
 )  # fmt: skip
 _OPTIONAL = {"signature", "budget"}
+_PLACE = "privacy_budget.json"  # which `Budget.settle` has left
 _ERRORS = {
     "tilted": "an upper bound, at most 0.1 % above the truth, nearly always 0.01 %",
     "gaussian": "exact, rounded up by 1e-9 of itself",
@@ -120,6 +124,8 @@ def certify(
         "versions": dict(record.versions),
     }
     values["evidence"] = [in_certificate(Path(file), values, folder / "job.json") for file in evidence]
+    if (folder / _PLACE).is_file():
+        values["budget"] = _place(folder / _PLACE, values["claim"])
     values["assumptions"] = _assumptions(values)
     if private_key is not None:
         values["signature"] = sign(_canonical(values).encode(), Path(private_key))
@@ -263,8 +269,8 @@ def _result(record: Record, ledger: Ledger) -> dict[str, Any]:
 
 
 def _second(ledger: Ledger, delta: float) -> tuple[float, str]:
-    """Epsilon by an accountant of Opacus alone, which has add/remove only; else by Renyi differential privacy here."""
-    if ledger.adjacency == "replace_one":
+    """Epsilon by an accountant of Opacus alone, where it has the events and the neighbours; else by Renyi's here."""
+    if ledger.adjacency == "replace_one" or divided(ledger.law)[1]:
         return ledger.epsilon(delta, "rdp").epsilon, "rdp"
     from opacus.accountants import RDPAccountant
 
@@ -311,6 +317,11 @@ def _unchanged(text: bytes, values: Mapping[str, Any]) -> Finding:
     return Finding("bytes", same, "as they were written" if same else "other bytes, or another digest: it was changed")
 
 
+def _curve(points: Sequence[tuple[float, float]], ledger: Ledger, method: str) -> Finding:
+    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
+    return Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
+
+
 def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Compare all that follows from the steps with what the certificate says."""
     claim, result, ledger = values["claim"], values["result"], ledger_of(values)
@@ -324,11 +335,12 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
     yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
     points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
-    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
-    yield Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
+    yield _curve(points, ledger, method)
     for each in result["attacker"]:
         rate = each["false_positives"]
         yield _close(f"true positives at {rate:g}", each["true_positives"], true_positives(points, rate))
+    if "budget" in values:
+        yield _in_budget(values["budget"], ledger_of({**values, "earlier": []}))
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
     yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
@@ -340,6 +352,23 @@ def _of_model(values: Mapping[str, Any], model: Path) -> Finding:
         raise fail("a file of weights", "model", str(model))
     found = hashlib.sha256(model.read_bytes()).hexdigest()
     return Finding("model", found in values["digests"]["model"], found)
+
+
+def _place(path: Path, claim: Mapping[str, Any]) -> dict[str, Any]:
+    """Place of the run in the budget of its data set, which means the same by epsilon and delta as the run."""
+    place = unsigned("place in a budget", unique_json(path.read_bytes()))
+    for name in ("unit", "adjacency", "delta"):
+        if place.get(name) != claim[name]:
+            raise fail(f"a run with the {name} of its budget, {place.get(name)!r}", name, claim[name])
+    return place
+
+
+def _in_budget(place: Mapping[str, Any], own: Ledger) -> Finding:
+    """Compare what all others were charged when this run settled, and its own steps, with the budget."""
+    others = Ledger(tuple(from_values(event) for event in place["others"]), own.adjacency)
+    total = others.compose(own).epsilon(place["delta"]).epsilon
+    found = f"run {place['number']}, {place['run']!r}: epsilon={total:.6g} of {place['epsilon']:g} with all others"
+    return Finding("budget of the data set", total <= place["epsilon"] * (1 + _ROUNDING), found)
 
 
 def _near(said: float, found: float) -> bool:

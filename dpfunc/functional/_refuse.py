@@ -13,7 +13,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfunc._utils.validation import shorten
-from dpfunc.errors import UnsupportedModel
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 
 _CHECKPOINTED = (
     "its second forward pass would run with the module's own parameters and give wrong gradients. Call "
@@ -29,11 +29,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
     hides operations that a step must see.
 
     Raises:
+        InvalidArgument: no module.
         UnsupportedModel: DataParallel anywhere, or DistributedDataParallel around a part only.
 
     >>> unwrapped(nn.Linear(3, 2))
     Linear(in_features=3, out_features=2, bias=True)
     """
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return unwrapped(module.module)
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)

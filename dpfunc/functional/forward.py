@@ -23,7 +23,7 @@ from dpfunc.engines._guards.loss import (
     unwritten,
 )
 from dpfunc.engines._levels import inside
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import UnsupportedModel
 from dpfunc.functional._fsdp import (
     constant,
     recovered,
@@ -202,8 +202,6 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     >>> torch.equal(forward(params, x), model(x))
     True
     """
-    if not isinstance(module, nn.Module):
-        raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
     module = unwrapped(module)
     refuse_unsupported(module)
     chosen = select(module, trainable)

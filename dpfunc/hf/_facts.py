@@ -31,21 +31,14 @@ class Speech(NamedTuple):
     """Facts about a model with a CTC loss."""
 
     blank: int
-    by_length: bool
-    """The loss is divided by the number of labels."""
-    zero_infinity: bool
-    """The loss is 0 for labels that are longer than the frames."""
-    frames: Callable[[Tensor], Tensor] | None
-    """Lengths of inputs (B,) -> numbers of frames (B,); None if not known."""
+    by_length: bool  # the loss is divided by the number of labels
+    zero_infinity: bool  # the loss is 0 for labels that are longer than the frames
+    frames: Callable[[Tensor], Tensor] | None  # of lengths of inputs (B,); None if not known
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Sizes of the tables of a language model; None where it has none, or where its configuration does not say.
-
-    Args:
-        tokens: token ids. positions: tokens of a row.
-    """
+    """Sizes of the tables of a language model; None where it has none, or where its configuration does not say."""
 
     tokens: int | None = None
     positions: int | None = None
@@ -57,13 +50,12 @@ class Tables:
         """
         if not isinstance(ids, Tensor) or self.tokens is None:
             return None
-        long = self.positions is not None and ids.dim() > 1 and ids.shape[-1] > self.positions
+        longest = self.positions
+        long = longest is not None and ids.dim() > 1 and ids.shape[-1] > longest
         if not (long and "size" in str(error)) and "index out of range" not in str(error):
             return None
-        most = cut = ""
-        if self.positions is not None:
-            most = f" and rows of at most {self.positions} tokens"
-            cut = f", and truncate: tokenizer(..., truncation=True, max_length={self.positions})"
+        most = "" if longest is None else f" and rows of at most {longest} tokens"
+        cut = "" if longest is None else f", and truncate: tokenizer(..., truncation=True, max_length={longest})"
         return InvalidArgument(
             f"Expected token ids 0 <= id < {self.tokens}{most}, as the tables of this model have them; got others in "
             "at least one record, which is private and not shown. Use the tokenizer that belongs to the model, or call "
@@ -74,27 +66,17 @@ class Tables:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a model on which its loss depends.
+    """Facts about a model on which its loss depends."""
 
-    Args:
-        options: arguments that every call gets, e.g. no cache. soft_prompt: positions that PEFT's prompt tuning puts
-            before the tokens. counts_padding: True if the model numbers positions from the start of the padding.
-        problem: "regression", "single_label_classification", "multi_label_classification", or None for what the labels
-            say. decoder_inputs: labels (B, T) -> inputs of the decoder, None if not known. speech: of a CTC loss.
-        augmented: a model that masks its inputs at random when it is in training mode. blocks: True if which tokens
-            see later ones is in "token_type_ids". nested_images: the model takes images as (B, I, ...). tables: of
-            tokens and positions.
-    """
-
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    soft_prompt: int = 0
-    counts_padding: bool = False
-    problem: str | None = None
-    decoder_inputs: Callable[[Tensor], Tensor] | None = None
-    speech: Speech | None = None
-    augmented: nn.Module | None = field(default=None, repr=False)
-    blocks: bool = False
-    nested_images: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every call, e.g. no cache
+    soft_prompt: int = 0  # positions that PEFT's prompt tuning puts before the tokens
+    counts_padding: bool = False  # positions are numbered from the start of the padding
+    problem: str | None = None  # as `problem_type` of the configuration; None for what the labels say
+    decoder_inputs: Callable[[Tensor], Tensor] | None = None  # of labels (B, T), None if not known
+    speech: Speech | None = None  # of a CTC loss
+    augmented: nn.Module | None = field(default=None, repr=False)  # masks its inputs at random in training mode
+    blocks: bool = False  # "token_type_ids" say which tokens see later ones
+    nested_images: bool = False  # the model takes images as (B, I, ...)
     tables: Tables = field(default=Tables(), repr=False)
 
 
@@ -143,13 +125,10 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def quantised_layers(model: nn.Module) -> tuple[str, ...]:
     """The names of the linear layers whose weight is not an ordinary tensor of floats."""
-    kinds = (Tensor, nn.Parameter)  # packed formats are subclasses of tensor, or hold bytes
-
-    def is_plain(weight: Tensor) -> bool:
-        return weight.is_floating_point() and type(weight) in kinds and type(weight.data) in kinds
-
+    kinds = {Tensor, nn.Parameter}  # packed formats are subclasses of tensor, or hold bytes
     linear = [(name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return tuple(name for name, weight in linear if isinstance(weight, Tensor) and not is_plain(weight))
+    weights = [(name, weight) for name, weight in linear if isinstance(weight, Tensor)]
+    return tuple(name for name, w in weights if not w.is_floating_point() or {type(w), type(w.data)} - kinds)
 
 
 def facts_of(forward: AnyForward) -> Facts:
@@ -157,8 +136,12 @@ def facts_of(forward: AnyForward) -> Facts:
     if isinstance(forward, Caller):
         return forward.facts
     module = getattr(forward, "module", getattr(getattr(forward, "__self__", None), "module", None))
-    if not isinstance(module, nn.Module):  # an adapter of `dpfunc.lora.attach` has it beside its method
-        return Facts()
+    # an adapter of `dpfunc.lora.attach` has it beside its method
+    return facts_of_model(module) if isinstance(module, nn.Module) else Facts()
+
+
+def facts_of_model(module: nn.Module) -> Facts:
+    """Facts about a model, or about the one inside of a PEFT model."""
     base = base_model(module)
     config = getattr(base, "config", None)
     caches = "use_cache" in inspect.signature(base.forward).parameters

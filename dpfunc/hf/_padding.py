@@ -72,7 +72,10 @@ def refuse_padding(
         return
 
     def gradient(batch: Batch) -> Params:
-        return _gradient(loss_fn, params, dict(prepare(batch)))
+        """Of a batch of one row, whose random numbers are the same each time."""
+        with cpu_seeds(insecure_key(0)):
+            per_sample = loop()(loss_fn, params, dict(prepare(batch)))
+        return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
 
     training = model.training
     model.train(False)
@@ -116,13 +119,6 @@ def _without_draws(collate: Callable[[list[Any]], Any], records: list[Any]) -> B
         before = cpu_generators()
         batch = collated(collate, records)
         return batch if before == cpu_generators() else None
-
-
-def _gradient(loss_fn: LossFn, params: Params, batch: Batch) -> Params:
-    """The gradient of a batch of one row, whose random numbers are the same each time."""
-    with cpu_seeds(insecure_key(0)):
-        per_sample = loop()(loss_fn, params, batch)
-    return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
 
 
 def _norm(gradient: Params) -> float:

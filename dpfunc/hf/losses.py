@@ -26,12 +26,9 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
             learnt (padding, prompts, image tokens). ignore_index: that label.
 
     Returns:
-        (B,). 0 with zero gradient for a sample without labelled tokens.
-
-    Guarantees:
-        a sample's loss is torch's mean cross entropy of that sample alone
-        (tests/hf/test_losses.py::test_causal_lm_equals_single_samples), whatever the length that the batch
-        is padded to (test_the_length_of_the_batch_does_not_matter).
+        (B,): torch's mean cross entropy of each sample alone, whatever the length that the batch is padded to
+        (tests/hf/test_losses.py::test_causal_lm_equals_single_samples, test_the_length_of_the_batch_does_not_matter).
+        0 with zero gradient for a sample without labelled tokens.
 
     >>> logits_BTV = torch.zeros(2, 3, 4)
     >>> causal_lm(logits_BTV, torch.tensor([[1, 2, 3], [1, -100, -100]]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -75,42 +75,37 @@ def check_model(model: nn.Module) -> ModelCheck:
     sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
     return ModelCheck(
         task, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes), batchnorms,
-        tuple(_problems(model, task)), tuple(text for text, applies in advice.items() if applies),
+        tuple(text for text, applies in _problems(model, task).items() if applies),
+        tuple(text for text, applies in advice.items() if applies),
     )  # fmt: skip
 
 
-def _problems(model: nn.Module, task: str | None) -> Iterator[str]:
-    """Messages about a model that cannot be trained as it is, each with what to change."""
-    base = base_model(model)
+def _problems(model: nn.Module, task: str | None) -> dict[str, bool]:
+    """What keeps models from being trained as they are, with what to change: if it is so of this one."""
+    base, quantised = base_model(model), quantised_layers(model)
     config = getattr(base, "config", None)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    unsupported = ""
     try:
         refuse_unsupported(model, checkpointing=True)
     except UnsupportedModel as error:
-        yield str(error)
-    if any(map(_is_reentrant, model.modules())):
-        yield (
-            "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
-            'model.activation_checkpointing_enable({"use_reentrant": False}), or prepare_model_for_kbit_training('
-            'model, gradient_checkpointing_kwargs={"use_reentrant": False}).'
-        )
-    # decoders find the last token of a sequence by the padding token
-    if task == "sequence_classification" and hasattr(base, "score") and getattr(config, "pad_token_id", 0) is None:
-        yield "The model has no padding token, so it cannot tell where a sequence ends: set config.pad_token_id."
-    # weights in few bits have no gradients, so that without adapters only what is beside them would be trained
-    quantised = quantised_layers(model)
-    trained = [name for name, value in model.named_parameters() if value.requires_grad]
-    if quantised and trained and not hasattr(model, "peft_config"):
-        yield (
-            f"{len(quantised)} linear layers have quantised weights, which are not trained; without an adapter only "
-            f"{shorten(trained)} would be. Attach one: peft.get_peft_model(model, LoraConfig(...))."
-        )
-    if augments(config):
-        yield (
-            "The model masks its inputs at random by numpy's generator (SpecAugment), which the key of the run does "
-            "not drive. Set model.config.apply_spec_augment = False."
-        )
-    if not trained:
-        yield "No parameter requires gradients. Attach an adapter, or unfreeze some."
+        unsupported = str(error)
+    return {
+        unsupported: unsupported != "",
+        "Gradient checkpointing is of the reentrant kind, which loses track of the parameters. Call "
+        'model.activation_checkpointing_enable({"use_reentrant": False}), or prepare_model_for_kbit_training('
+        'model, gradient_checkpointing_kwargs={"use_reentrant": False}).': any(map(_is_reentrant, model.modules())),
+        # decoders find the last token of a sequence by it
+        "The model has no padding token, so it cannot tell where a sequence ends: set config.pad_token_id.":
+            task == "sequence_classification" and hasattr(base, "score") and getattr(config, "pad_token_id", 0) is None,
+        # weights in few bits have no gradients, so that without adapters only what is beside them would be trained
+        f"{len(quantised)} linear layers have quantised weights, which are not trained; without an adapter only "
+        f"{shorten(trained)} would be. Attach one: peft.get_peft_model(model, LoraConfig(...)).":
+            bool(quantised and trained) and not hasattr(model, "peft_config"),
+        "The model masks its inputs at random by numpy's generator (SpecAugment), which the key of the run does not "
+        "drive. Set model.config.apply_spec_augment = False.": augments(config),
+        "No parameter requires gradients. Attach an adapter, or unfreeze some.": not trained,
+    }  # fmt: skip
 
 
 def _is_reentrant(part: nn.Module) -> bool:
@@ -135,10 +130,9 @@ def causal_mask(attention_mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if attention_mask_BT.dim() != 2:
         raise InvalidArgument(f"Expected an attention mask (B, T), got {tuple(attention_mask_BT.shape)}.")
-    shape_TT = [attention_mask_BT.shape[1]] * 2
-    before_TT = torch.ones(shape_TT, dtype=torch.bool, device=attention_mask_BT.device).tril()
-    itself_TT = torch.eye(shape_TT[0], dtype=torch.bool, device=attention_mask_BT.device)
-    seen_BTT = (before_TT & (attention_mask_BT != 0)[:, None, :]) | itself_TT
+    every_TT = attention_mask_BT.new_ones([attention_mask_BT.shape[1]] * 2, dtype=torch.bool)
+    itself_TT = every_TT.tril() & every_TT.triu()
+    seen_BTT = (every_TT.tril() & (attention_mask_BT != 0)[:, None, :]) | itself_TT
     return torch.where(seen_BTT, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
 
@@ -219,9 +213,9 @@ def four_bit(compute_dtype: torch.dtype) -> Any:
         raise InvalidArgument(f"Expected a floating dtype, got compute_dtype={compute_dtype!r}.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedModel(
-            "A base in 4 bits needs bitsandbytes, which is not installed: `pip install 'bitsandbytes>=0.46'`. It is "
-            "fast on NVIDIA, AMD and Intel accelerators, and runs, slowly, on x86-64 CPUs. Without it, LoRA on a base "
-            "in bfloat16 trains the same parameters with the same noise, in four times the memory for weights."
+            "A base in 4 bits needs bitsandbytes, which is not installed: `pip install 'bitsandbytes>=0.46'`. On CPUs "
+            "it is slow. Without it, LoRA on a base in bfloat16 trains the same parameters with the same noise, in "
+            "four times the memory for weights."
         )
     from transformers import BitsAndBytesConfig
 

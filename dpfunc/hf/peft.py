@@ -59,10 +59,9 @@ def _refuse_without_effect(peft_model: nn.Module) -> None:
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
     merged = [name for name, layer in layers if layer.merged_adapters]
     off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
+    enable = "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
     for found, where, advice in (
-        (merged, "merged into", "Call peft_model.unmerge_adapter()."),
-        (off, "switched off in", "Leave `with peft_model.disable_adapter()`, or call "
-         "peft_model.base_model.enable_adapter_layers()."),
+        (merged, "merged into", "Call peft_model.unmerge_adapter()."), (off, "switched off in", enable),
     ):  # fmt: skip
         if found:
             raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
@@ -130,20 +129,17 @@ def _active(peft_model: nn.Module) -> dict[str, Any]:
 
 def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind == "ADALORA":
-        raise UnsupportedModel(
-            "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use LoRA, with "
-            "rank_pattern for ranks that differ."
-        )
-    if getattr(config, "velora_config", None) is not None:
-        raise UnsupportedModel(
-            "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None."
-        )
-    if getattr(config, "target_parameters", None):
-        raise UnsupportedModel(
-            "LoRA of parameters (target_parameters) registers a parametrization in each forward pass, which sets the "
-            "memory of the weight (Tensor.set_), and torch's transforms take no such write. Use target_modules."
-        )
+    for unsupported, reason in (
+        (kind == "ADALORA", "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use "
+         "LoRA, with rank_pattern for ranks that differ."),
+        (getattr(config, "velora_config", None) is not None, "VeLoRA compresses activations by averages over the "
+         "batch, which mixes its samples. Set velora_config=None."),
+        (getattr(config, "target_parameters", None), "LoRA of parameters (target_parameters) registers a "
+         "parametrization in each forward pass, which sets the memory of the weight (Tensor.set_), and torch's "
+         "transforms take no such write. Use target_modules."),
+    ):  # fmt: skip
+        if unsupported:
+            raise UnsupportedModel(reason)
     start = getattr(config, "init_lora_weights", True)
     if start in _LOOK_AT_DATA and not initialized_on_public_data:
         raise InvalidArgument(
@@ -180,10 +176,8 @@ def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:
         written = [get_peft_model_state_dict(filled, adapter_name=name, save_embedding_layers=False) for name in names]
     places = {value.data_ptr() for state in written for value in state.values() if isinstance(value, Tensor)}
     named = dict(filled.named_parameters())
-    lost = [at for at in params if named[at].numel() and named[at].data_ptr() not in places]
-    if lost:
+    if lost := [at for at in params if named[at].numel() and named[at].data_ptr() not in places]:
         raise InvalidArgument(
             f"Expected parameters of the adapters {names}, got {shorten(lost)}, which PEFT's format has no place for. "
-            "Name their modules in modules_to_save, or save the whole model: "
-            "dpfunc.with_params(peft_model, params)."
+            "Name their modules in modules_to_save, or save the whole model: dpfunc.with_params(peft_model, params)."
         )

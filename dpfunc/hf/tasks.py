@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import fail
+from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import _padding as padding
 from dpfunc.hf import losses
 from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of
-from dpfunc.hf.vision_language.images import flatten_images
+from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.types import LossFn, Params
 
 CLASSES = "single_label_classification"
@@ -36,8 +36,7 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     """
     inputs, labels_BT = _split(batch)
     _refuse_packing(inputs)
-    mask_BT = inputs.get("attention_mask")
-    if mask_BT is not None and mask_BT.shape == labels_BT.shape:
+    if (mask_BT := inputs.get("attention_mask")) is not None and mask_BT.shape == labels_BT.shape:
         labels_BT = padding.without_labels_after_padding(labels_BT, mask_BT)
     return losses.causal_lm(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
@@ -68,20 +67,14 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
             f"Expected classes (B,), or floats (B, C) for several labels a sample, got {labels.dtype} of "
             f"{tuple(labels.shape)}. Make several labels labels.float(), or set config.problem_type."
         )
-    if problem == "regression":
-        return losses.regression(outputs_BC, labels)
-    if problem == "multi_label_classification":
-        return losses.multi_label(outputs_BC, labels)
-    return losses.classification(outputs_BC, labels)
+    known = {"regression": losses.regression, "multi_label_classification": losses.multi_label}
+    return known.get(problem, losses.classification)(outputs_BC, labels)
 
 
 def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
     """The `problem_type` of a configuration, or what Transformers takes if it is None."""
-    if given is not None:
-        return given
-    if num_outputs == 1:
-        return "regression"
-    return "multi_label_classification" if labels.is_floating_point() else CLASSES
+    several = "multi_label_classification" if labels.is_floating_point() else CLASSES
+    return given if given is not None else "regression" if num_outputs == 1 else several
 
 
 def token_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -211,6 +204,8 @@ _TABLE: tuple[tuple[str, SampleLoss, tuple[str, ...]], ...] = (
 TASKS: Mapping[str, SampleLoss] = MappingProxyType({name: loss for name, loss, _ in _TABLE})
 """Name of a task -> its loss."""
 
+_FUNCTION = "a function (forward, params, batch) -> losses_B"
+
 _NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
 """Endings of names that say too little: Flaubert's head is masked, XLM's either, the others see some later tokens."""
 
@@ -258,16 +253,12 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
     if not callable(forward):
         raise InvalidArgument(f"Expected forward to be a function (params, **inputs), got {forward!r}.")
     if isinstance(task, str):
-        if task not in TASKS:
-            raise fail(f"task to be one of {', '.join(map(repr, TASKS))}", "task", task, "Or pass a function.")
-        task = TASKS[task]
+        task = TASKS[one_of("task", task, TASKS, "Or pass a function.")]
     if isinstance(task, nn.Module):
         raise _refusal(type(task).__name__)
     if not callable(task):
-        raise InvalidArgument(
-            f"Expected task to be a name or a function (forward, params, batch) -> losses_B, got {task!r}."
-        )
-    return partial(task, Caller(forward, facts_of(forward)))
+        raise InvalidArgument(f"Expected task to be a name or {_FUNCTION}, got {task!r}.")
+    return partial(task, forward if isinstance(forward, Caller) else Caller(forward, facts_of(forward)))
 
 
 def _refusal(name: str) -> UnsupportedModel:
@@ -276,14 +267,12 @@ def _refusal(name: str) -> UnsupportedModel:
         return UnsupportedModel(
             f"{name} compares the records of a batch with each other (in-batch negatives): no part of its gradient "
             "belongs to one record, so clipping bounds nobody's. Take a loss of single pairs, task="
-            '"sentence_similarity" or "sentence_classes", or give each record negatives of its own and a function '
-            "(forward, params, batch) -> losses_B."
+            f'"sentence_similarity" or "sentence_classes", or give each record negatives of its own and {_FUNCTION}.'
         )
     return UnsupportedModel(
         f"Expected one loss a sample, got the module {name}, which gives one value for a batch. For "
         'CosineSimilarityLoss functionalize the encoder and take task="sentence_similarity"; for SoftmaxLoss '
-        'functionalize the loss and take task="sentence_classes"; for others pass a function (forward, params, batch) '
-        "-> losses_B."
+        f'functionalize the loss and take task="sentence_classes"; for others pass {_FUNCTION}.'
     )
 
 
@@ -300,26 +289,20 @@ def infer_task(model: nn.Module) -> str:
     base = base_model(model)
     config: Any = getattr(base, "config", None)
     names = [kind.__name__ for kind in type(base).__mro__]
-    ambiguous = any(name.endswith(_NO_GUESS) for name in names)
-    known = None if ambiguous else _by_ending(names)
+    task = None if any(name.endswith(_NO_GUESS) for name in names) else _by_ending(names) or _by_config(base, config)
     encodes = getattr(config, "is_decoder", None) is False and config.model_type not in _ALWAYS_DECODERS
-    if known == "causal_lm" and encodes:
+    if task == "causal_lm" and encodes:
         raise UnsupportedModel(
             f"{type(base).__name__} is an encoder: each token sees the next one, which it would learn to copy. Load it "
             "with is_decoder=True, or wrap its forward function in dpfunc.hf.models.with_causal_attention and name the "
             'task "causal_lm".'
         )
-    if known is not None:
-        return known
-    reads_images = getattr(config, "vision_config", None) is not None
-    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
-    writes = getattr(base, "can_generate", lambda: False)()
-    if ambiguous or not writes or reads_images == writes_apart:
+    if task is None:
         raise UnsupportedModel(
             f"It cannot be told from the class {type(base).__name__} what the model is trained for. Name the task: one "
-            f"of {', '.join(map(repr, TASKS))}, or pass a function (forward, params, batch) -> losses_B."
+            f"of {', '.join(map(repr, TASKS))}, or pass {_FUNCTION}."
         )
-    return "vqa" if reads_images else "seq2seq"
+    return task
 
 
 def _by_ending(names: Sequence[str]) -> str | None:
@@ -327,19 +310,27 @@ def _by_ending(names: Sequence[str]) -> str | None:
     return next((task for name in names for task, _, endings in _TABLE if name.endswith(endings)), None)
 
 
+def _by_config(base: Any, config: object) -> str | None:
+    """The task of a model that writes, where its class does not say it."""
+    reads_images = getattr(config, "vision_config", None) is not None
+    writes_apart = bool(getattr(config, "is_encoder_decoder", False))
+    if not getattr(base, "can_generate", lambda: False)() or reads_images == writes_apart:
+        return None
+    return "vqa" if reads_images else "seq2seq"
+
+
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    dropped = "The Trainer drops columns that the model's forward function does not name."
     if not isinstance(batch, Mapping) or "labels" not in batch:
         got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise InvalidArgument(
             f"Expected a batch with 'labels', got {got}. The collator makes them of a column 'label' or 'labels' with "
-            "numbers, or, for language models, of the token ids (DataCollatorForLanguageModeling, mlm=False). The "
-            "Trainer drops columns that the model's forward function does not name."
+            f"numbers, or of the token ids of language models (DataCollatorForLanguageModeling, mlm=False). {dropped}"
         )
     if len(batch) == 1:
         raise InvalidArgument(
             "Expected inputs of the model beside 'labels' in the batch, got none. Tokenize the texts first: "
-            "dataset.map(lambda row: tokenizer(row['text'], truncation=True)). The Trainer drops columns that the "
-            "model's forward function does not name."
+            f"dataset.map(lambda row: tokenizer(row['text'], truncation=True)). {dropped}"
         )
     return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
 
@@ -369,11 +360,10 @@ def _logits_of_tokens(forward: AnyForward, params: Params, inputs: Mapping[str, 
 
 def _logits(output: object) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise InvalidArgument(
-            f"Expected a model whose output has .logits, got {type(output).__name__}. Pass a loss function of your own."
-        )
-    return logits
+    if isinstance(logits, Tensor):
+        return logits
+    got = type(output).__name__
+    raise InvalidArgument(f"Expected a model whose output has .logits, got {got}. Pass a loss function of your own.")
 
 
 def _sentences(batch: Mapping[str, Tensor]) -> tuple[list[dict[str, Tensor]], Tensor]:

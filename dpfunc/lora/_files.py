@@ -68,12 +68,8 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
         problem = error if isinstance(error, InvalidArgument) else f"its configuration is damaged: {error!r}"
         raise CheckpointError(f"The adapter {path} does not fit the module: {problem}") from error
     expected = {**adapter.constants, **adapter.params}
-    differ = [
-        f"{name}: saved {_describe(saved.get(name))}, module needs {_describe(expected.get(name))}"
-        for name in sorted(saved.keys() | expected.keys())
-        if _describe(saved.get(name)) != _describe(expected.get(name))
-    ]
-    if differ:
+    forms = {n: (_form(saved.get(n)), _form(expected.get(n))) for n in sorted(saved.keys() | expected.keys())}
+    if differ := [f"{n}: saved {was}, module needs {need}" for n, (was, need) in forms.items() if was != need]:
         raise CheckpointError(f"The adapter {path} does not fit the module: {shorten(differ)}.")
     constants, params = (
         {name: saved[name].to(ours) for name, ours in part.items()} for part in (adapter.constants, adapter.params)
@@ -93,5 +89,5 @@ def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
 
 
-def _describe(value: Tensor | None) -> str:
+def _form(value: Tensor | None) -> str:
     return "absent" if value is None else str(tuple(value.shape))

@@ -94,11 +94,9 @@ def attach(
 ) -> LoRA:
     """Low-rank adapters on named layers of a module, as a function of the adapter's parameters.
 
-    The module is not changed, now or later: the function runs a copy of its structure that shares its parameters.
-
     Args:
-        module: any module with Linear, Embedding, Conv2d or Hugging Face Conv1D layers. It must not be changed while
-            the adapter is used, but for `module.train()` and `module.eval()`, which the adapter follows.
+        module: any module with Linear, Embedding, Conv2d or Hugging Face Conv1D layers. It is not changed: a copy of
+            its structure shares its parameters, which follows `module.train()` and `module.eval()`.
         key: from which A is drawn; the same key gives the same A.
         targets: the layers: a regular expression that is searched in their names, or a list of names.
         rank, alpha, rslora, dropout, train, init: see `LoRAConfig`.

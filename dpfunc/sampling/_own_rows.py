@@ -179,13 +179,17 @@ def _shorter_row(one: Tensor, shorter: Tensor) -> bool:
 def same(one: Any, other: Any, *, filled: bool = False) -> bool:
     """True for records of equal contents, up to rounding; of objects of other classes only the class counts."""
     one, other = _as_tensor(one, filled), _as_tensor(other, filled)
-    if isinstance(one, float) and isinstance(other, float):
+
+    def both(*kinds: type) -> bool:
+        return isinstance(one, kinds) and isinstance(other, kinds)
+
+    if both(float):
         one, other = torch.tensor(one), torch.tensor(other)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+    if both(Tensor):
         return _shorter_row(one, other) if filled else _same_numbers(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
+    if both(Mapping):
         return list(one) == list(other) and _each_same(one.values(), other.values(), filled)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+    if both(list, tuple):
         return len(one) == len(other) and _each_same(one, other, filled)
     return type(one) is type(other) and (not isinstance(one, (str, bytes, int, type(None))) or one == other)
 

@@ -1,4 +1,4 @@
-"""Batches of a fixed size: fresh, shuffled or in order. None of them claims privacy amplification."""
+"""Batches of a fixed size: fresh, shuffled or in order. Only fresh ones claim privacy amplification."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfunc._utils.validation import fail, integer
 from dpfunc.rng import Key, check_key
 from dpfunc.sampling.base import check_span, generator_of
-from dpfunc.types import Adjacency, Event
+from dpfunc.types import Adjacency, Capped, Event
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,10 @@ class _Epochs(_FixedBatches):
 
 @dataclass(frozen=True)
 class FixedSize(_FixedBatches):
-    """`batch_size` different records, each step anew. Claims no amplification: every step costs as much as on all data.
+    """`batch_size` different records, each step anew: sampling without replacement, with its own amplification.
+
+    The cost is that of `Capped` with `sampling_prob = 1`, which has no add/remove neighbours. Less noise is needed than
+    with all data; with zero-out neighbours more than with `Poisson`, as one record takes the place of another.
 
     Args:
         dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
@@ -75,7 +78,7 @@ class FixedSize(_FixedBatches):
         all subsets are equally likely (tests/sampling/test_fixed.py::test_fixed_size_subsets_are_uniform).
 
     >>> FixedSize(100, 10).events(0, 5, noise_multiplier=2.0)
-    (Event(sampling_prob=1.0, noise_multiplier=2.0, num_steps=5),)
+    (Capped(sampling_prob=1.0, noise_multiplier=2.0, num_steps=5, dataset_size=100, cap=10),)
     """
 
     def indices(self, key: Key, step: int) -> Tensor:
@@ -85,9 +88,11 @@ class FixedSize(_FixedBatches):
         return torch.from_numpy(np.sort(drawn_B))
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
-        """The Gaussian mechanism, once a step."""
+        """One event for all steps."""
         first, last = check_span(start, stop)
-        return (Event(1.0, noise_multiplier, last - first),) if last > first else ()
+        if last == first:
+            return ()
+        return (Capped(1.0, noise_multiplier, last - first, self.dataset_size, self.batch_size),)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Shuffled(_Epochs):
     Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (whatever the
     permutation, hence also on average over it, by joint convexity), charged at its first step. Accounting such batches
     as Poisson under-reports epsilon by up to five times (Chua et al. 2024, How Private are DP-SGD Implementations?).
+    The bounds of random allocation do not hold either: places are not independent (`RandomAllocation`).
 
     Args:
         dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.

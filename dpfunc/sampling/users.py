@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfunc._utils.validation import fail, integer, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, check_key, fold_in, stream
-from dpfunc.types import Params
 
 _TEXT_MASK = "text_mask"
 
-# `(forward, params, batch) -> (B,)`, as the losses of `dpfunc.hf.tasks` are.
-SampleLoss = Callable[[Callable[..., Any], Params, Mapping[str, Tensor]], Tensor]
+# `(params, batch) -> (B,)`, or `(forward, params, batch) -> (B,)`, as the losses of `dpfunc.hf.tasks` are.
+SampleLoss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,37 @@ class Persons:
         """Row numbers of the texts of each person, without repetitions: at least one, at most K."""
         return [index_K[mask_K].tolist() for index_K, mask_K in zip(self.index_PK, self.mask_PK, strict=True)]
 
-    def batch(self, texts: Mapping[str, Tensor], persons_B: Tensor | None = None) -> dict[str, Tensor]:
-        """The texts of some persons as a batch of (B, K, ...) tensors and a `text_mask` (B, K).
+    def batch(self, texts: Any, persons_B: Tensor | None = None) -> Any:
+        """The texts of some persons as a batch of (B, K, ...) tensors, and which of them there are, bool (B, K).
 
         Args:
-            texts: tensors with one row a text of the table. persons_B: int64 (B,), e.g. from `plan.batches(state)`;
-                may be empty. None takes all.
+            texts: tensors with one row a text of the table: a mapping, a tuple, one tensor, or another pytree of them.
+            persons_B: int64 (B,), e.g. from `plan.batches(state)`; may be empty. None takes all.
+
+        Returns:
+            Of a mapping, a dictionary with `text_mask` beside its tensors; of anything else the pair (texts, mask).
+            Both are what `mean_over_texts` takes. Unreleased.
 
         Raises:
-            InvalidArgument: a tensor that has fewer rows than the table, or one named `text_mask`.
+            InvalidArgument: no tensors, a tensor that has fewer rows than the table, or one named `text_mask`.
         """
+        leaves = self._checked(texts)
+        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
+        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(leaves[0].device)
+        own = tree_map(lambda leaf: leaf[index_BK.to(leaf.device)], texts)
+        return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
+
+    def _checked(self, texts: Any) -> list[Tensor]:
+        """Check that there are tensors, each with a row for each text."""
         needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
-        short = [f"{name} has {len(value)}" for name, value in texts.items() if value.ndim == 0 or len(value) < needed]
+        leaves = tree_leaves(texts)
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise fail("texts as tensors", "texts", type(texts).__name__)
+        named = texts if isinstance(texts, Mapping) else {f"tensor {i}": leaf for i, leaf in enumerate(leaves)}
+        short = [f"{name} has {len(leaf)}" for name, leaf in named.items() if leaf.ndim == 0 or len(leaf) < needed]
         if short:
             raise InvalidArgument(f"Expected one row a text, at least {needed}, on axis 0: {shorten(short)}.")
-        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
-        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen]
-        device = next((value.device for value in texts.values()), mask_BK.device)
-        return _masked({name: value[index_BK.to(value.device)] for name, value in texts.items()}, mask_BK.to(device))
+        return leaves
 
 
 def _masked(texts: Mapping[str, Tensor], mask_BK: Tensor) -> dict[str, Tensor]:
@@ -180,22 +193,30 @@ class MeanOverTexts:
 
     sample_loss: SampleLoss
 
-    def __call__(self, forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of each person (B,), from tensors (B, K, ...) and `text_mask` (B, K)."""
-        mask_BK = batch.get(_TEXT_MASK)
-        if mask_BK is None or mask_BK.ndim != 2:
+    def __call__(self, *parameters_and_batch: Any) -> Tensor:
+        """The loss of each person (B,), from (params, batch) or (forward, params, batch) of `Persons.batch`."""
+        *before, batch = parameters_and_batch
+        texts, mask_BK = _without_mask(batch)
+        if not isinstance(mask_BK, Tensor) or mask_BK.ndim != 2:
             raise InvalidArgument(f"Expected a batch of Persons.batch, with a {_TEXT_MASK!r} of shape (B, K).")
-        texts = {name: rearrange(value, "B K ... -> (B K) ...") for name, value in batch.items() if name != _TEXT_MASK}
-        losses_BK = rearrange(self.sample_loss(forward, params, texts), "(B K) -> B K", K=mask_BK.shape[1])
+        texts = tree_map(lambda value: rearrange(value, "B K ... -> (B K) ..."), texts)
+        losses_BK = rearrange(self.sample_loss(*before, texts), "(B K) -> B K", K=mask_BK.shape[1])
         own_BK = torch.where(mask_BK, losses_BK, torch.zeros_like(losses_BK))
         return own_BK.sum(1) / mask_BK.sum(1).clamp(min=1).to(losses_BK.dtype)
+
+
+def _without_mask(batch: Any) -> tuple[Any, Tensor | None]:
+    """Texts of a batch of persons, and which of them there are."""
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != _TEXT_MASK}, batch.get(_TEXT_MASK)
+    return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
 
 
 def mean_over_texts(sample_loss: SampleLoss) -> MeanOverTexts:
     """The loss of a person: the mean of the losses of that person's own texts, `sum_k m_k loss_k / sum_k m_k`.
 
     Args:
-        sample_loss: `(forward, params, batch) -> (B,)`, the loss of single texts.
+        sample_loss: `(params, batch) -> (B,)` or `(forward, params, batch) -> (B,)`, the loss of single texts.
 
     Returns:
         The same kind of function on batches of `Persons.batch`. Its per-sample gradient is that of a whole person, so

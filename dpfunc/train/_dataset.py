@@ -18,7 +18,9 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.losses import IGNORED
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
-from dpfunc.train.config import CLASSIFIES, DataSection, Job
+from dpfunc.train._image_features import read_images
+from dpfunc.train._table_features import TableFeatures
+from dpfunc.train.config import CLASSIFIES, FEATURES, DataSection, Job
 from dpfunc.train.tables import Row, Table, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
@@ -99,10 +101,10 @@ def read_records(job: Job, processing: Any) -> Records:
             "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
             "are not read off the private table."
         )
-    table = _table(job, data.train, unit, data.deduplicate)
-    train, held_out = split(table.rows, data.eval_fraction, job.training.seed, unit)
+    table = _table(job, processing, data.train, unit, job.deduplicates)
+    train, held_out = _split(job, table)
     if data.eval is not None:
-        held_out = _table(job, data.eval, None, deduplicate=False).rows
+        held_out = _table(job, processing, data.eval, None, deduplicate=False).rows
     _check_trainable(job, train)
     columns = columns_of(job)
     known = {tuple(row[column] for column in columns) for row in train}
@@ -110,8 +112,9 @@ def read_records(job: Job, processing: Any) -> Records:
     persons, above = None, 0
     if unit is not None:
         train, persons, above = _by_person(job, train, unit)
+    _check_size(job, len(train if persons is None else persons), len(train) + len(held_out), processing)
     trained_on, evaluated_on = (
-        tuple(record_of(job, processing, row, Path(file).parent) for row in rows)
+        tuple(record_of(job, processing, row, _folder(job, file)) for row in rows)
         for rows, file in ((train, data.train), (held_out, data.eval or data.train))
     )
     return Records(trained_on, evaluated_on, table.duplicates, persons, above, seen)
@@ -122,26 +125,63 @@ def _check_trainable(job: Job, train: Sequence[Row]) -> None:
     data = job.data
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
-    if job.task == "text_classification" and len({row[data.label_column] for row in train}) == 1:
+    if job.task in ("text_classification", *FEATURES) and len({row[data.label_column] for row in train}) == 1:
         raise InvalidArgument(
             f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
-            "text would be given. Check data.label_column, and that the table is whole."
+            "record would be given. Check data.label_column, and that the table is whole."
         )
+
+
+def _check_size(job: Job, units: int, records: int, processing: Any) -> None:
+    """Check that tables and images are about as many as the plan is for, and that their features fit into memory."""
+    if job.task not in FEATURES:
+        return
+    bound, most = job.privacy.dp_dataset_size, job.training.cache_mib
+    if bound is not None and 2 * units < bound:
+        raise InvalidArgument(
+            f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got {units}. "
+            "Is the table whole? Or choose a lower bound."
+        )
+    needed = -(-records * processing.size * 4 // 2**20)
+    if needed > most:
+        raise InvalidArgument(
+            f"Expected features that take at most training.cache_mib={most} MiB, got {records} records of "
+            f"{processing.size} features, which take {needed}. Raise it, or take smaller images."
+        )
+
+
+def _folder(job: Job, file: str) -> Path:
+    """The folder from which paths of images count."""
+    return Path(file) if job.task == "image_classification" else Path(file).parent
+
+
+def _split(job: Job, table: Table) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The rows to train on and the others; of images by their content, whatever their names are."""
+    by = "digest" if job.task == "image_classification" else job.data.unit_column
+    return split(table.rows, job.data.eval_fraction, job.training.seed, by)
 
 
 def count_records(job: Job) -> int:
     """Number of records that a job trains on; nothing else of its table is looked at."""
-    table = read_table(job.data.train, columns_of(job), deduplicate=job.data.deduplicate, lists=lists_of(job))
-    return len(split(table.rows, job.data.eval_fraction, job.training.seed)[0])
+    return len(_split(job, _read(job, job.data.train, None, job.deduplicates))[0])
 
 
-def _table(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
-    """A table of the job, if its labels are known and its images are there."""
+def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
+    """A table of the job, not yet checked."""
+    if job.task == "image_classification":
+        return read_images(Path(file), job.data.labels or (), job.data.label_column, deduplicate=deduplicate)
     columns = tuple(dict.fromkeys((*columns_of(job), *([] if unit is None else [unit]))))
-    table = read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists_of(job))
+    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists_of(job))
+
+
+def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> Table:
+    """A table of the job, if its labels are known, its images are there, and its columns are as the job says."""
+    table = _read(job, file, unit, deduplicate)
     path = Path(file)
     for number, row in zip(table.numbers, table.rows, strict=True):
-        check_row(job, row, f"row {number} of {path.name}", path.parent)
+        check_row(job, row, f"row {number} of {path.name}", _folder(job, file))
+    if isinstance(processing, TableFeatures):
+        processing.check_table(table, path.name)
     return table
 
 
@@ -158,29 +198,17 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
     return tuple(kept), tuple(persons), found.dropped
 
 
-def left_out(records: Records) -> list[str]:
-    """Lines on what was left out, and what is trained and evaluated on; numbers that are private."""
-    lines = [f"{records.duplicates} exact duplicates were left out (a private number)."] * bool(records.duplicates)
-    if records.persons is not None:
-        lines.append(
-            f"{len(records.persons)} people with {len(records.train)} records are trained on; {records.above_limit} "
-            "records above max_records_per_unit were left out (private numbers)."
-        )
-    return lines + seen_lines(records)
-
-
 def seen_lines(records: Records) -> list[str]:
-    """A warning of evaluation records that are trained on as well."""
-    number = f"{records.seen} of {len(records.evaluation)}"
-    text = f"WARNING: {number} evaluation records are trained on as well (private numbers): metrics will say little "
-    return [f"{text}about new records."] if records.seen else []
+    """A warning of evaluation records that are trained on as well, without their number, which is private."""
+    text = "WARNING: evaluation records are trained on as well: metrics will say little about new records. This line "
+    return [f"{text}was computed from private data: do not publish it."] if records.seen else []
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data
     if job.task == "vqa":
-        from dpfunc.hf.vision_language.images import image_text_collator
+        from dpfunc.hf.vision_language._images import image_text_collator
 
         height_and_width = None if data.image_size is None else (data.image_size[0], data.image_size[1])
         collate: Any = image_text_collator(
@@ -188,7 +216,8 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
             chat=bool(processing.chat_template),
         )  # fmt: skip
     else:
-        collate = PadRight(processing.pad_token_id, data.max_length, data.max_length if longest else _PADDING)
+        pad = getattr(processing, "pad_token_id", 0)  # features are not padded
+        collate = PadRight(pad, data.max_length, data.max_length if longest else _PADDING)
     limit = data.max_records_per_unit
     return collate if limit is None else CollatePersons(collate, limit)
 
@@ -202,6 +231,10 @@ def columns_of(job: Job) -> tuple[str, ...]:
         if data.prompt_column is not None and data.response_column is not None:
             return data.prompt_column, data.response_column
         return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
+    if job.task == "image_classification":
+        return "digest", data.label_column
+    if job.task == "table_classification":
+        return (*(data.numbers or ()), *(data.categories or ()), data.label_column)
     pair = () if data.text_pair_column is None else (data.text_pair_column,)
     return (data.text_column, *pair, data.label_column)
 
@@ -217,7 +250,7 @@ def lists_of(job: Job) -> tuple[str, ...]:
 def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
-    if job.task == "text_classification":
+    if job.task in ("text_classification", "table_classification"):
         _check_known([row[data.label_column]], data, where)
     elif job.task == "text_regression":
         _check_number(row[data.label_column], data, where)
@@ -238,6 +271,8 @@ def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
             )
         for image in images:
             _check_image(folder / image, where)
+    elif job.task == "image_classification":
+        _check_image(folder / row["image"], where)
 
 
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
@@ -271,7 +306,7 @@ def _check_image(image: Path, where: str) -> None:
 @lru_cache(maxsize=2**20)
 def _unreadable(image: Path, changed: int, size: int) -> str | None:
     """The reason why an image cannot be read, if so. One that many rows show is read once."""
-    from dpfunc.hf.vision_language.images import check_readable
+    from dpfunc.hf.vision_language._images import check_readable
 
     try:
         check_readable(image)
@@ -292,6 +327,9 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str,
     if job.task == "token_classification":
         return _labelled(processing, row, data)
     label = row[data.label_column]
+    if job.task in FEATURES:
+        source = row if job.task == "table_classification" else folder / row["image"]
+        return {"features": processing.encode(source), "labels": (data.labels or ()).index(label)}
     pair = () if data.text_pair_column is None else (row[data.text_pair_column],)
     encoded = processing(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
     return {

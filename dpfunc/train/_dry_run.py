@@ -33,16 +33,16 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     missing, prepared = job.training.missing, prepare(job)
     training_arguments(prepared)
     job, records = prepared.job, prepared.records
-    plan, n = prepared.plan, len(records.units)
+    plan, n = prepared.plan, job.privacy.public_size(len(records.units))
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
     people = (
-        f"people: {n}, each of them protected, with at most {job.data.max_records_per_unit} records "
-        f"each; {records.above_limit} records above that left out. Batches count people"
+        f"people: {n}, each of them protected, with at most {job.data.max_records_per_unit} records each. Batches "
+        "count people"
     )
-    return [
-        f"records: {len(records.train)} to train on, {len(records.evaluation)} to evaluate on, "
-        f"{records.duplicates} exact duplicates left out",
+    unit = "records" if records.persons is None else "people"
+    return [  # of the private table no number but that which the plan publishes
+        f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
         *seen_lines(records),
         *([people] if records.persons is not None else []),
         *recipe_lines(prepared.recipe, missing),

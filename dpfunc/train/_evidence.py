@@ -16,9 +16,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
-from dpfunc.checkpoint._folder import complete_checkpoints, saved_key
-from dpfunc.checkpoint.journal import read_steps
+from dpfunc.checkpoint._folder import newest_key
+from dpfunc.checkpoint.journal import Taken, read_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence._canary_run import Planted, Score, planted_plan, planting
 from dpfunc.evidence._neighbours import Replay, Rows, compare, left_in, lines_of
@@ -34,7 +35,6 @@ from dpfunc.train import _run_folder as folders
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train.run import Prepared, make_trainer, prepare
 
-_TIMED = "train_runtime"  # the Trainer's line about time, which is not compared
 _DATA = "records of a replay"  # the data set has no name and no digest: it is another one in each run
 
 
@@ -114,7 +114,7 @@ class _JobLoop:
         if tape.forced is None and trainer._run.state.step == trainer._run.state.limit:
             trainer.model.save_pretrained(self.folder.with_name(folders.MODEL))
             tape.weights.extend(_weights(self.folder.parent))
-        tape.seen.append(left_in(self.folder, [line for line in lines() if _TIMED not in line]) | _record(self.folder))
+        tape.seen.append(left_in(self.folder, lines()) | _record(self.folder))
         tape.journal.update(read_steps(self.folder / files.JOURNAL, missing="empty").get(fingerprint(self.key), {}))
         return tape
 
@@ -133,18 +133,28 @@ def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
     return trainer
 
 
+def _recorded(run: Path, name: str | None) -> dict[int, Taken]:
+    """The steps of a run in its journal; None: of the one that began last."""
+    found = read_steps(run / files.JOURNAL)
+    return found.get(list(found)[-1] if name is None else name, {})
+
+
 def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     """The job of a run folder, to be run elsewhere, and the key that it had."""
     job, seed = folders.saved_job(run)
     if not job.privacy.dp_enabled:
         raise InvalidArgument(f"Expected a private run, got {str(run)!r}, the twin without privacy.")
     training = dataclasses.replace(job.training, report_to=None, eval_steps=None)
-    prepared = prepare(dataclasses.replace(job, output_dir=str(folder), training=training))
+    # what was spent when the run began is in its journal; its budget, where it is reserved, counts the run itself now
+    data = dataclasses.replace(job.data, spent=None, budget=None, budget_run=None, budget_spender=None)
+    before = Ledger(next(iter(_recorded(run, None).values())).before, job.privacy.adjacency)
+    own = dataclasses.replace(job, output_dir=str(folder), training=training, data=data)
+    prepared = prepare(own, before if before.events else None)
     records, _ = compute_frozen(prepared.job, prepared.model, prepared.records, shows=False)
     newest = files.newest(run) if seed is None else None
     if seed is None and newest is None:
         raise InvalidArgument(f"Expected a checkpoint in {str(run)!r}, which holds the key of the run, found none.")
-    found = insecure_key(seed or 0) if newest is None else saved_key(complete_checkpoints(newest / files.FOLDER)[-1])
+    found = insecure_key(seed or 0) if newest is None else newest_key(newest / files.FOLDER)
     return dataclasses.replace(prepared, records=records), found
 
 
@@ -176,7 +186,7 @@ def replay_job(run: Path, *, steps: int, candidates: int) -> tuple[Replay, Recor
         prepared, key = _prepared(run, Path(name) / "run")
         loop = _JobLoop(prepared, key, Path(name) / "run")
         found, first = compare(loop, Rows(tuple(prepared.records.units)), steps, candidates)
-    recorded = read_steps(run / files.JOURNAL).get(fingerprint(key), {})
+    recorded = _recorded(run, fingerprint(key))
     same = sum(step in recorded and recorded[step] == taken for step, taken in first.journal.items())
     if prepared.plan is None:
         raise InvalidArgument("Expected a private run, got the twin without privacy.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from dpfunc.hf.pooled import MeanPooledClassifier
@@ -38,7 +38,8 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
         return records, None
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
     everything = [*records.train, *records.evaluation]
-    vectors = len(everything) * (1 if kind == "features" else job.data.max_length)
+    trained = job.privacy.public_size(len(records.units)) * (job.data.max_records_per_unit or 1)  # not their number
+    vectors = (trained + len(records.evaluation)) * (1 if kind == "features" else job.data.max_length)
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:
         return records, (
@@ -69,11 +70,13 @@ def _computed(
     was_training = base.training
     computed: list[Mapping[str, Any]] = []
     base.train(False)
-    for record in track(records, "frozen layers", console=Console(stderr=True), disable=not shows):
-        ids = torch.tensor([record["input_ids"]], device=base.device)
-        mask = torch.ones_like(ids)
-        with torch.no_grad():
-            found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
-        computed.append({kind: found.cpu(), "labels": record["labels"]})
+    # no bar: how fast it grows would tell how many records there are
+    with Console(stderr=True).status("frozen layers") if shows else nullcontext():
+        for record in records:
+            ids = torch.tensor([record["input_ids"]], device=base.device)
+            mask = torch.ones_like(ids)
+            with torch.no_grad():
+                found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
+            computed.append({kind: found.cpu(), "labels": record["labels"]})
     base.train(was_training)
     return computed

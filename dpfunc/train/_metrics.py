@@ -16,14 +16,23 @@ _TWIN = "-no-dp"  # the end of the name of its folder
 
 
 def classification(prediction: Any) -> dict[str, float]:
-    """Share of evaluation records, or words, whose most likely class is their label; and of the most frequent one."""
+    """Share of evaluation records, or words, whose most likely class is their label; and of the most frequent one.
+
+    Besides: the mean over the classes of these shares, in which a rare class counts as much as another one; and the
+    cross-entropy of the shares of the classes as the prediction for each record.
+    """
     labels = prediction.label_ids
     known = labels != IGNORED
     if not known.any():
         return {}
     right = prediction.predictions.argmax(-1)[known] == labels[known]
-    counts = np.unique(labels[known], return_counts=True)[1]
-    return {"accuracy": float(right.mean()), "majority": float(counts.max() / counts.sum())}
+    classes, counts = np.unique(labels[known], return_counts=True)
+    shares = counts / counts.sum()
+    return {
+        "accuracy": float(right.mean()), "majority": float(shares.max()),
+        "balanced_accuracy": float(np.mean([right[labels[known] == each].mean() for each in classes])),
+        "loss_of_shares": float(-(shares * np.log(shares)).sum()),
+    }  # fmt: skip
 
 
 def regression(prediction: Any) -> dict[str, float]:
@@ -37,16 +46,19 @@ MEASURES: dict[str, Callable[[Any], dict[str, float]]] = {
     "text_classification": classification,
     "text_regression": regression,
     "token_classification": classification,
+    "table_classification": classification,
+    "image_classification": classification,
 }
 """Task -> its metrics besides the loss."""
 
 
 def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
     """Lines with the metrics, and with what to compare them with."""
-    names = [name for name in ("eval_loss", "eval_accuracy", "eval_rmse") if name in measured]
+    names = [name for name in ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse") if name in measured]
     lines = [f"{name}: {measured[name]:.4g}" for name in names]
     if "eval_majority" in measured:
         lines.append(f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}")
+        lines.append(f"eval_loss of the shares of their classes for all: {measured['eval_loss_of_shares']:.4g}")
     if "eval_rmse_of_mean" in measured:
         lines.append(f"eval_rmse of their mean as the prediction for all: {measured['eval_rmse_of_mean']:.4g}")
     if not lines or not private:

@@ -15,7 +15,8 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import quantised_layers
 from dpfunc.hf.models import four_bit
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train.config import ADAPTERS, CLASSIFIES, NEW_HEAD, Job, LoraSection
+from dpfunc.train._feature_model import load_front, new_model
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, Job, LoraSection
 
 # Task -> the class of Transformers that loads its model, and the name of the task in PEFT, which adapts no images.
 _KINDS = {
@@ -58,11 +59,15 @@ def _loading(what: str, job: Job, path: str) -> Iterator[None]:
 
 
 def load_processing(job: Job) -> Any:
-    """The tokenizer, or for VQA the processor, with a padding token."""
+    """The tokenizer, or for VQA the processor, with a padding token; of tables and images what makes features."""
     with one_line('transformers, from pip install "dpfunc[hf]"'):
         from transformers import AutoProcessor, AutoTokenizer
-
-    path = job.model.tokenizer or job.model.path
+    if job.task in FEATURES:
+        with _loading("an encoder of images and its processor", job, job.model.path or ""):
+            front = load_front(job, _options(job))
+            front.size  # noqa: B018  (an encoder is tried on a blank image)
+            return front
+    path = job.model.tokenizer or job.model_path
     options = _options(job) if job.model.tokenizer is None else {"local_files_only": job.model.local_files_only}
     if job.task == "token_classification":  # tokenizers of GPT-2's kind take lists of words with this only
         options["add_prefix_space"] = True
@@ -98,7 +103,9 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     """The model before training, in float32, or with `qlora` in 4 bits; new parameters by the job's seed."""
     import transformers
 
-    options, path, packed = _options(job), job.model.path, {}
+    if job.task in FEATURES:
+        return new_model(job, processing, key_of(job, "model"))
+    options, path, packed = _options(job), job.model_path, {}
     if job.strategy == "qlora":  # refused first: without bitsandbytes no weights are read
         packed["quantization_config"] = four_bit(torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
     with _loading(f"a model for {job.task}", job, path), torch_seed(key_of(job, "model")):
@@ -124,14 +131,14 @@ def _check_length(job: Job, config: Any, processing: Any) -> None:
     most = min(positions, getattr(processing, "model_max_length", positions))
     if job.data.max_length > most:
         raise InvalidArgument(
-            f"Expected data.max_length <= {most}, the tokens that the model in {job.model.path!r} takes, got "
+            f"Expected data.max_length <= {most}, the tokens that the model in {job.model_path!r} takes, got "
             f"{job.data.max_length}. Longer texts are cut."
         )
 
 
 def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
     """The model of a configuration: with the weights in the folder, or with new ones."""
-    random, path = job.model.init == "random", job.model.path
+    random, path = job.model.init == "random", job.model_path
     if job.model.pooling == "mean":
         from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
 
@@ -186,7 +193,7 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
 
 def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
     """A vision-language model with one of its own strategies."""
-    from dpfunc.hf.vision_language.strategies import prepare
+    from dpfunc.hf.vision_language._strategies import prepare
 
     lora = job.lora
     if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):

@@ -29,7 +29,7 @@ from dpfunc.checkpoint.record import versions
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling._records import data_name
-from dpfunc.train._run_folder import MODEL, check_folder, write_job
+from dpfunc.train._run_folder import MODEL, budget_of, check_folder, unit_of, write_job
 from dpfunc.train._search import MEANING, Search, evaluate, noisy
 from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.run import check_job
@@ -148,6 +148,8 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
         secret.mkdir(mode=0o700, exist_ok=True)
         sweep(secret)
         _write(secret, state, about)
+        if (budget := budget_of(job)) is not None:
+            budget.reserve(_counted(search)[1], state.key, unit=unit_of(job), before=search.spent)
         uniform = float(stream(fold_in(state.key, "number of runs")).random())
         while state.done < _counted(search)[0].quantile(uniform):
             state = _after_a_run(search, secret, state)

@@ -13,7 +13,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.pooled import wants_mean
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, with_clip
 from dpfunc.recipes import Recipe, Strategy
-from dpfunc.train.config import PAIRS, Job
+from dpfunc.train.config import FEATURES, PAIRS, Job
 
 _RECIPES: dict[str, Strategy] = {
     "head": "head", "lora": "lora", "qlora": "lora", "projector": "projector", "full": "pretrained",
@@ -33,7 +33,7 @@ def _pooling(job: Job) -> Literal["model", "mean"]:
     """Input of a head made from tokens: as the job says; `auto` takes the mean where the model was made so."""
     pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
     if job.model.pooling == "auto":
-        mean = pools and job.model.init == "pretrained" and wants_mean(job.model.path)
+        mean = pools and job.model.init == "pretrained" and wants_mean(job.model_path)
         return "mean" if mean else "model"
     if job.model.pooling == "mean" and not pools:
         raise InvalidArgument(
@@ -72,6 +72,8 @@ def with_recipe(
 
 def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:
     strategy, epsilon, delta = _RECIPES.get(job.strategy), job.privacy.dp_epsilon, job.privacy.dp_delta
+    if strategy == "pretrained" and job.task in FEATURES:
+        strategy = "full"  # of a small network that begins at random
     named = " and ".join(f"training.{name}" for name in job.training.missing)
     if strategy is None:
         raise InvalidArgument(f"Expected {named} in the job: there is no recipe for strategy={job.strategy!r}.")

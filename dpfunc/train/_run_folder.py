@@ -10,10 +10,13 @@ from typing import Any
 
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import shorten, unique_json
+from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.checkpoint._folder import remove
+from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer._files import JOURNAL, START, is_complete, newest, released
@@ -198,6 +201,18 @@ def check_accounting(folder: Path) -> None:
 def unit_of(job: Job) -> str:
     """The unit that the job protects, in the words of its accounting."""
     return ONE_RECORD if job.data.unit_column is None else _PERSON
+
+
+def budget_of(job: Job) -> Budget | None:
+    """The budget of the job's data set."""
+    data = job.data
+    return None if data.budget is None else Budget(data.budget, run=data.budget_run, spender=data.budget_spender)
+
+
+def spent_before(job: Job) -> Ledger | None:
+    """What earlier runs on the records of the job have spent, as it says or as the budget of the data set does."""
+    budget = budget_of(job)
+    return read_spent(job.data.spent) if budget is None else budget.spent()
 
 
 def check_spent_units(job: Job) -> None:

@@ -24,7 +24,6 @@ from torch import nn
 from dpfunc._utils.validation import fail, positive
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search
 from dpfunc.accounting.record import refuse_replaced, search_cost
-from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
@@ -33,15 +32,16 @@ from dpfunc.train._dataset import Records, collator, count_records, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
-from dpfunc.train._run_folder import MODEL, check_spent_units
-from dpfunc.train.config import ADAPTERS, Job
+from dpfunc.train._run_folder import MODEL, check_spent_units, spent_before
+from dpfunc.train.config import ADAPTERS, FEATURES, Job
 from dpfunc.train.run import Prepared, make_trainer, save_model
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at
 
 _LOSS = "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1"
+_RIGHT = "number of held-out records whose most likely class is their label"
 MEANING = {
-    "text_classification": "number of held-out records whose most likely class is their label",
+    **dict.fromkeys(("text_classification", *FEATURES), _RIGHT),
     "causal_lm": _LOSS,
     "vqa": _LOSS,
 }
@@ -106,7 +106,7 @@ def prepare_search(
         size = job.privacy.public_size(len(records.train))
     else:
         records, size = _public_records(job, public, processing)
-    earlier = read_spent(job.data.spent)
+    earlier = spent_before(job)
     check_spent_units(job)
     found = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
     spent = earlier or Ledger(adjacency=job.privacy.adjacency)
@@ -306,7 +306,7 @@ def score(prepared: Prepared, model: nn.Module, records: Sequence[Mapping[str, A
 def _score_of_one(task: str, model: Any, batch: Mapping[str, Any]) -> float:
     """Score of the one record in a batch."""
     output = model(**batch)
-    if task == "text_classification":
+    if MEANING[task] == _RIGHT:
         return float(output.logits[0].argmax() == batch["labels"][0])
     loss = float(output.loss)
     return min(1.0, max(0.0, 1 - loss / math.log(output.logits.shape[-1]))) if math.isfinite(loss) else 0.0

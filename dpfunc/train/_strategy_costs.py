@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import integer
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import quantised_layers
-from dpfunc.hf.vision_language.strategies import language_layers, trained_parameters
+from dpfunc.hf.vision_language._strategies import language_layers, trained_parameters
 
 _GIB = 2**30
 _MEANING = {

@@ -19,7 +19,10 @@ from dpfunc._utils.validation import fail, one_of, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 
-Task = Literal["text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa"]
+Task = Literal[
+    "text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa",
+    "table_classification", "image_classification",
+]  # fmt: skip
 TASKS: tuple[Task, ...] = get_args(Task)
 # What each task can train; a language model shares its head with its embeddings.
 STRATEGIES = {
@@ -29,9 +32,12 @@ STRATEGIES = {
     "causal_lm": ("lora", "qlora", "full", "bitfit"),
     "seq2seq": ("lora", "full", "bitfit"),
     "vqa": ("lora", "qlora", "full", "projector"),
+    "table_classification": ("head", "full"),
+    "image_classification": ("head", "full"),
 }
 ADAPTERS = ("lora", "qlora")  # strategies that train adapters, over a base in float or in 4 bits
-CLASSIFIES = ("text_classification", "token_classification")  # tasks with a list of classes
+FEATURES = ("table_classification", "image_classification")  # tasks whose records become features before training
+CLASSIFIES = ("text_classification", "token_classification", *FEATURES)  # tasks with a list of classes
 NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
 PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
 
@@ -58,7 +64,11 @@ def _refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
 class ModelSection:
     """Source of the model. Nothing is downloaded unless `local_files_only` is false."""
 
-    path: str = _key("Folder of a model as save_pretrained writes it, or its name on the hub.")
+    path: str | None = _key(
+        "Folder of a model as save_pretrained writes it, or its name on the hub. Tables have none; images without one "
+        "go through a scattering transform.",
+        None,
+    )
     init: Literal["pretrained", "random"] = _key("`random` takes the configuration only: for tests.", "pretrained")
     tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
     gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
@@ -67,6 +77,7 @@ class ModelSection:
         "or as the `model` does it; `auto` is `mean` if the folder says so (1_Pooling).",
         "auto",
     )
+    hidden: _Count = _key("Neurons of the hidden layer, for tables and images with strategy full.", 64)
     local_files_only: bool = _key("False allows downloads from the hub.", True)
 
     def __post_init__(self) -> None:
@@ -78,11 +89,18 @@ class ModelSection:
 class DataSection:
     """The table of private records, .jsonl, .csv or .txt, and which column is what."""
 
-    train: str = _key("Table to train on, .jsonl, .csv or .txt; private.")
+    train: str = _key("Table to train on, .jsonl, .csv or .txt; or a folder of images; private.")
     eval: str | None = _key("Table to evaluate on; not protected.", None)
     eval_fraction: _Share = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
     spent: Texts | None = _key("Journals or ledgers of earlier runs on these records: the budget counts them.", None)
-    deduplicate: bool = _key("Leave out exact duplicates: a record that is there k times counts k-fold.", True)
+    budget: str | None = _key("Or: budget of the data set, a path or a URL: the run reserves, and settles.", None)
+    budget_run: str | None = _key("With budget: name of this run, of which it has one.", None)
+    budget_spender: str | None = _key("With budget: who spends; by default the user of this process.", None)
+    deduplicate: bool | None = _key(
+        "Leave out exact duplicates: a record that is there k times counts k-fold. By default true, but for "
+        "table_classification, where two records may well be equal.",
+        None,
+    )
     max_length: Annotated[int, Field(ge=2)] = _key("Tokens of a record that are used.", 128)
     unit_column: str | None = _key("Column that says whose record a row is: one person is then protected.", None)
     max_records_per_unit: _Count | None = _key(
@@ -103,15 +121,29 @@ class DataSection:
     )
     max_images: _Count = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
     image_size: tuple[int, ...] | None = _key(
-        "Height and width that images are fitted into, [336, 336]; public (vqa).", None
+        "Height and width that images are fitted into, [336, 336]; public (vqa, image_classification).", None
     )
     question_column: str = _key("Column with the question (vqa).", "question")
     answer_column: str = _key("Column with the answer (vqa).", "answer")
+    numbers: Mapping[str, tuple[float, ...]] | None = _key(
+        "Columns of numbers with their ranges, {age: [0, 100]}; public (table_classification).", None
+    )
+    categories: Mapping[str, Texts] | None = _key(
+        "Columns of categories with their values, {sex: [f, m]}; public (table_classification).", None
+    )
+    missing: Literal["refuse", "feature"] = _key(
+        "A number that is missing is refused, or has a feature of its own (table_classification).", "refuse"
+    )
+    grey: bool = _key("Read images in grey, without a model (image_classification).", False)
 
     def __post_init__(self) -> None:
         labels, size = self.labels, self.image_size
         _refuse(
             (self.eval is not None and self.eval_fraction, "Expected data.eval or data.eval_fraction, got both."),
+            (self.budget is not None and self.spent is not None,
+             "Expected data.budget or data.spent, got both: the budget knows what was spent."),
+            ((self.budget is None) != (self.budget_run is None) or (self.budget_spender and not self.budget),
+             "Expected data.budget together with data.budget_run, the name of this run in it, got one of them."),
             ((self.prompt_column is None) != (self.response_column is None),
              "Expected data.prompt_column and data.response_column together, got one of them."),
             (self.prompt_column is not None and self.prompt_template is not None,
@@ -123,6 +155,11 @@ class DataSection:
              "records gives that many of them. It is a public number: choose it without a look at the table."),
             (size is not None and (len(size) != 2 or min(size) < 1),
              fail("data.image_size to be [height, width], both >= 1", "data.image_size", size)),
+            *((len(ends) != 2 or ends[0] >= ends[1],
+               fail("a public range [low, high], low < high", f"data.numbers.{name}", list(ends)))
+              for name, ends in (self.numbers or {}).items()),
+            *((len(set(values)) != len(values), fail("different values", f"data.categories.{name}", list(values)))
+              for name, values in (self.categories or {}).items()),
         )  # fmt: skip
         self.placeholders()
 
@@ -213,7 +250,7 @@ def _required(value: int | None) -> int:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A whole job; see docs/guides/train.md for every key. Values that contradict each other are refused."""
 
@@ -224,7 +261,7 @@ class Job:
 
     task: Task
     output_dir: str
-    model: ModelSection
+    model: ModelSection = ModelSection()
     data: DataSection
     privacy: Annotated[PrivacyArguments, BeforeValidator(lambda v: own_names(v) if isinstance(v, Mapping) else v)]
     training: TrainingSection = TrainingSection()
@@ -263,9 +300,22 @@ class Job:
              fail("no data.labels with task='text_regression'", "data.labels", data.labels)),
             (data.text_pair_column is not None and task not in PAIRS,
              fail(f"no pairs of texts with task={task!r}", "data.text_pair_column", data.text_pair_column)),
-            (task != "vqa" and (data.image_size is not None or data.max_images != 1),
+            (task != "vqa" and (data.max_images != 1 or (data.image_size and task != "image_classification")),
              f"Expected data.image_size and data.max_images with task='vqa' only, got {task!r}."),
+            *_rules_of_features(self),
         )  # fmt: skip
+
+    @property
+    def deduplicates(self) -> bool:
+        """True if exact duplicates are left out."""
+        return self.task != "table_classification" if self.data.deduplicate is None else self.data.deduplicate
+
+    @property
+    def model_path(self) -> str:
+        """Folder or name of the model that the job starts from."""
+        if self.model.path is None:
+            raise fail("a folder", "model.path", None)
+        return self.model.path
 
     @property
     def physical_batch_size(self) -> int:
@@ -279,11 +329,38 @@ class Job:
         return _required(self.training.batch_size)
 
 
+def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], ...]:
+    """What a job over tables and images must have, and what no other one may."""
+    task, data, path, size = job.task, job.data, job.model.path, job.data.image_size
+    table, images = task == "table_classification", task == "image_classification"
+    columns = [*(data.numbers or ()), *(data.categories or ())]
+    scatters = images and path is None
+    return (
+        (path is None and task not in FEATURES, "Expected model.path in the job. Name the folder of a model."),
+        (path is not None and table, fail("no model with task='table_classification'", "model.path", path)),
+        ((columns or data.missing != "refuse") and not table,
+         f"Expected data.numbers, data.categories, data.missing with task='table_classification' only, got {task!r}."),
+        (table and not columns,
+         "Expected columns to learn from: data.numbers, each with a range, e.g. {age: [0, 100]}, or data.categories, "
+         "each with its values, e.g. {sex: [f, m]}. They are public: what anybody would write without the table."),
+        (table and len({*columns, data.label_column}) <= len(columns),
+         fail("each column once in data.numbers, data.categories and data.label_column", "columns", columns)),
+        (scatters and (size is None or any(side % 4 or side < 8 for side in size)),
+         fail("[height, width], multiples of 4 and at least 8, for images without a model", "data.image_size", size)),
+        (images and not scatters and (size or data.grey),
+         "Expected no data.image_size and no data.grey with a model, whose processor decides them."),
+        (data.grey and not images, fail("data.grey with task='image_classification' only", "task", task)),
+        (images and data.unit_column is not None,
+         fail("no data.unit_column for images, whose folders say their class alone", "unit_column", data.unit_column)),
+    )  # fmt: skip
+
+
 _QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
 # The type of an error of pydantic -> domain, what to do.
 _KINDS = {
     "bool_parsing": ("true or false", ""),
     "bool_type": ("true or false", ""),
+    "mapping_type": ("keys under {name}", "Write `key: value` lines below it, indented."),
     "dataclass_type": ("keys under {name}", "Write `key: value` lines below it, indented."),
     "finite_number": ("a finite number", ""),
     "float_parsing": ("a finite number", ""),
@@ -294,6 +371,11 @@ _KINDS = {
     "string_type": ("text", _QUOTES),
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
     "tuple_type": ("a list", "Write [first, second]."),
+}
+# Advice on the keys of a mapping: what each of them needs.
+_EACH = {
+    "data.numbers": "Each column needs a public range [low, high], e.g. age: [0, 100]; it is not read off the table.",
+    "data.categories": "Each column needs the public list of its values, e.g. sex: [f, m]; others share a slot.",
 }
 _OUTSIDE = ("greater_than", "greater_than_equal", "less_than")
 _LONGEST = 200  # characters of a value in a message
@@ -366,6 +448,7 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
         return _wrong(_limits(place, name), name, problem["input"], "")
     if kind in _KINDS:
         domain, hint = _KINDS[kind]
+        hint = _EACH.get(".".join(map(str, place[:2])), hint)
         return _wrong(domain.replace("{name}", name), name, problem["input"], hint)
     return InvalidArgument(f"Expected a job that can be read, got one that cannot: {name} {problem['msg']}.")
 

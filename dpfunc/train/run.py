@@ -21,8 +21,8 @@ from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, suggestion
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
-from dpfunc.checkpoint._prior_ledgers import read_spent
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import TASKS
@@ -34,17 +34,18 @@ from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._dataset import Records, collator, left_out, read_records
+from dpfunc.train._dataset import Records, collator, read_records, seen_lines
+from dpfunc.train._feature_model import Front, save_features
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.config import ADAPTERS, PAIRS, STRATEGIES, Job
+from dpfunc.train.config import ADAPTERS, FEATURES, PAIRS, STRATEGIES, Job
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
 # Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
-LOSSES = {task: "sequence_classification" if task in PAIRS else task for task in STRATEGIES}
+LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in STRATEGIES}
 # Settings that have the same name in TrainingArguments.
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
@@ -72,6 +73,8 @@ class Prepared:
     """By earlier runs."""
     recipe: Recipe | None = None
     """Of the values that the job has left out; None if there were none."""
+    budget: Budget | None = None
+    """Where the run reserves: no run of a search does."""
 
     @property
     def num_trained(self) -> int:
@@ -79,10 +82,11 @@ class Prepared:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
-def prepare(job: Job) -> Prepared:
+def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     """Read the tables, find the plan, load the model, and write nothing; what is cheap to refuse comes first.
 
-    A recipe depends on the number of trained parameters: if one is needed, the model is loaded before the plan.
+    A recipe depends on the number of trained parameters: if one is needed, the model is loaded before the plan. `spent`
+    is what earlier runs have cost; None: as the job says.
     """
     job = with_shape(job)
     if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
@@ -94,7 +98,7 @@ def prepare(job: Job) -> Prepared:
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
     model, found = None, None
-    earlier = read_spent(job.data.spent)  # the twin takes the recipe of the private run
+    earlier = folders.spent_before(job) if spent is None else spent  # the twin takes the recipe of the private run
     if job.training.missing:
         model = choose_parameters(load_base(job, processing), job)
         job, found = with_recipe(job, model, size, earlier)
@@ -105,7 +109,7 @@ def prepare(job: Job) -> Prepared:
     plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
     model = choose_parameters(load_base(job, processing), job) if model is None else model
     num_steps = num_steps if plan is None else plan.num_steps
-    return Prepared(job, model, processing, records, plan, num_steps, spent, found)
+    return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
 
 
 def run_job(
@@ -139,7 +143,7 @@ def run_job(
 
         prepared = all_or_none(load, ranks, "Nothing was trained")
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        tell(*left_out(records), *recipe_lines(prepared.recipe, job.training.missing), about)
+        tell(*seen_lines(records), *recipe_lines(prepared.recipe, job.training.missing), about)
         prepared = dataclasses.replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
@@ -167,7 +171,10 @@ def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -
 def save_model(folder: Path, model: Any, processing: Any) -> None:
     """Save the model with its tokenizer or processor, for from_pretrained."""
     model.save_pretrained(folder)
-    processing.save_pretrained(folder)
+    if isinstance(processing, Front):
+        save_features(folder, processing)
+    else:
+        processing.save_pretrained(folder)
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
@@ -219,10 +226,11 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
         unit=folders.unit_of(job),
         key=key,
         ledger=prepared.spent,
+        budget=prepared.budget,
         train_dataset=records.units,
         eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
-        processing_class=prepared.processing,
+        processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
         compute_metrics=MEASURES.get(job.task),
         optimizers=(_optimizer(prepared), None),
     )
@@ -304,7 +312,9 @@ def _finish(
         say("Spent: epsilon=inf. This is the twin without privacy.")
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
-        base, load = f"load_mean_pooled({job.model.path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
+        base, load = f"load_mean_pooled({job.model_path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
+    if job.task in FEATURES:
+        load = f"`dpfunc predict {folder} TABLE_OR_FOLDER --out FILE`"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
     say(f"Saved: {folder / folders.MODEL}, for {how}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dpfunc import clipping
-from dpfunc.sampling import FixedSize, Poisson, Shuffled
+from dpfunc.sampling import CappedPoisson, FixedSize, Poisson, RandomAllocation, Shuffled
 from dpfunc.types import Schedule
 
 NAMES = ("body.a.weight", "body.a.bias", "body.b.weight", "head.weight")
@@ -73,5 +73,7 @@ SAMPLERS = {
     "poisson of a schedule": Poisson(1000, Schedule(((3, 0.01), (4, 0.1)))),
     "poisson over many chunks": Poisson(200_000, 0.01),
     "fixed size": FixedSize(1000, 50),
+    "capped": CappedPoisson(1000, 0.05, 48),
+    "random allocation": RandomAllocation(1000, 16),
     "shuffled": Shuffled(1000, 64),
 }

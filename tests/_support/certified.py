@@ -13,7 +13,7 @@ from dpfunc.step import make_dp_step
 
 def plan_of(sampler=None, **changes):
     values = {"noise_multiplier": 2.0, "num_steps": 4, "delta": 1e-3, "adjacency": "zero_out", **changes}
-    return Plan(sampler or sampling.FixedSize(100, 10), clipping.Flat(1.5), **values)
+    return Plan(sampler or sampling.InOrder(100, 100), clipping.Flat(1.5), **values)
 
 
 def trained(folder, plan=None, key=None, num_records=None, public_bound=False, **options):

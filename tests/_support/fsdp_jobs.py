@@ -1,4 +1,4 @@
-"""What the workers of test_fsdp.py and test_params.py do: a small run, sharded in one way or another."""
+"""What the workers of test_fsdp.py do: a small run, sharded in one way or another."""
 
 from __future__ import annotations
 

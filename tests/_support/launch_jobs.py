@@ -105,7 +105,7 @@ def troubles(folder, ranks):
     found = {}
     for module, name, rank in (
         (trainer_state, "finish", 0), (trainer_state, "write_accounting", 0), (saving, "_commit", 0),
-        (trainer_state, "verify", 1),
+        (trainer_state.folder, "verify", 1),
     ):  # fmt: skip
         again(KEY)
         usual = getattr(module, name)

@@ -1,4 +1,4 @@
-"""What worker processes run in test_data.py: runs on batches of a loader, and data sets that differ."""
+"""What worker processes run in test_object_collectives.py: runs on batches of a loader, and data sets that differ."""
 
 from __future__ import annotations
 

@@ -16,10 +16,12 @@ import dpfunc
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.state import replay
 
 NUM_RECORDS = 60
 PRIVACY = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
+NOISY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
 
 
 def classifier(seed=0):
@@ -76,6 +78,14 @@ def training_arguments(folder, **changes):
         "disable_tqdm": True,
     }  # fmt: skip
     return TrainingArguments(str(folder), **{**values, **changes})
+
+
+def private(model, folder, *, key=None, privacy=NOISY, data=None, changes=None, **options):
+    arguments = training_arguments(folder, **(changes or {}))
+    if key is not None:
+        again(key)
+    data = labelled() if data is None else data
+    return DPTrainer(model, arguments, privacy=privacy, key=key, train_dataset=data, **options)
 
 
 class Seen(TrainerCallback):

@@ -1,17 +1,10 @@
-"""Names and keywords that are unknown: the error says where it is, or what it is called here."""
+"""Names that are unknown: the error says where they are, or what they are called here."""
 
 from __future__ import annotations
-
-import doctest
-import inspect
-import pickle
-from dataclasses import replace
 
 import pytest
 
 import dpfunc
-from dpfunc import clipping, sampling
-from dpfunc.hf import PrivacyArguments
 
 NAMES = {
     "DPTrainer": "Here: dpfunc.hf.DPTrainer.",
@@ -46,81 +39,3 @@ def test_each_public_name_of_a_folder_is_found(folder):
         with pytest.raises(AttributeError, match=rf"dpfunc\.{folder}\.{name}\b"):
             getattr(dpfunc, name)
     assert len(names) >= 3
-
-
-BUDGET = {"epsilon": 3.0, "delta": 1e-5, "dataset_size": 1000, "expected_batch_size": 100, "num_steps": 9,
-          "clip": clipping.Flat(1.0)}  # fmt: skip
-PLAN = dpfunc.Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-4)
-
-
-def budget(**other):
-    return dpfunc.Plan.for_budget(**BUDGET, **other)
-
-
-def plan(**other):
-    return replace(PLAN, **other)
-
-
-def recipe(**other):
-    return dpfunc.recipes.recipe("full", dataset_size=1000, num_parameters=9, epsilon=3.0, delta=1e-5, **other)
-
-
-def step(**other):
-    return dpfunc.make_dp_step(None, PLAN, **other)
-
-
-def loader(**other):
-    return PLAN.loader([], None, **other)
-
-
-STEPS = "num_steps = epochs * dataset_size / expected_batch_size, or num_train_epochs with DPTrainer"
-BOUND = "clip_norm of a clip rule, clip=dpfunc.clipping.Flat(clip_norm=...)"
-SIZE = "expected_batch_size of dpfunc.Plan.for_budget, or an argument of TrainingArguments with DPTrainer"
-NOISE = "noise_multiplier of dpfunc.Plan, or dpfunc.Plan.for_budget("
-CALLS = {
-    "Plan": (plan, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "target_epsilon": "epsilon",
-                    "dataset_size": "dataset_size of dpfunc.Plan.for_budget", "sample_rate": "sampling_prob of"}),
-    "Plan.for_budget": (budget, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "noise_multiplier": NOISE,
-                                 "target_epsilon": "epsilon", "target_delta": "delta", "sample_size": "dataset_size of"}),
-    "Plan.loader": (loader, {"batch_size": SIZE}),
-    "make_dp_step": (step, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "noise_multiplier": NOISE,
-                            "target_epsilon": "dpfunc.Plan.for_budget(epsilon=..., ...)"}),
-    "recipe": (recipe, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "target_delta": "delta",
-                        "noise_multiplier": NOISE}),
-    "PrivacyArguments": (PrivacyArguments, {
-        "epochs": STEPS, "max_grad_norm": "dp_max_grad_norm", "batch_size": SIZE, "target_epsilon": "dp_epsilon",
-        "noise_multiplier": "dp_noise_multiplier", "per_sample_max_grad_norm": "dp_max_grad_norm", "delta": "dp_delta"}),
-    "Flat": (clipping.Flat, {"max_grad_norm": "clip_norm", "l2_norm_clip": "clip_norm"}),
-    "Automatic": (clipping.Automatic, {"max_grad_norm": "clip_norm"}),
-    "Poisson": (sampling.Poisson, {"batch_size": SIZE, "sample_rate": "sampling_prob"}),
-    "calibrate_noise": (dpfunc.calibrate_noise, {"target_epsilon": "epsilon", "epochs": STEPS}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("called", "name"), [(called, name) for called in CALLS for name in CALLS[called][1]])
-def test_a_keyword_of_another_library(called, name):
-    call, here = CALLS[called]
-    with pytest.raises(TypeError) as caught:
-        call(**{name: 1})
-    start = f"{called}() got an unexpected keyword argument '{name}'. Here it is {here[name]}"
-    assert str(caught.value).startswith(start)
-
-
-def test_a_keyword_with_a_typing_error():
-    with pytest.raises(TypeError, match=r"'allow_large_deltas'. Did you mean 'allow_large_delta'\?"):
-        budget(allow_large_deltas=True)
-    with pytest.raises(TypeError, match="missing 1 required"):
-        clipping.Flat()
-
-
-def test_signature_and_doctests_stay():
-    """What a reader, a type checker of arguments, a copy and doctest see of a decorated class or function."""
-    assert [*inspect.signature(dpfunc.Plan).parameters][:2] == ["sampler", "clip"]
-    assert [*inspect.signature(dpfunc.Plan.for_budget).parameters][:2] == ["epsilon", "delta"]
-    assert [*inspect.signature(dpfunc.make_dp_step).parameters][:2] == ["loss_fn", "plan"]
-    assert pickle.loads(pickle.dumps(PLAN)) == PLAN == replace(PLAN)
-    assert pickle.loads(pickle.dumps(dpfunc.make_dp_step)) is dpfunc.make_dp_step
-    modules = (dpfunc.plan, dpfunc.step, dpfunc.recipes)
-    found = {test.name for module in modules for test in doctest.DocTestFinder().find(module) if test.examples}
-    assert {"dpfunc.step.make_dp_step", "dpfunc.recipes.recipe", "dpfunc.plan.Plan"} <= found
-    assert {"dpfunc.plan.Plan.for_budget", "dpfunc.plan.Plan.loader"} <= found

@@ -104,7 +104,7 @@ def test_pictures(written, tmp_path):
     source.write_text(json.dumps(written))
     result = CliRunner().invoke(plots.main, [str(source), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["engines_memory.png", "engines_time.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["engines_memory.svg", "engines_time.svg"]
 
 
 @pytest.mark.slow

@@ -144,8 +144,8 @@ def test_the_picture_of_growth(tmp_path, monkeypatch):
     monkeypatch.setattr(growth, "AXES", {"T": axis})
     each = {"time": {"best_seconds": 1.0}, "memory": {"peak_mib": 2.0}}
     case = {"contestants": dict.fromkeys(growth.CONTESTANTS, each)}
-    growth.picture({f"T/{tuning}/{size}": case for tuning in axis.tunings for size in axis.sizes}, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
+    growth.picture({f"T/{tuning}/{size}": case for tuning in axis.tunings for size in axis.sizes}, tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):

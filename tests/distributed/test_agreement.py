@@ -56,7 +56,3 @@ def test_parameters_on_a_part_of_the_processes_are_refused():
 def test_several_processes_need_ranks():
     for text in run(2, "jobs:no_ranks"):
         assert "the process group has 2 processes" in text
-
-
-def test_a_shared_key_still_says_that_it_can_be_guessed():
-    assert run(2, "jobs:shared_keys") == [("Key(hidden, guessable)", True, "Key(hidden)")] * 2

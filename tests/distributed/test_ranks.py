@@ -53,6 +53,19 @@ def test_other_draws(seed):
         assert its_ledger == ledger
 
 
+def test_processes_release_the_statistics_of_one():
+    """Telemetry is of the records of all; aux is of the own ones."""
+    [(expected, _)] = run(1, "jobs:telemetry", 3, False)
+    found = run(2, "jobs:telemetry", 3, True)
+    for released, counts in found:
+        assert released == found[0][0]
+        assert all(own == rows for own, rows in counts)
+        for (grads, told), (its_grads, its_told) in zip(released, expected, strict=True):
+            assert grads == pytest.approx(its_grads, abs=1e-6)
+            assert told["loss"] == pytest.approx(its_told["loss"], abs=1e-4)
+            assert told["y"] == pytest.approx(its_told["y"], abs=1e-4)
+
+
 def test_one_process_writes_the_journal(tmp_path):
     path = tmp_path / "journal.jsonl"
     (_, ledger, _), _ = run(2, "jobs:train", 7, "auto", "flat", torch.float32, None, 2.9, True, 8, path)

@@ -8,6 +8,7 @@ import runpy
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ def leaves(entry):
 def test_the_navigation_has_each_page_once():
     named = Counter(leaves(SITE["nav"]))
     there = {path.relative_to(DOCS).as_posix() for path in PAGES}
+    there |= {
+        path.relative_to(DOCS).with_suffix(".md").as_posix() for path in DOCS.rglob("*.ipynb")
+    }  # site_notebooks.py
     assert set(named) - there == set(), "pages in the navigation of mkdocs.yml that do not exist"
     assert there - set(named) == set(), "pages that belong into the navigation of mkdocs.yml"
     assert max(named.values()) == 1
@@ -70,10 +74,45 @@ def test_how_the_site_is_built():
     assert set(SITE["validation"]["links"].values()) == {"warn"}
     assert SITE["validation"]["nav"]["omitted_files"] == "warn"
     assert "mkdocs build --strict" in (ROOT / "Makefile").read_text()
+    assert "$(BIN)/python tools/site.py\n" in (ROOT / "Makefile").read_text()
     assert SITE["site_dir"].split("/")[0] + "/" in (ROOT / ".gitignore").read_text().split()
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {re.match(r"[\w-]+", line).group() for line in extra} <= pinned
+
+
+def test_search_finds_guides_first_and_works_without_a_server():
+    """Pages have weights, decisions none; the plugin asks no other server for what lets a folder be searched."""
+    hook = runpy.run_path(str(ROOT / "tools" / "site_search.py"))["on_page_markdown"]
+
+    def found(path):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=path), meta={})
+        assert hook("text", page=page) == "text"
+        return page.meta["search"]
+
+    assert found("decisions/0001-noise-tiles.md") == {"exclude": True}
+    assert found("guides/loop.md")["boost"] > found("trust.md")["boost"] > found("reference/core.md")["boost"]
+    assert {"search", "offline"} <= {plugin for plugin in SITE["plugins"] if isinstance(plugin, str)}
+    assert SITE["use_directory_urls"] is False
+    (script,) = SITE["extra"]["polyfills"]
+    assert "IFrameWorker" in (DOCS / script).read_text()
+
+
+def test_labels_of_figures_are_measured(tmp_path):
+    """In pixels on the screen, for a picture that is scaled; letters that are paths are no labels."""
+    smallest_text = runpy.run_path(str(ROOT / "tools" / "site.py"))["smallest_text"]
+    text = (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 300 200"><text style="font: 10.5px Sans">a</text></svg>'
+    )
+    path = tmp_path / "a.svg"
+    path.write_text(text)
+    assert smallest_text(path, 600) == pytest.approx(21.0)
+    assert smallest_text(path, 300) == pytest.approx(10.5)
+    path.write_text(text.replace("text", "path"))
+    assert smallest_text(path, 300) == 0.0
+    for figure in (DOCS / "results").glob("*.svg"):
+        assert smallest_text(figure, 368) >= 11.0, figure.name  # the width of a page on a phone
+    assert not list(DOCS.rglob("*.png"))
 
 
 def test_the_quick_start_runs(capsys):

@@ -11,8 +11,8 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import dpfunc
-from dpfunc.errors import UnsupportedModel
-from dpfunc.functional import functionalize
+from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.functional import functionalize, with_params
 from dpfunc.state import replay
 
 
@@ -214,3 +214,9 @@ def test_parts_that_are_compiled_run_without_compilation(engine, kind):
         module.body = torch.compile(module.body, backend="eager", fullgraph=kind != "a part")
     found = clipped_sums(module, engine)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("function", [functionalize, lambda module: with_params(module, {})])
+def test_what_is_no_module_is_named(function):
+    with pytest.raises(InvalidArgument, match=r"^Expected a torch module, got dict.$"):
+        function({"weight": torch.zeros(2)})

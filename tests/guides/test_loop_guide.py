@@ -14,7 +14,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "loop.md").read_text()
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train, resume, stream, publish = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    train, resume, stream, people, several, publish = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     names = {"__name__": "guide"}
     exec(compile(train, "loop.md", "exec"), names)
     assert "epsilon=2.9" in capsys.readouterr().out
@@ -35,3 +35,10 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     assert names["state"].step == 20
     assert [event.num_steps for event in names["state"].ledger.events] == [2]
     assert names["state"].ledger.epsilon(1e-5).epsilon <= 3.0
+    before = names["model"][0].weight.clone()
+    exec(compile(people, "loop.md", "exec"), names)
+    assert names["state"].step == 10
+    assert torch.equal(names["model"][0].weight, before)
+    assert not torch.equal(names["model_of_people"][0].weight, before)
+    exec(compile(several, "loop.md", "exec"), names)
+    assert "torch.Size([60])" in capsys.readouterr().out

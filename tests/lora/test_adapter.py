@@ -78,13 +78,7 @@ def test_mode_follows_the_module_under_compile():
 
 
 BAD = {
-    "rank 0": ({"rank": 0}, "Expected an integer rank >= 1, got rank=0"),
     "rank too large": ({"rank": 17}, r"Expected rank <= 16"),
-    "float rank": ({"rank": 2.0}, r"got rank=2.0"),
-    "alpha": ({"alpha": 0.0}, "Expected 0 < alpha < inf"),
-    "dropout": ({"dropout": 1.0}, "Expected 0 <= dropout < 1"),
-    "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B'"),
-    "init": ({"init": "zeros"}, "Expected init to be one of 'kaiming', 'orthonormal'"),
     "unknown target": ({"targets": ["encoder.linear3"]}, "Did you mean encoder.linear"),
     "no match": ({"targets": "q_proj"}, "Expected targets to select a layer.*Layers: embed"),
     "layer of another kind": ({"targets": ["encoder"]}, "Linear, Embedding, Conv2d or Conv1D.*TransformerEncoderLayer"),

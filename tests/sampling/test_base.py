@@ -14,7 +14,7 @@ from scipy import stats
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import FixedSize, InOrder, Poisson, Shuffled
-from dpfunc.types import ADJACENCIES, Event
+from dpfunc.types import ADJACENCIES, Capped, Event
 
 KEY = insecure_key(0)
 every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
@@ -58,7 +58,7 @@ def test_public_facts_only(sampler):
     """A sampler is frozen, hashable, and holds no key: it can be published."""
     assert hash(sampler) == hash(dataclasses.replace(sampler))
     names = {field.name for field in dataclasses.fields(sampler)}
-    assert names <= {"dataset_size", "sampling_prob", "batch_size"}
+    assert names <= {"dataset_size", "sampling_prob", "batch_size", "cap", "num_batches"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         sampler.dataset_size = 1
 
@@ -79,7 +79,7 @@ def test_shuffled_is_not_accounted_as_poisson():
     """100 batches of 1 % cost a whole Gaussian release, not a hundred amplified ones."""
     assert Shuffled(10_000, 100).events(0, 100, 1.0) == (Event(1.0, 1.0, 1),)
     assert Poisson.of_batch_size(10_000, 100).events(0, 100, 1.0) == (Event(0.01, 1.0, 100),)
-    assert FixedSize(10_000, 100).events(0, 100, 1.0) == (Event(1.0, 1.0, 100),)
+    assert FixedSize(10_000, 100).events(0, 100, 1.0) == (Capped(1.0, 1.0, 100, 10_000, 100),)
 
 
 def test_which_neighbours_a_sampler_covers():

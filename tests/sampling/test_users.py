@@ -221,6 +221,63 @@ def test_batches_are_rows_of_the_whole(case):
     assert len(group_by_person([], max_texts=2, key=KEY).batch({"x": torch.zeros(0)})["text_mask"]) == 0
 
 
+def records_loss(params, batch):
+    x, y = batch if isinstance(batch, tuple) else (batch, torch.ones(len(batch), dtype=torch.int64))
+    return F.cross_entropy(torch.tanh(x @ params["v"]) @ params["w"], y, reduction="none")
+
+
+WEIGHTS = {"v": torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), "w": torch.eye(5)[:, :3].clone()}
+
+
+@pytest.mark.parametrize("engine", [auto, vmap, ghost])
+@pytest.mark.parametrize("kind", ["tuple", "tensor"])
+def test_persons_of_tuples_and_tensors(kind, engine):
+    """The gradient of a person is the mean over the own rows, taken one after the other, clipped as a whole."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(11, 4, generator=generator), torch.randint(3, (11,), generator=generator)
+    data = (x, y) if kind == "tuple" else x
+    persons = group_by_person(list("abbcccddddd"), max_texts=3, key=KEY)
+    batch = persons.batch(data, torch.tensor([3, 0, 2]))
+    assert batch[1].tolist() == persons.mask_PK[[3, 0, 2]].tolist()
+    got, _ = clipped_grad(mean_over_texts(records_loss), WEIGHTS, batch, clipping.Flat(0.5), engine=engine())
+    expected = {name: torch.zeros_like(p) for name, p in WEIGHTS.items()}
+    for person in (3, 0, 2):
+        own = persons.rows()[person]
+        rows = (x[own], y[own]) if kind == "tuple" else x[own]
+        grads = torch.func.grad(lambda params, rows=rows: records_loss(params, rows).mean())(WEIGHTS)
+        norm = torch.sqrt(sum(g.square().sum() for g in grads.values()))
+        for name, grad in grads.items():
+            expected[name] += grad * min(1.0, 0.5 / float(norm))
+    for name in WEIGHTS:
+        torch.testing.assert_close(got.sums[name], expected[name], rtol=5e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", [auto, vmap, ghost, loop])
+def test_views_of_a_record_are_averaged_before_the_clip(engine):
+    """K views as an axis of the record, as the guide has it: the mean of their gradients is clipped, in all engines."""
+    views, count = 3, 6
+    generator = torch.Generator().manual_seed(2)
+    x_BK, y = torch.randn(count, views, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+
+    def loss_of_views(params, batch):
+        x, y = batch
+        losses = records_loss(params, (x.flatten(0, 1), y.repeat_interleave(views)))
+        return losses.unflatten(0, (-1, views)).mean(1)
+
+    got, _ = clipped_grad(loss_of_views, WEIGHTS, (x_BK, y), clipping.Flat(0.3), engine=engine())
+    expected = {name: torch.zeros_like(p) for name, p in WEIGHTS.items()}
+    for x, label in zip(x_BK, y, strict=True):
+        parts = [
+            torch.func.grad(lambda p, v=view, t=label: records_loss(p, (v[None], t[None])).sum())(WEIGHTS) for view in x
+        ]
+        grads = {name: sum(part[name] for part in parts) / views for name in WEIGHTS}
+        norm = torch.sqrt(sum(g.square().sum() for g in grads.values()))
+        for name, grad in grads.items():
+            expected[name] += grad * min(1.0, 0.3 / float(norm))
+    for name in WEIGHTS:
+        torch.testing.assert_close(got.sums[name], expected[name], rtol=5e-4, atol=1e-5)
+
+
 BAD = {
     "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
     "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
@@ -231,6 +288,8 @@ BAD = {
         lambda: group_by_person(["a", "b"], max_texts=1, key=KEY).batch({"x": torch.zeros(1)}),
         "at least 2, on axis 0: x has 1",
     ),
+    "no tensors": (lambda: group_by_person(["a"], max_texts=1, key=KEY).batch(["text"]), "texts as tensors"),
+    "no pair": (lambda: mean_over_texts(records_loss)({}, torch.zeros(1, 1)), "a batch of Persons.batch"),
     "name taken": (
         lambda: group_by_person(["a"], max_texts=1, key=KEY).batch({"text_mask": torch.zeros(1)}),
         "other names than 'text_mask'",

@@ -122,7 +122,7 @@ def test_contradictions_between_sections_are_refused(message):
 @pytest.mark.parametrize("name", ["task", "output_dir", "model", "data", "privacy"])
 def test_missing_sections_are_named(name):
     values = {key: value for key, value in VALUES.items() if key != name}
-    with pytest.raises(InvalidArgument, match=f"Expected {name} in the job"):
+    with pytest.raises(InvalidArgument, match=rf"Expected {name}(\.path)? in the job"):
         job_from_dict(values)
     with pytest.raises(InvalidArgument, match=r"Expected data.train in the job. Table to train on"):
         job_from_dict({**VALUES, "data": {"max_length": 3}})

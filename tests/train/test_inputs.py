@@ -147,8 +147,16 @@ def test_words_without_a_label_count_in_no_metric():
     logits = np.zeros((1, 4, 2))
     logits[0, :, 1] = [1, -1, 1, 1]
     measured = classification(SimpleNamespace(predictions=logits, label_ids=np.array([[1, 1, -100, -100]])))
-    assert measured == {"accuracy": 0.5, "majority": 1.0}
+    assert measured == {"accuracy": 0.5, "majority": 1.0, "balanced_accuracy": 0.5, "loss_of_shares": 0.0}
     assert classification(SimpleNamespace(predictions=logits, label_ids=np.full((1, 4), -100))) == {}
+
+
+def test_a_rare_class_counts_as_much_as_another_one():
+    """Three records of one class and one of the other, and a prediction of the first one for all."""
+    measured = classification(SimpleNamespace(predictions=np.array([[1, 0]] * 4), label_ids=np.array([0, 0, 0, 1])))
+    entropy = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
+    expected = {"accuracy": 0.75, "majority": 0.75, "balanced_accuracy": 0.5, "loss_of_shares": entropy}
+    assert measured == pytest.approx(expected)
 
 
 def test_a_label_is_at_the_first_token_of_its_word(place):

@@ -296,3 +296,26 @@ def test_jobs_that_are_not_private_are_refused(place, monkeypatch, name):
 def test_a_search_on_public_records_is_not_run_as_a_private_one(search):
     with pytest.raises(InvalidArgument, match="a search on private records, got one on public records"):
         search_lines(dataclasses.replace(search, runs=None, cost=None))
+
+
+def test_a_search_takes_the_rest_of_a_budget(place, tmp_path, monkeypatch):
+    """It counts what others are charged, reserves before its first run, and nothing fits after it."""
+    from dpfunc.accounting import Ledger
+    from dpfunc.accounting.record import ONE_RECORD
+    from dpfunc.budget import Budget
+    from dpfunc.errors import BudgetExhausted
+    from dpfunc.types import Event
+
+    budget = Budget(place[0] / "budget.db", run="later", spender="ana").create(
+        epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"],
+        earlier=Ledger((Event(1.0, 2.0, 1),)),
+    )  # fmt: skip
+    monkeypatch.chdir(place[0])
+    flags = ("--budget", "budget.db", "--budget_run", "search", "--budget_spender", "ana")
+    again = prepare_search(all_trials(*flags, "--output_dir", str(tmp_path / "run")), **SETTINGS)
+    assert again.spent == budget.account().charged()
+    MadeUpRuns(monkeypatch)
+    run_search(again, insecure_seed=2101)
+    assert budget.account().closed
+    with pytest.raises(BudgetExhausted, match="A search has reserved all"):
+        budget.reserve(Ledger((Event(1.0, 100.0, 1),)), "later", unit=ONE_RECORD)

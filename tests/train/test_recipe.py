@@ -166,8 +166,7 @@ def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
     Path("same.jsonl").write_text(table)
     seen = train("--eval_fraction", "0", "--data.eval", "same.jsonl", "--dry-run")
     assert seen.exit_code == 0, seen.output
-    number = len(table.splitlines())
-    assert f"WARNING: {number} of {number} evaluation records are trained on as well" in seen.stdout
+    assert "WARNING: evaluation records are trained on as well" in seen.stdout
     assert "WARNING" not in train("--dry-run").stdout
     long = train("--max_length", "4096", "--dry-run")
     assert "Expected data.max_length <= " in long.stderr

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import shorten
 from dpfunc.engines._guards.lockstep import in_lockstep
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -57,6 +59,39 @@ def check_losses(losses: object, num_samples: int) -> Tensor:
     if not losses.is_floating_point():
         raise InvalidArgument(f"Expected loss_fn to return a floating dtype, got {losses.dtype}. {hint}")
     return losses
+
+
+def split_aux(returned: object) -> tuple[Any, Any]:
+    """What a loss returned as losses and aux, which is None where it returned losses alone."""
+    return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+
+
+def check_aux(aux: Any, num_samples: int) -> Any:
+    """The aux of a loss, if each of its leaves is a tensor with the samples on axis 0; else an error that names it."""
+    for path, leaf in pytree.tree_leaves_with_path(aux) if aux is not None else ():
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (num_samples,) or is_dtensor(leaf):
+            got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise InvalidArgument(
+                f"Expected the aux of loss_fn, (losses, aux), to have plain tensors with {num_samples} "
+                f"{'row' if num_samples == 1 else 'rows'} on axis 0, as the batch that it is given, got {got} for "
+                f"aux{pytree.keystr(path)}. Compute it for each sample, and leave out what is the same for all."
+            )
+    return aux
+
+
+def joined_aux(parts: Sequence[Any], order: Tensor | None = None) -> Any:
+    """The aux of several parts of a batch, one after the other; then in this order, if one is given."""
+    if all(part is None for part in parts):
+        return None
+    try:
+        joined = pytree.tree_map(lambda *own: torch.cat(own), *parts)
+    except (ValueError, TypeError, RuntimeError) as error:
+        refuse_out_of_memory(error)
+        raise InvalidArgument(
+            "Expected the aux of loss_fn, (losses, aux), to have the same names, shapes and dtypes for all samples, "
+            "got others for some of them. Fill up to one length."
+        ) from error
+    return joined if order is None else pytree.tree_map(lambda leaf: leaf[order.to(leaf.device)], joined)
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:

@@ -10,18 +10,9 @@ from typing import Any
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
+from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint._chain import RESTORE, replace_file
-from dpfunc.checkpoint._folder import (
-    complete_checkpoints,
-    read_json,
-    remove,
-    saved_key,
-    sha256,
-    sweep,
-    verify,
-    write_json,
-)
-from dpfunc.checkpoint._format import Checkpoint
+from dpfunc.checkpoint._format import Checkpoint, charged_for
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
 from dpfunc.distributed._object_collectives import all_or_none
@@ -38,21 +29,20 @@ JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
 START = "checkpoint-0"  # before the first step; it stays until there is a later one
 _TRAINER_STATE = "trainer_state.json"
-FILES = "trainer_files.json"
-"""A digest of every file that the Trainer has written into a checkpoint."""
+FILES = "trainer_files.json"  # a digest of every file that the Trainer has written into a checkpoint
 
 
 def finish(checkpoint: Path, args: Any, state: Any) -> None:
     """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
     if (checkpoint / FOLDER).exists():
-        own = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-        names = [path.relative_to(checkpoint) for path in own]
-        write_json(checkpoint / FOLDER / FILES, {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER})
+        names = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        digests = {str(n): folder.sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER}
+        folder.write_json(checkpoint / FOLDER / FILES, digests)
     if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
         return
     best = state.best_model_checkpoint
     for path in (checkpoint.with_name(START), *outdated(checkpoint.parent, args.save_total_limit, best)):
-        remove(path)
+        folder.remove(path)
 
 
 def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
@@ -71,18 +61,16 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
 
 def clean(output_dir: Path) -> None:
     """Remove what killed processes left unfinished in the folder of a run; some of it holds the key."""
-    sweep(output_dir)
-    for path in output_dir.glob("checkpoint-*"):
-        sweep(path)
-        sweep(path / FOLDER)
+    for path in (output_dir, *output_dir.glob("checkpoint-*"), *output_dir.glob(f"checkpoint-*/{FOLDER}")):
+        folder.sweep(path)
 
 
 def load_run(
     checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
-    """Read the part of a checkpoint that is not the Trainer's; its ledger also counts later steps in the journal.
+    """Read the part of a checkpoint that is not the Trainer's, whose files must be as they were. All processes call it.
 
-    All processes call it. It is refused if a file of the Trainer is missing or was changed: that part would start anew.
+    Its ledger also counts later steps in the journal.
     """
 
     def check() -> None:
@@ -91,7 +79,7 @@ def load_run(
                 f"Expected a complete checkpoint of a private run, got {checkpoint}. It needs {_TRAINER_STATE} and "
                 f"{FOLDER}/{FILES}; with save_only_model nothing can be resumed."
             )
-        verify(checkpoint, read_json(checkpoint / FOLDER / FILES))
+        folder.verify(checkpoint, folder.read_json(checkpoint / FOLDER / FILES))
 
     all_or_none(check, ranks, "Nothing was resumed")
     return load(
@@ -132,9 +120,8 @@ def check_goes_on(before: StepState, saved: Checkpoint) -> None:
 def newest(output_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, without those that a kill left half-written; None before any release.
 
-    Guarantees:
-        tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
-        ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not.
+    (tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
+    ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not)
     """
     found = {path: is_complete(path) for path in _numbered(output_dir)}
     for path in (path for path, whole in found.items() if not whole):
@@ -170,30 +157,25 @@ def _numbered(output_dir: Path) -> list[Path]:
 
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
-    keys = ((path, saved_key(complete_checkpoints(path / FOLDER)[-1])) for path in reversed(checkpoints))
-    runs = {fingerprint(key): path for path, key in keys}
-    which = (
-        "Name the one to go on with: resume_from_checkpoint=PATH. A run of its own belongs into a folder of its own."
-    )
+    runs = {fingerprint(folder.newest_key(path / FOLDER)): path.name for path in reversed(checkpoints)}
+    began, found = list(read_steps(journal)), ""
     if len(runs) > 1:
-        raise CheckpointError(
-            "Expected checkpoints of one run, got several: "
-            f"{', '.join(f'{path.name} of run {run}' for run, path in runs.items())}. {which}"
-        )
-    began = list(read_steps(journal))
-    if began and began[-1] not in runs:
-        raise CheckpointError(
-            f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
-            f"another run, {next(iter(runs))}. {which}"
-        )
+        named = ", ".join(f"{name} of run {run}" for run, name in runs.items())
+        found = f"Expected checkpoints of one run, got several: {named}"
+    elif began and began[-1] not in runs:
+        own = f"{checkpoints[0].name} is of another run, {next(iter(runs))}"
+        found = f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {own}"
+    if found:
+        which = "Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
+        raise CheckpointError(f"{found}. {which}")
 
 
 def is_complete(checkpoint: Path) -> bool:
     """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
-        read_json(checkpoint / _TRAINER_STATE)
-        names = read_json(checkpoint / FOLDER / FILES)
-        return bool(complete_checkpoints(checkpoint / FOLDER)) and isinstance(names, dict)
+        folder.read_json(checkpoint / _TRAINER_STATE)
+        names = folder.read_json(checkpoint / FOLDER / FILES)
+        return bool(folder.complete_checkpoints(checkpoint / FOLDER)) and isinstance(names, dict)
     except CheckpointError:
         return False
 
@@ -209,9 +191,8 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
         _logger.warning(
             "The journal %s has %d steps of other runs. If they saw the same records and anything of them was kept, "
             "they count too: DPTrainer(..., ledger=journal_ledger(path)), with journal_ledger from dpfunc.checkpoint.",
-            journal,
-            steps,
-        )
+            journal, steps,
+        )  # fmt: skip
 
 
 def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
@@ -219,10 +200,7 @@ def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
 
     (tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted)
     """
-    later = max(_taken(journal, state), default=-1) + 1
-    if later > state.charged:
-        cost = Ledger(plan.events(state.charged, later), plan.adjacency)
-        state = state._replace(charged=later, ledger=state.ledger.compose(cost))
+    state = charged_for(state, plan, _taken(journal, state))
     return state._replace(step=max(state.step, state.charged))
 
 

@@ -44,13 +44,10 @@ _LAUNCHED = {"version": 1, "auto_wrap_policy": _WHOLE, "reshard_after_forward": 
 class Sharding:
     """Division of a model over the processes, and the parts that are put together at a time."""
 
-    policy: str
-    """Layers by their class, every module of some size, or the model as a whole."""
-    layers: tuple[str, ...] = ()
-    """Names of classes; none takes the model's own `_no_split_modules`."""
+    policy: str  # layers by their class, every module of some size, or the model as a whole
+    layers: tuple[str, ...] = ()  # names of classes; none takes the model's own `_no_split_modules`
     min_num_params: int = 0
-    reshard: bool = True
-    """Layers are divided again after their forward pass; False keeps them until the backward pass."""
+    reshard: bool = True  # layers are divided again after their forward pass; False keeps them until the backward pass
     checkpointing: bool = False
     without_effect: tuple[str, ...] = ()
 
@@ -63,18 +60,15 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     settings = _asked(args, environment)
     if settings is None:
         return None
-    for name, value in settings.items():
-        if name not in rules.SETTINGS[rules.FSDP]:
-            hint = f"Leave it out. {suggestion(name, rules.SETTINGS[rules.FSDP])}"
-            raise fail("a setting of FSDP that is known", name, value, hint)
+    known = rules.SETTINGS[rules.FSDP]
+    for name in sorted(settings.keys() - known.keys()):
+        raise fail("a setting of FSDP that is known", name, settings[name], f"Leave it out. {suggestion(name, known)}")
     rules.refuse(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
     layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
     if layers and policy != _BY_LAYER:
-        raise InvalidArgument(
-            f"Expected transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only, got {layers!r} and "
-            f"{policy!r}. Leave one of them out."
-        )
+        only = f"transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only"
+        raise InvalidArgument(f"Expected {only}, got {layers!r} and {policy!r}. Leave one of them out.")
     if (policy == _BY_SIZE) != bool(size) or not str(size).isdecimal():
         raise InvalidArgument(
             f"Expected a whole number min_num_params >= 1 with auto_wrap_policy={_BY_SIZE!r}, and none without, "
@@ -181,17 +175,21 @@ def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
     if sharding.policy == _WHOLE:
         return []
     if sharding.policy == _BY_SIZE:
-        large = [name for name, module in inner if _is_large(module, sharding.min_num_params)]
-        return [name for name in large if not _split(tied, name)]
+        least = sharding.min_num_params
+        return [name for name, module in inner if _is_large(module, least) and not _split(tied, name)]
     classes = _layer_classes(model, sharding.layers)
     layers = [name for name, module in inner if type(module).__name__ in classes]
+    _refuse_split(tied, layers)
+    return layers
+
+
+def _refuse_split(tied: list[list[str]], layers: Sequence[str]) -> None:
     for layer in layers:
         if names := _split(tied, layer):
             raise UnsupportedModel(
                 f"The parameters {shorten(names)} are one tensor, of which one name is in {layer} and another is not: "
                 "each part would train its own. Name other layers in transformer_layer_cls_to_wrap."
             )
-    return layers
 
 
 def _is_large(module: nn.Module, min_num_params: int) -> bool:
@@ -229,15 +227,13 @@ def _split(tied: list[list[str]], part: str) -> list[str]:
 
 def _refuse_parameters(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
-    for why, found in {
-        "without values, on the meta device": [name for name, tensor in named if tensor.is_meta],
-        "quantised": [name for name, param in model.named_parameters() if not param.is_floating_point()],
-    }.items():
-        if found:
-            raise UnsupportedModel(
-                f"Expected floating-point parameters with values on each process, got {shorten(found)} {why}. Load the "
-                "model in float32 or bfloat16, on all processes."
-            )
+    found = [f"{name} without values, on the meta device" for name, tensor in named if tensor.is_meta]
+    found += [f"{name}, quantised" for name, param in model.named_parameters() if not param.is_floating_point()]
+    if found:
+        raise UnsupportedModel(
+            f"Expected floating-point parameters with values on each process, got {shorten(found)}. Load the model in "
+            "float32 or bfloat16, on all processes."
+        )
 
 
 @contextmanager
@@ -294,12 +290,8 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
 def check_frozen(division: Division, saved: object) -> None:
     """Check that a run that is resumed has the frozen parameters with which it was saved."""
     if not isinstance(saved, Mapping) or _FROZEN not in saved:
-        raise CheckpointError(
-            "Expected a checkpoint of a run with fsdp, got one of a run without: its optimizer is not in parts. Go on "
-            "without fsdp."
-        )
+        found = "got one of a run without: its optimizer is not in parts"
+        raise CheckpointError(f"Expected a checkpoint of a run with fsdp, {found}. Go on without fsdp.")
     if saved[_FROZEN] != division.frozen:
-        raise CheckpointError(
-            f"Expected the frozen parameters with which this run was saved ({saved[_FROZEN]}), got others "
-            f"({division.frozen}). Load the same pretrained model."
-        )
+        kept = f"the frozen parameters with which this run was saved ({saved[_FROZEN]})"
+        raise CheckpointError(f"Expected {kept}, got others ({division.frozen}). Load the same pretrained model.")

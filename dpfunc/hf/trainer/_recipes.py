@@ -46,21 +46,22 @@ def model_recipe(
             "(requires_grad_(False)); or give batch size, steps and rate yourself."
         )
     classes = getattr(getattr(model, "config", None), "num_labels", None)
-    facts: dict[str, Any] = {}
-    if weight is not None and (strategy == "head" or len(weight) == classes):  # not the words of a language model
-        own = sum(p.numel() for p in head.values())
-        found = _feature_norm(model, list(head.values())) if measure else None
-        norm = 1.0 if _ends_in_unit_rows(model) else found or math.sqrt(own / len(weight))
-        facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
+    is_head = weight is not None and (strategy == "head" or len(weight) == classes)  # not words of a language model
+    facts = _facts(model, [*head.values()], len(weight), measure) if weight is not None and is_head else {}
     size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
         return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
 
 
-def _ends_in_unit_rows(model: nn.Module) -> bool:
-    """True if the trained layer is a `Head`, whose inputs have norm 1."""
-    return any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules())
+def _facts(model: nn.Module, head: list[Tensor], classes: int, measure: bool) -> dict[str, Any]:
+    """Of a new head, for `recipe`. The inputs of a `Head` have norm 1."""
+    own = sum(p.numel() for p in head)
+    if any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules()):
+        norm = 1.0
+    else:
+        norm = (_feature_norm(model, head) if measure else None) or math.sqrt(own / classes)
+    return {"num_classes": classes, "num_head_parameters": own, "feature_norm": norm}
 
 
 def _weight_of_linear(params: list[Tensor]) -> Tensor | None:
@@ -132,13 +133,7 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
 
 
 def short_way(
-    model: nn.Module,
-    args: Any,
-    *,
-    dataset_size: int,
-    num_steps: int,
-    epsilon: float,
-    delta: float,
+    model: nn.Module, args: Any, *, dataset_size: int, num_steps: int, epsilon: float, delta: float
 ) -> str | None:
     """Advice, with a rate that would help, for a run of Adam whose rate is too small to learn; else None.
 
@@ -173,10 +168,9 @@ def one_class(predictions: object, labels: object) -> str | None:
     """A sentence if all predictions (n, classes) are one class while the labels (n,) are several; else None."""
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray):
         return None
-    if predictions.ndim != 2 or predictions.shape[1] < 2 or labels.shape != predictions.shape[:1]:
-        return None
-    chosen = np.unique(predictions.argmax(1))
-    if len(chosen) > 1 or len(np.unique(labels)) < 2:
+    fits = predictions.ndim == 2 and predictions.shape[1] > 1 and labels.shape == predictions.shape[:1]
+    chosen = np.unique(predictions.argmax(1)) if fits else labels[:0]
+    if len(chosen) != 1 or len(np.unique(labels)) < 2:
         return None
     return (
         f"All {len(labels)} predictions are class {chosen[0]}, which {int((labels == chosen[0]).sum())} of the records "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.trainer_callback import ProgressCallback, tqdm
 
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
@@ -20,12 +21,13 @@ from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
+from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
 from dpfunc.hf import peft
-from dpfunc.hf._facts import AnyForward
+from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
@@ -43,11 +45,9 @@ class Start:
     key: Key = field(repr=False)
     limit: int
     data: str
-    ledger: Ledger | None = None
-    """What earlier phases have cost."""
+    ledger: Ledger | None = None  # what earlier phases have cost
     resumed: Checkpoint | None = None
-    skipping: bool = False
-    """The Trainer skips the batches of a resumed epoch that were already used."""
+    skipping: bool = False  # the Trainer skips the batches of a resumed epoch that were already used
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,8 @@ class Run:
         for state in (self.state, self.previous):
             if state.step == step:
                 return state
-        raise CheckpointError(
-            f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing was "
-            "spent."
-        )
+        found = f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}"
+        raise CheckpointError(f"{found}. Nothing was spent.")
 
 
 @dataclass(frozen=True)
@@ -100,16 +98,31 @@ class Replicas:
         return placed
 
 
+class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
+    """Progress of a private run: its steps, and no times, which would tell how many records a step has drawn."""
+
+    def _begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}")
+        self.current_step = 0
+
+    on_train_begin = _begin
+
+
+def hide_times(trainer: Any) -> None:
+    """Give a private Trainer that has a progress bar one without times."""
+    if trainer.privacy.dp_enabled and trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(StepsBar)
+
+
 def ranks_of(args: Any) -> Ranks | None:
     """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
     world = int(args.world_size)
     try:
         check_launch(os.environ, world)
     except InvalidArgument as error:
-        raise InvalidArgument(
-            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
-            "only."
-        ) from error
+        advice = "Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) only."
+        raise InvalidArgument(f"{error} {advice}") from error
     return distributed.data_parallel() if world > 1 else None
 
 
@@ -143,31 +156,20 @@ def as_function(
         model.train()
         return forward, engine, ranks
     managed = functionalize_managed(model, ranks)
-    others = sorted(managed.params.keys() ^ params.keys())
-    if others:
-        raise UnsupportedModel(
-            f"The parameters {shorten(others)} require gradients but belong to no active adapter. Freeze them: "
-            "requires_grad_(False)."
-        )
+    if others := shorten(sorted(managed.params.keys() ^ params.keys())):
+        found = f"The parameters {others} require gradients but belong to no active adapter"
+        raise UnsupportedModel(f"{found}. Freeze them: requires_grad_(False).")
     return managed.forward, managed.engine, managed.ranks
 
 
-@dataclass(frozen=True)
-class _Native:
-    """The model itself as a forward function; its own parameters, and gradients of a whole batch."""
-
-    module: nn.Module = field(repr=False)
-    wrapped: nn.Module = field(repr=False)
-
-    def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped model with its own parameters; `params` is not used."""
-        return self.wrapped(*args, **kwargs)
-
-
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
-    """The loss of the twin without privacy: the mean over the samples of a batch of the loss of each."""
-    loss_fn = make_loss_fn(_Native(model, wrapped), infer_task(model) if task is None else task)
-    return lambda batch: loss_fn({}, dict(batch)).mean()
+    """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
+
+    def forward(params: Params, *args: Any, **kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs)
+
+    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), infer_task(model) if task is None else task)
+    return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
 def warning_step(plan: Plan, start: Start, share: float) -> float:
@@ -202,14 +204,9 @@ def plan_text(plan: Plan, microbatch: int) -> str:
 
 def metrics(record: Record) -> dict[str, float]:
     """Privacy metrics for loggers, from the accounting of a state."""
-    values = {
-        "privacy/epsilon": record.epsilon,
-        "privacy/epsilon_rdp": record.epsilon_rdp,
-        "privacy/delta": record.delta,
-        "privacy/max_grad_norm": record.max_grad_norm,
-        "privacy/noise_multiplier": record.noise_multiplier,
-        "privacy/steps_left": record.num_steps - record.global_step,
-    }
+    names = ("epsilon", "epsilon_rdp", "delta", "max_grad_norm", "noise_multiplier")
+    values = {f"privacy/{name}": getattr(record, name) for name in names}
+    values["privacy/steps_left"] = record.num_steps - record.global_step
     if record.target_epsilon is not None:
         values["privacy/remaining_epsilon"] = max(0.0, record.target_epsilon - record.epsilon)
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter, not_
 from typing import Any
 
@@ -46,6 +46,7 @@ _PARTS = (
     "TrainingArguments(fsdp=True), or write a loop over make_dp_step(..., "
     "ranks=dpfunc.distributed.sharded(mesh)) with fully_shard or parallelize_module."
 )
+_LOSS = "Pass loss=, a function (forward, params, batch) -> one loss a sample."
 _ENGINE = f"Its engine owns the backward pass, and sums gradients before they are clipped. {_PARTS}"
 _FP16 = (
     "fp16 scales the loss, and skips steps, by what the data are; fp8 scales by their largest values. Use bf16: "
@@ -77,8 +78,7 @@ def _anything(value: object) -> bool:
 SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
     _TRAINER: {
         "model_init": (not_, "Each model is a run of its own. Pass model=, a module."),
-        "compute_loss_func": (not_,
-            "It gives one loss for a batch. Pass loss=, a function (forward, params, batch) -> one loss a sample."),
+        "compute_loss_func": (not_, f"It gives one loss for a batch. {_LOSS}"),
         "unit": (_one_line, "Say what one row of a batch is, in one line, for example unit='one person'."),
         "data_name": (lambda name: name is None or (isinstance(name, str) and name != ""),
             "Give a text as data_name, for example a version or a hash of the files; or leave it out."),
@@ -90,34 +90,24 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         "train_sampling_strategy": (("", "random"),
             "The plan draws the batches: by length or in order, who is in a batch would depend on the other records. "
             "Leave it at 'random'; dp_poisson_sampling=False shuffles."),
-        "dataloader_drop_last": (not_,
-            "Poisson batches have no fixed size; a draw that was dropped would not be what epsilon counts."),
-        "auto_find_batch_size": (not_,
-            "The sampling probability, and with it epsilon, would change. Only memory matters here: set "
+        "dataloader_drop_last": (not_, "Poisson batches have no fixed size; epsilon counts each draw."),
+        "auto_find_batch_size": (not_, "The sampling probability, and with it epsilon, would change. For memory set "
             "dp_physical_batch_size."),
         # what is computed
-        "label_smoothing_factor": (not_,
-            "The Trainer smooths the mean over a batch, which has no per-sample gradient. Give DPTrainer a loss= that "
-            "smooths each sample."),
-        "neftune_noise_alpha": (("",),
-            "It hooks noise into the embeddings. Leave it out: private gradients are noisy enough."),
+        "label_smoothing_factor": (not_, "The Trainer smooths the mean over a batch, which has no per-sample gradient. "
+            "Give DPTrainer a loss= that smooths each sample."),
+        "neftune_noise_alpha": (("",), "It hooks noise into the embeddings. Leave it out: there is noise enough."),
         "packing": (not_, _PACKED),
         "padding_free": (not_, _PACKED),
         "use_liger_kernel": (not_, "Its fused kernels have no per-sample gradients."),
-        "max_grad_norm": (
-            lambda norm: norm in (None, 0, 1.0),  # the last is the default of Transformers
+        "max_grad_norm": (lambda norm: norm in (None, 0, 1.0),  # the last is the default of Transformers
             "The Trainer would clip the mean gradient, which bounds no sample. Set "
-            "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default.",
-        ),
+            "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default."),
         "optim": (lambda name: not any(part in word(name) for part in ("lomo", "layerwise")),
             "It updates inside the backward pass. Use an optimizer that reads .grad, e.g. adamw_torch."),
-        **dict.fromkeys(
-            ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
-            (
-                lambda options: not (isinstance(options, Mapping) and options.get("use_reentrant")),
-                "Reentrant checkpoints hide the forward pass from per-sample gradients. Use {'use_reentrant': False}.",
-            ),
-        ),
+        **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), (
+            lambda options: not (isinstance(options, Mapping) and options.get("use_reentrant")),
+            "Reentrant checkpoints hide the forward pass from per-sample gradients. Use {'use_reentrant': False}.")),
         # devices, precision, sharding, compilation, Accelerate
         "deepspeed": (not_, _ENGINE),
         "parallelism_config": (not_, _PARTS),
@@ -133,20 +123,16 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "Give the accumulation as gradient_accumulation_steps: it decides the logical batch."),
         "accelerator_config.split_batches": (not_, _DEALT),
         "accelerator_config.dispatch_batches": (not_, _DEALT),
-        **dict.fromkeys(
-            ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-            (("",), _NO_EFFECT),
-        ),
+        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+            "ddp_static_graph"), (("",), _NO_EFFECT)),
         # what is told
         "include_num_input_tokens_seen": (("no", "false"),
             "How many tokens were drawn is private: the number of drawn records is not released."),
     },
     LAUNCHER: {
-        SWITCH: (
-            OFF,
-            "Only scripts with DPTrainer follow it: see docs/guides/trainer.md. Leave it out and start the command "
-            "with `torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml`: each process has the whole model.",
-        ),
+        SWITCH: (OFF, "Only scripts with DPTrainer follow it: see docs/guides/trainer.md. Leave it out and start the "
+            "command with `torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml`: each process has the whole "
+            "model."),
         "ACCELERATE_USE_DEEPSPEED": (OFF, _ENGINE),
         "ACCELERATE_USE_MEGATRON_LM": (OFF, _ENGINE),
         "ACCELERATE_USE_PARALLELISM_CONFIG": (OFF, _PARTS),
@@ -159,28 +145,21 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             f"{_DEEPSPEED_ALONE} PrivacyArguments(dp_max_grad_norm=...) instead."),
     },
     ACCELERATOR: {
-        **dict.fromkeys(
-            ("state.fsdp_plugin", "state.deepspeed_plugin", "state.megatron_lm_plugin", "state.parallelism_config"),
-            (("",), _PARTS),
-        ),
+        **dict.fromkeys(("state.fsdp_plugin", "state.deepspeed_plugin", "state.megatron_lm_plugin",
+            "state.parallelism_config"), (("",), _PARTS)),
         "distributed_type": (_PLACES, _PARTS),
         "state.dynamo_plugin.backend": (OFF, _COMPILED),
         "mixed_precision": (_PRECISIONS, _FP16),
     },
     FSDP: {
-        "version": (
-            ("2",),
-            "FSDP1 flattens parameters, which have no per-sample gradients then. Set "
-            'fsdp_config={"version": 2}, or `accelerate launch --fsdp_version 2`.',
-        ),
+        "version": (("2",), "FSDP1 flattens parameters, which have no per-sample gradients then. Set "
+            'fsdp_config={"version": 2}, or `accelerate launch --fsdp_version 2`.'),
         "auto_wrap_policy": (("transformer_based_wrap", "size_based_wrap", "no_wrap"),
             "Set TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP."),
         "transformer_layer_cls_to_wrap": (_anything, ""),
         "min_num_params": (_anything, ""),
-        **dict.fromkeys(
-            ("reshard_after_forward", "activation_checkpointing", "cpu_ram_efficient_loading"),
-            ((*ON, *OFF), "Set it to true or false."),
-        ),
+        **dict.fromkeys(("reshard_after_forward", "activation_checkpointing", "cpu_ram_efficient_loading"),
+            ((*ON, *OFF), "Set it to true or false.")),
         "cpu_offload": (OFF,
             "Parts that are kept on the CPU were not tried. Leave it out; more processes make smaller parts."),
         "ignored_modules": (OFF,
@@ -236,7 +215,7 @@ _UPLOADS = (
 """Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask."""
 
 _OVERRIDES = {
-    "compute_loss": "Pass loss=, a function (forward, params, batch) -> one loss a sample.",
+    "compute_loss": _LOSS,
     "training_step": "Use callbacks, or write a loop over dpfunc.make_dp_step.",
     "get_train_dataloader": "The plan draws the batches; pass a data_collator to change what is in them.",
     **dict.fromkeys(
@@ -320,21 +299,24 @@ def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
     """Refuse what sends checkpoints to a server: the key of the run is in them, and undoes the noise."""
     if args.save_only_model:
         return
-    key = "A checkpoint holds the key of the run, which undoes the noise."
+    found = [*_loggers_that_send(args, environment)] if word(args.save_strategy) != "no" else []
     if args.push_to_hub and word(args.hub_strategy) in ("checkpoint", "all_checkpoints"):
+        found.append((f"hub_strategy={args.hub_strategy!r}", "Use 'end' or 'every_save'"))
+    for asked, advice in found:
         raise InvalidArgument(
-            f"Expected {SCRIPT}, got hub_strategy={args.hub_strategy!r}. {key} Use 'end' or 'every_save', or "
-            "save_only_model=True."
+            f"Expected {SCRIPT}, got {asked}. A checkpoint holds the key of the run, which undoes the noise. {advice}, "
+            "or save_only_model=True."
         )
-    for name, variable, default, harmless in _UPLOADS if word(args.save_strategy) != "no" else ():
+
+
+def _loggers_that_send(args: Any, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Loggers that are used and send whole checkpoints, each with what to do instead."""
+    for name, variable, default, harmless in _UPLOADS:
         value = environment.get(variable, default)
         if name in (args.report_to or ()) and word(value) not in harmless:
-            asked = f" and {variable}={value!r}" if variable else ""
-            advice = f"Set {variable}=false in the environment" if variable else "Take another logger"
-            raise InvalidArgument(
-                f"Expected loggers that send no checkpoints, got report_to={name!r}{asked}. {key} {advice}, or "
-                "save_only_model=True."
-            )
+            asked = f"report_to={name!r}"
+            named = (f"{asked} and {variable}={value!r}", f"Set {variable}=false in the environment")
+            yield named if variable else (asked, "Take another logger")
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -379,6 +361,5 @@ def recomputed(args: Any) -> dict[str, object]:
 def changed(args: Any, values: Mapping[str, object]) -> Any:
     """A copy of `TrainingArguments` with other values; the caller's own are not changed."""
     result = copy.copy(args)
-    for name, value in values.items():
-        object.__setattr__(result, name, value)
+    vars(result).update(values)
     return result

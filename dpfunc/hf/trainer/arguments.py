@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dpfunc._utils.validation import boolean, fail, integer, named, one_of, open_unit, positive, probability, suggestion
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.clipping import Automatic, Flat
+from dpfunc.clipping import Automatic, Flat, Statistic, Telemetry
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
@@ -33,6 +33,8 @@ _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     "dp_recipe": partial(one_of, allowed=STRATEGIES),
 }
 
+_HIGHEST = {"loss": "10", "accuracy": "1", "clipped": "1"}  # values of statistics, where none is given
+
 # What other libraries call the same thing. `disable_dp` is the opposite of `dp_enabled`.
 OTHER_NAMES = {
     "per_sample_max_grad_norm": "dp_max_grad_norm",
@@ -53,28 +55,19 @@ def _option(default: object, text: str) -> Any:
 class PrivacyArguments:
     """Privacy settings of a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.
 
-    Args:
-        dp_enabled: False trains the twin without privacy; the other arguments then change nothing.
-        dp_epsilon: budget, > 0; the noise is computed from it. Exactly one of this and dp_noise_multiplier.
-        dp_delta: 0 < delta < 1, below 1 / number of records. Required.
-        dp_max_grad_norm: bound C on the gradient of one sample, > 0. Required for dp_clip="flat"; 1 for "automatic",
-            where it acts like a learning rate.
+    Args, beside what the text of each field says:
+        dp_enabled: without it the other arguments change nothing.
+        dp_epsilon, dp_noise_multiplier: > 0, exactly one of them. dp_delta: 0 < delta < 1, required.
+        dp_max_grad_norm: > 0. Required for dp_clip="flat"; 1 for "automatic", where it acts like a learning rate.
         dp_recipe: take batch size, steps, rate, schedule and optimizer from `dpfunc.recipes.recipe`: `head`, `lora`,
             `projector`, `full` or `pretrained`; the clip rule too, where neither it nor a bound is given. Those of
             TrainingArguments are then left at their defaults.
-        dp_noise_multiplier: noise / sensitivity, > 0, used as it is.
-        dp_max_epsilon: with dp_noise_multiplier: the run has no more steps than this allows.
-        dp_poisson_sampling: False shuffles the records each epoch and claims no amplification.
-        dp_secure_mode: noise from a keyed AES stream, as always on a CPU; False takes the generator of a CUDA device.
-        dp_physical_batch_size: samples differentiated at once, for memory only; None is the Trainer's batch size.
-        dp_clip: `flat` or `automatic`; None is `flat` with dp_max_grad_norm, else `automatic`.
-        dp_engine: see `make_dp_step`.
-        dp_accountant: `auto`, `tilted`, `prv` or `rdp`.
+        dp_secure_mode: as always on a CPU. dp_engine: see `make_dp_step`. dp_warn_at: once, 0 < share <= 1.
+        dp_physical_batch_size: None is the Trainer's batch size.
         dp_adjacency: None is `add_remove`, and `zero_out` without Poisson sampling.
-        dp_dry_run: show the plan and train nothing.
-        dp_warn_at: warn once when this share of the budget is spent, 0 < share <= 1.
-        dp_allow_large_delta: accept delta >= 1 / number of records.
-        dp_log_unreleased: log the training loss, which no noise protects, as `unreleased/loss`.
+        dp_telemetry: `loss`, `accuracy`, `clipped`, `norm`, or a key of the aux of a loss; with its largest value
+            after a colon, `loss:4` (by default 10, and 1 for the accuracy). See docs/guides/telemetry.md.
+        dp_telemetry_share: share of the squared bound that they take from the gradient, 0 < share < 1.
 
     Raises:
         InvalidArgument: a value outside its domain, missing, or contradicting another.
@@ -104,6 +97,10 @@ class PrivacyArguments:
     dp_allow_large_delta: bool = _option(False, "Accept delta >= 1 / number of records.")
     dp_dataset_size: int | None = _option(None, "Public number that the number of records cannot exceed.")
     dp_log_unreleased: bool = _option(False, "Log the training loss, which is private, as unreleased/loss.")
+    dp_telemetry: list[str] | None = _option(  # noqa: RUF009  (the parser of Transformers takes lists)
+        None, "Statistics to release with the gradient, e.g. loss accuracy."
+    )
+    dp_telemetry_share: float = _option(0.05, "Share of the squared bound that they take from the gradient.")
     dp_recipe: Literal["head", "lora", "projector", "full", "pretrained"] | None = _option(
         None, "Take batch size, steps and learning rate from a recipe."
     )
@@ -116,36 +113,32 @@ class PrivacyArguments:
         for name, check in _DOMAINS.items():
             if given[name] is not None:
                 check(name, given[name])
+        self.telemetry()
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
-            raise InvalidArgument(
-                f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and "
-                f"dp_delta={self.dp_delta}: the recipe depends on them, also for the twin without privacy."
-            )
+            both = f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}"
+            why = "the recipe depends on them, also for the twin without privacy"
+            raise InvalidArgument(f"Expected dp_epsilon and dp_delta with dp_recipe, got {both}: {why}.")
         if self.dp_enabled:
             self._check_complete()
 
     def _check_complete(self) -> None:
-        if (self.dp_epsilon is None) == (self.dp_noise_multiplier is None):
-            given = "neither" if self.dp_epsilon is None else "both"
-            raise InvalidArgument(
-                f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise "
-                "is computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."
-            )
-        if self.dp_max_epsilon is not None and self.dp_noise_multiplier is None:
-            raise InvalidArgument(
-                f"Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
-                f"{self.dp_max_epsilon:g} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."
-            )
-        if self.dp_delta is None:
-            raise InvalidArgument(
-                "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
-                "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."
-            )
-        if self.dp_max_grad_norm is None and self.dp_clip == "flat":
-            raise InvalidArgument(
-                "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
-                "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."
-            )
+        given = "neither" if self.dp_epsilon is None else "both"
+        for wrong, message in (
+            ((self.dp_epsilon is None) == (self.dp_noise_multiplier is None),
+             f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise is "
+             "computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."),
+            (self.dp_max_epsilon is not None and self.dp_noise_multiplier is None,
+             "Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
+             f"{self.dp_max_epsilon} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."),
+            (self.dp_delta is None,
+             "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
+             "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."),
+            (self.dp_max_grad_norm is None and self.dp_clip == "flat",
+             "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
+             "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."),
+        ):  # fmt: skip
+            if wrong:
+                raise InvalidArgument(message)
 
     @classmethod
     def from_names(cls, values: Mapping[str, Any]) -> PrivacyArguments:
@@ -176,14 +169,19 @@ class PrivacyArguments:
             return Automatic()
         return Automatic(bound) if self.dp_clip == "automatic" else Flat(bound)
 
+    def telemetry(self) -> Telemetry | None:
+        """What `dp_telemetry` names; the edges of a histogram of norms are 1/4, 1/2, 1, 2 and 4 times the bound."""
+        if self.dp_telemetry is None:
+            return None
+        bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
+        return Telemetry(tuple(_statistic(text, bound) for text in self.dp_telemetry), self.dp_telemetry_share)
+
     def public_size(self, num_records: int) -> int:
         """Number of records that the plan publishes: what there are, or `dp_dataset_size`, which is no smaller."""
         if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
             return self.dp_dataset_size or num_records
-        raise InvalidArgument(
-            f"Expected at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}. A bound that the "
-            "data exceed is none: choose a larger one, which is public."
-        )
+        bound = f"at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}"
+        raise InvalidArgument(f"Expected {bound}. A bound that the data exceed is none: choose a larger one.")
 
     def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
         """Make the plan of a run; the noise is computed from `dp_epsilon` if that is given.
@@ -215,39 +213,43 @@ class PrivacyArguments:
         start = Plan(
             sampler, self.clip(), 1.0, num_steps, self.dp_delta, None, self.adjacency,
             accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
+            telemetry=self.telemetry(),
         )  # fmt: skip
         if self.dp_epsilon is not None:
             noise = calibrate(
                 lambda scale: before.compose(replace(start, noise_multiplier=scale).ledger()),
-                epsilon=self.dp_epsilon,
-                delta=self.dp_delta,
-                method=self.dp_accountant,
-            )
+                epsilon=self.dp_epsilon, delta=self.dp_delta, method=self.dp_accountant,
+            )  # fmt: skip
             return replace(start, noise_multiplier=noise, epsilon=self.dp_epsilon)
-        noise = self.dp_noise_multiplier if self.dp_noise_multiplier is not None else math.nan
+        noise = math.nan if self.dp_noise_multiplier is None else self.dp_noise_multiplier
         whole_run = replace(start, noise_multiplier=noise)
         if self.dp_max_epsilon is None:
             return whole_run
         steps = affordable_steps(
             lambda k: before.compose(whole_run.ledger(k)),
-            epsilon=self.dp_max_epsilon,
-            delta=self.dp_delta,
-            limit=num_steps,
-            method=self.dp_accountant,
-        )
+            epsilon=self.dp_max_epsilon, delta=self.dp_delta, limit=num_steps, method=self.dp_accountant,
+        )  # fmt: skip
         if steps == 0:
-            raise UnreachableBudget(
-                f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
-                f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
-            )
+            given = f"dp_max_epsilon={self.dp_max_epsilon:g}, which one step with dp_noise_multiplier={noise:g} exceeds"
+            more = "Take more noise or smaller batches."
+            raise UnreachableBudget(f"Expected a budget for at least one step, got {given}. {more}")
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
+
+
+def _statistic(text: str, bound: float) -> Statistic:
+    name, _, high = text.partition(":")
+    if name == "norm" and not high:
+        return Statistic(name, edges=tuple(bound * 2.0**power for power in range(-2, 3)))
+    given = high or _HIGHEST.get(name, "")
+    if not given.replace(".", "", 1).isdecimal():
+        raise fail("NAME, or NAME:HIGHEST", "dp_telemetry", text, f"Alone: {', '.join(_HIGHEST)}, norm.")
+    return Statistic(name, high=float(given))
 
 
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Privacy arguments by the names of `PrivacyArguments`, where other libraries' names may be among them."""
     known = [f.name for f in fields(PrivacyArguments)]
-    chosen: dict[str, Any] = {}
-    origin: dict[str, str] = {}
+    chosen: dict[str, tuple[Any, str]] = {}
     for name, value in values.items():
         target = OTHER_NAMES.get(name, name)
         if target not in known:
@@ -255,8 +257,7 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {hint}")
         if name == "disable_dp":
             value = not boolean(name, value)
-        if target in chosen and chosen[target] != value:
-            other = origin[target]
+        before, other = chosen.setdefault(target, (value, name))
+        if before != value:
             raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")
-        chosen[target], origin[target] = value, name
-    return chosen
+    return {target: value for target, (value, _) in chosen.items()}

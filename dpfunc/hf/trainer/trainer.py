@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
+from dpfunc.budget import Budget
 from dpfunc.checkpoint._folder import remove
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
@@ -37,12 +38,14 @@ from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._labels import refuse_labels
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
+from dpfunc.hf.trainer._telemetry import averaged, with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling._records import check_repeatable, data_name
+from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ _logger = logging.getLogger(__name__)
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
 _PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
+_TIMES = ("_runtime", "_per_second")  # of steps, which take as long as their draws are large
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
 
 
@@ -72,6 +76,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         loss: the name of a task, or a function (forward, params, batch) -> one loss a sample. None: from the model.
         key: root of the randomness, as secret as the data. None takes `secure_key()`. A key starts one run.
         ledger: what earlier phases on the same records have cost.
+        budget: budget of the data set, which says what was spent; the run reserves before its first step, and settles
+            at its end. dp_epsilon is for all runs together.
         data_name: a name of the data set (a version, a hash); None reads them. The same for a resumed run.
         unit: what a record of train_dataset is, e.g. "one person" where it is the list of a person's texts; for the
             accounting. See docs/guides/trainer.md.
@@ -107,6 +113,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         ledger: Ledger | None = None,
         data_name: str | None = None,
         unit: str = ONE_RECORD,
+        budget: Budget | None = None,
     ) -> None:
         values = {
             "model": model, "privacy": privacy, "key": key, "model_init": model_init,
@@ -115,6 +122,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         settings.refuse_values(self, DPTrainer, values)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
+        ledger = budget.spent() if budget is not None and ledger is None and privacy.dp_enabled else ledger
+        self._budget = budget
         self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
         if self.recipe is not None:
             privacy = with_clip(privacy, self.recipe)
@@ -124,17 +133,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
-        self._task = loss
-        self._given_key = key
-        self._earlier = ledger
-        self._data_name = data_name
-        self._unit = unit
+        self._task, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
         self._start: runs.Start | None = None
         self._run: runs.Run | None = None
         self._plan: Plan | None = None
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at = math.inf
         self._warned_of_one_class = False
+        self._told: list[Any] = []  # telemetry since the last line of the log
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         if privacy.dp_enabled:
@@ -154,14 +160,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
+        runs.hide_times(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
+        with fsdp.without_fsdp() if self.privacy.dp_enabled else nullcontext():
+            super().create_accelerator_and_postprocess()
         if not self.privacy.dp_enabled:
-            super().create_accelerator_and_postprocess()
             return
-        with fsdp.without_fsdp():
-            super().create_accelerator_and_postprocess()
         settings.refuse(settings.ACCELERATOR, settings.attributes(self.accelerator))
         if self._ranks is not None:
             self.accelerator: Any = runs.Replicas(self.accelerator)
@@ -258,7 +264,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
                     self._write_accounting(ended=False)
         distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
+        if self._budget is not None:
+            distributed.once(self._ranks, partial(self._settle, self._budget))
         return output._replace(training_loss=math.nan)
+
+    def _settle(self, budget: Budget) -> None:
+        """Settle a finished run, whose model must not get lost where the database cannot be reached."""
+        try:
+            budget.settle(Path(self.args.output_dir))
+        except NotWritten as error:
+            self._warn(f"The run stays charged all that it has reserved, until `dpfunc budget settle`: {error}")
 
     def _write_accounting(self, *, ended: bool) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
@@ -293,13 +308,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         spent = self.ledger if saved is None else saved.state.ledger
         resumed = saved is not None
         distributed.once(self._ranks, lambda: files.begin_accounting(self._journal(), spent, resumed=resumed))
-        if saved is not None:
-            skipping = not self.args.ignore_data_skip
-            start = runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
-        else:
-            key = self._given_key or secure_key()
-            key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
-            start = runs.Start(key, plan.step_limit(spent), data, self._earlier)
+        start = self._start_of(saved, data, spent)
         if start.limit < 1:
             raise BudgetExhausted(
                 f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
@@ -307,22 +316,31 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if start.limit < self._num_steps(plan.sampler.dataset_size):
             self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
         self._warn(self._advice())
+        if self._budget is not None:
+            whole = replace(plan, num_steps=start.limit, spent=self._earlier)
+            distributed.once(self._ranks, partial(self._budget.reserve, whole, start.key, unit=self._unit))
         self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
+
+    def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
+        if saved is not None:
+            skipping = not self.args.ignore_data_skip
+            return runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
+        key = self._given_key or secure_key()
+        key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
+        return runs.Start(key, self.plan.step_limit(spent), data, self._earlier)
 
     def _advice(self) -> str | None:
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
         if self.recipe is not None:
             return self.recipe.advice()
-        privacy, plan = self.privacy, self._plan  # None where nothing is trained
-        if plan is None or privacy.dp_epsilon is None or privacy.dp_delta is None or self.optimizer is not None:
+        budget, delta, plan = self.privacy.dp_epsilon, self.privacy.dp_delta, self._plan  # None: nothing is trained
+        if plan is None or budget is None or delta is None or self.optimizer is not None:
             return None
         n = plan.sampler.dataset_size
-        epsilon = epsilon_left(epsilon=privacy.dp_epsilon, delta=privacy.dp_delta, spent=self._earlier)
-        return short_way(
-            self.model, self.args, dataset_size=n, num_steps=self._num_steps(n), epsilon=epsilon, delta=privacy.dp_delta
-        )
+        left, steps = epsilon_left(epsilon=budget, delta=delta, spent=self._earlier), self._num_steps(n)
+        return short_way(self.model, self.args, dataset_size=n, num_steps=steps, epsilon=left, delta=delta)
 
     def _described_data(self) -> str:
         collate = self._collator()
@@ -370,16 +388,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         args, (rank, size) = self.args, runs.place(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
+        draws = Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records())
+        collate = Collate(self._collator(), size == 1, *deal)  # of several, one without records runs a row of weight 0
         return data_loader(
-            self.train_dataset,
-            Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records()),
-            Collate(self._collator(), size == 1, *deal),  # of several, one without records runs a row of weight zero
-            num_workers=args.dataloader_num_workers,
+            self.train_dataset, draws, collate, num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
-        )
+        )  # fmt: skip
 
     def _begin(self, start: runs.Start) -> runs.Run:
         """The run, once the model is where it is trained. All processes begin with the model of the first one."""
@@ -393,22 +409,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     params[name].copy_(value)
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
-        loss_fn = make_loss_fn(forward, infer_task(model) if self._task is None else self._task)
+        task = infer_task(model) if self._task is None else self._task
+        loss_fn = make_loss_fn(forward, with_accuracy(task, self.plan.telemetry))
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
+        by_device = on_cuda and not privacy.dp_secure_mode  # a CPU has no other source
+        source: Literal["device", "secure"] = "device" if by_device else "secure"
         dp_step = make_dp_step(
-            loss_fn,
-            self.plan,
-            engine=engine,
-            microbatch_size=self.physical_batch_size,
-            noise_source="device" if not privacy.dp_secure_mode and on_cuda else "secure",  # a CPU has no other source
-            journal=Journal(self._journal(), self.plan),
-            ranks=ranks,
-        )
-        if start.resumed is None:
-            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
-        else:
+            loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, noise_source=source,
+            journal=Journal(self._journal(), self.plan), ranks=ranks,
+        )  # fmt: skip
+        if start.resumed is not None:
             state = start.resumed.state
+        else:
+            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
         return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
@@ -441,25 +455,30 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         before = run.at(self.state.global_step)
-        saves = self.args.save_strategy != "no" and not self.args.save_only_model
-        if before.step == 0 and run.start.resumed is None and saves:
+        if before.step == 0 and run.start.resumed is None and self._saves_states():
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        # Without records a process among others runs a row of weight zero: all of them communicate.
-        idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
-        mask_B = torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
         with fsdp.settled(self.model):
-            grads, state, unreleased = run.dp_step(params, batch, before, mask_B=mask_B)
+            grads, state, unreleased = run.dp_step(params, batch, before, mask_B=self._mask(batch, before))
         for name, param in run.params.items():
             param.grad = grads[name]
         self._run = replace(run, state=state, previous=before)
+        self._told.append(state.telemetry)
         if state.step >= self._warn_at:
             self._warn_at = math.inf  # once
             self._warn(runs.warning_text(self.plan, state))
         if self.privacy.dp_log_unreleased:
             return runs.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
         return torch.zeros((), device=self.args.device)
+
+    def _saves_states(self) -> bool:
+        return self.args.save_strategy != "no" and not self.args.save_only_model
+
+    def _mask(self, batch: dict[str, Any], before: StepState) -> Tensor | None:
+        """Of a process without records among others: it runs a row of weight zero, since all communicate."""
+        idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
+        return torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
 
     def _warn(self, text: str | None) -> None:
         """Warn of something, on one of the processes."""
@@ -489,10 +508,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As in `Trainer`, with a warning, once, if all predictions are one class."""
+        options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         with fsdp.settled(self.model):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, description, *options)
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True
@@ -504,28 +522,26 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As in `Trainer`. A private run adds what was spent, and omits the training loss or names it as unreleased."""
         if self._run is not None:
+            for name in [name for name in logs if name.startswith("train_") and name.endswith(_TIMES)]:
+                del logs[name]
             for name in ("loss", "train_loss"):
                 if name in logs:
                     loss = logs.pop(name)
                     if self.privacy.dp_log_unreleased:
                         logs[f"unreleased/{name}"] = loss
-                    logs.update(runs.metrics(self._accounting()))
+                    logs.update({**runs.metrics(self._accounting()), **averaged(self._told)})
+                    self._told = []
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
-        state = self._run.state
-        if journal is not None:
-            state = files.as_charged(state, self.plan, journal)
+        state = self._run.state if journal is None else files.as_charged(self._run.state, self.plan, journal)
         return make_record(
-            self._run.dp_step,
-            state,
-            unit=self._unit,
-            public_bound=self.privacy.dp_dataset_size is not None,
+            self._run.dp_step, state, unit=self._unit, public_bound=self.privacy.dp_dataset_size is not None,
             epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
             not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
-        )
+        )  # fmt: skip
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         save_own, run, args = super()._save_checkpoint, self._run, self.args
@@ -585,6 +601,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """As in `Trainer`; of the records of a private run the number that its plan publishes."""
+        draws = dataloader.batch_sampler
+        return draws.sampler.dataset_size if isinstance(draws, Draws) else int(super().num_examples(dataloader))
 
     def _no_search(self, *_: object, **__: object) -> None:
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")

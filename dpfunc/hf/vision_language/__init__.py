@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
-    from dpfunc.hf.vision_language.images import image_text_collator
-    from dpfunc.hf.vision_language.strategies import image_text_loss, prepare, strategy
+    from dpfunc.hf.vision_language._images import image_text_collator
+    from dpfunc.hf.vision_language._strategies import image_text_loss, prepare, strategy
 
 __all__ = ["image_text_collator", "image_text_loss", "prepare", "strategy"]
 
 if not TYPE_CHECKING:
-    _HOMES = {"images": "image_text_collator", "strategies": "image_text_loss prepare strategy"}
+    _HOMES = {"_images": "image_text_collator", "_strategies": "image_text_loss prepare strategy"}
     __getattr__ = lazy(__name__, _HOMES)

@@ -16,6 +16,7 @@ from full_disk import allow
 from journal_cases import written
 from record_cases import record
 from trainer_cases import (
+    NOISY,
     PRIVACY,
     again,
     classifier,
@@ -78,7 +79,6 @@ def interrupt(*args, **kwargs):
     raise KeyboardInterrupt
 
 
-NOISY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
 JOURNAL, HEAD, ACCOUNTING = "privacy_journal.jsonl", "privacy_journal.jsonl.head", "privacy_accounting.json"
 
 

@@ -141,6 +141,7 @@ def test_every_row_of_the_guide_is_tried():
 # Besides the guide's table: argument -> a value that breaks privacy.
 REFUSED = [
     ("train_sampling_strategy", "batch_rebalance"), ("train_sampling_strategy", "sequential"),
+    ("train_sampling_strategy", "group_by_length"),
     ("group_by_length", True), ("dataloader_drop_last", True), ("auto_find_batch_size", True),
     ("label_smoothing_factor", 0.1), ("neftune_noise_alpha", 5.0), ("packing", True), ("padding_free", True),
     ("use_liger_kernel", True), ("max_grad_norm", 0.5), ("optim", "galore_adamw_layerwise"), ("optim", "lomo"),
@@ -154,11 +155,6 @@ REFUSED = [
 def test_arguments_that_break_privacy_are_refused(tmp_path, name, value):
     with pytest.raises(InvalidArgument, match=f"Expected {SCRIPT}, got {name}={re.escape(repr(value))}. ..."):
         trainer_of(changed(training_arguments(tmp_path), {name: value}), classifier())
-
-
-def test_L17_length_grouping_is_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="train_sampling_strategy"):
-        trainer_of(training_arguments(tmp_path, train_sampling_strategy="group_by_length"), classifier())
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
-from dpfunc.hf.vision_language.images import flatten_images, image_text_collator
-from dpfunc.hf.vision_language.strategies import image_text_loss, language_layers, prepare, strategy
+from dpfunc.hf.vision_language._images import flatten_images, image_text_collator
+from dpfunc.hf.vision_language._strategies import image_text_loss, language_layers, prepare, strategy
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.users import group_by_person, mean_over_texts
 

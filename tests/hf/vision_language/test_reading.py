@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.vision_language.images import image_text_collator
+from dpfunc.hf.vision_language._images import image_text_collator
 from dpfunc.hf.vision_language.tiny_llava import draw, tiny_processor
 from dpfunc.train._dataset import _check_image
 

@@ -19,9 +19,9 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf._facts import quantised_layers
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.hf.vision_language import strategies as vision_language
-from dpfunc.hf.vision_language.images import IGNORED, image_text_collator
-from dpfunc.hf.vision_language.strategies import (
+from dpfunc.hf.vision_language import _strategies as vision_language
+from dpfunc.hf.vision_language._images import IGNORED, image_text_collator
+from dpfunc.hf.vision_language._strategies import (
     STRATEGIES,
     language_layers,
     parts,

@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.validation import integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
+from dpfunc.functional._fsdp import outermost
 from dpfunc.hf._facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
-from dpfunc.hf.vision_language.images import flatten_images
+from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.lora import LoRA, attach
 from dpfunc.rng import Key
 from dpfunc.types import Params
@@ -54,9 +55,9 @@ class Strategy:
             UnsupportedModel: a base in 4 bits, which cannot take an adapter into its weights.
         """
         if self.name == "qlora":
+            store = "Store it with dpfunc.lora.save(path, strategy.adapter, params)"
             raise UnsupportedModel(
-                "A base in 4 bits cannot take an adapter into its weights. Store it with dpfunc.lora.save(path, "
-                "strategy.adapter, params), and merge it into a base that was loaded in float."
+                f"A base in 4 bits cannot take an adapter. {store}, and merge it into a base that was loaded in float."
             )
         return with_params(self._model, params) if self.adapter is None else self.adapter.merge(params)
 
@@ -127,10 +128,8 @@ def prepare(
         name, rank, alpha, targets, train_projector: see `strategy`; targets as PEFT takes them.
 
     Raises:
-        InvalidArgument, UnsupportedModel: see `strategy`.
-
-    Guarantees:
-        tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains.
+        InvalidArgument, UnsupportedModel: see `strategy`, which trains the same
+        (tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains).
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> model = prepare(tiny_llava(), "projector")
@@ -162,41 +161,37 @@ def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: o
     """Check that the options and the model fit the strategy."""
     one_of("strategy", name, STRATEGIES)
     given = {**needed, "targets": targets, "train_projector": train_projector or None}
+    missing = shorten([option for option, value in needed.items() if value is None])
+    useless = shorten([option for option, value in given.items() if value is not None])
+    if name in _ADAPTERS and missing:
+        raise InvalidArgument(f"Expected {missing} with the strategy {name!r}, got none. Give all of them.")
     if name in _ADAPTERS:
-        if missing := [option for option, value in needed.items() if value is None]:
-            raise InvalidArgument(
-                f"Expected {shorten(missing)} with the strategy {name!r}, got none. Give all of them."
-            )
         integer("rank", needed["rank"], minimum=1)
-    elif useless := [option for option, value in given.items() if value is not None]:
-        raise InvalidArgument(
-            f"Expected no {shorten(useless)} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
-        )
+    elif useless:
+        no_adapters = f"the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'"
+        raise InvalidArgument(f"Expected no {useless} with {no_adapters}.")
     _check_weights(model, name, train_projector)
 
 
 def _check_weights(model: nn.Module, name: str, train_projector: bool) -> None:
     """Check that the base is in 4 bits exactly where the strategy needs it, and that what is trained is in float."""
     quantised = quantised_layers(model)
-    if name == "qlora" and not quantised:
-        raise UnsupportedModel(
-            "Expected a base in 4 bits for the strategy 'qlora', got weights in float. Load it with "
-            "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True)), which needs "
-            "`pip install bitsandbytes`; or take 'lora', which trains the same parameters with the same noise and the "
-            "same epsilon, and needs more memory for the base."
-        )
-    if name in ("full", "lora") and quantised:
-        raise UnsupportedModel(
-            f"Expected weights in float for the strategy {name!r}, got quantised ones in {shorten(quantised)}. "
-            "Take 'qlora', or load the model without quantization_config."
-        )
     packed = _below(parts(model).projector, quantised)
-    if packed and (name == "projector" or train_projector):
-        raise UnsupportedModel(
-            f"Expected a projector in float to train it, got quantised weights in {shorten(packed)}. Leave it out of "
-            "the quantization: BitsAndBytesConfig(..., llm_int8_skip_modules=['model.multi_modal_projector', "
-            "'lm_head']), or modules_to_not_convert of TorchAoConfig."
-        )
+    for wrong, message in (
+        (name == "qlora" and not quantised,
+         "Expected a base in 4 bits for the strategy 'qlora', got weights in float. Load it with from_pretrained(..., "
+         "quantization_config=BitsAndBytesConfig(load_in_4bit=True)), which needs `pip install bitsandbytes`; or take "
+         "'lora', which trains the same parameters with the same noise and the same epsilon, in more memory."),
+        (name in ("full", "lora") and quantised,
+         f"Expected weights in float for the strategy {name!r}, got quantised ones in {shorten(quantised)}. Take "
+         "'qlora', or load the model without quantization_config."),
+        (packed and (name == "projector" or train_projector),
+         f"Expected a projector in float to train it, got quantised weights in {shorten(packed)}. Leave it out of the "
+         "quantization: BitsAndBytesConfig(..., llm_int8_skip_modules=['model.multi_modal_projector', 'lm_head']), or "
+         "modules_to_not_convert of TorchAoConfig."),
+    ):  # fmt: skip
+        if wrong:
+            raise UnsupportedModel(message)
 
 
 class Parts(NamedTuple):
@@ -221,11 +216,7 @@ def parts(model: nn.Module) -> Parts:
 
 
 def _topmost(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    found: list[str] = []
-    for name, _ in model.named_modules():  # parents come first
-        if name.rpartition(".")[2] in names and not _below(found, [name]):
-            found.append(name)
-    return tuple(found)
+    return tuple(outermost(name for name, _ in model.named_modules() if name.rpartition(".")[2] in names))
 
 
 def _below(modules: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -275,10 +266,10 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
 
 def _without_values(model: nn.Module) -> dict[int, Any]:
     """For `deepcopy`, which takes what its memo holds in place of the original: tensors on the meta device."""
-    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    return memo
+    buffers = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    return buffers | {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
 
 
 def _takes_pixels_alone(model: nn.Module) -> bool:
@@ -308,7 +299,7 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     Returns:
         (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
 
-    >>> from dpfunc.hf.vision_language.images import image_text_collator
+    >>> from dpfunc.hf.vision_language._images import image_text_collator
     >>> from dpfunc.hf.vision_language.tiny_llava import draw, tiny_llava, tiny_processor
     >>> collate = image_text_collator(tiny_processor(), max_length=24, max_images=2)
     >>> batch = collate([{"images": [draw("red", "circle", 24, 0)], "prompt": "what ?", "answer": "red"}])

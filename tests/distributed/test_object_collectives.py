@@ -45,3 +45,7 @@ def test_a_data_set_in_another_order_is_an_error_of_all():
     assert "got len(dataset)=39" in second["shorter"][1]
     assert first["unreadable"][0] == "StepAborted"
     assert second["unreadable"] == ("OSError", "the file of this record is gone")
+
+
+def test_a_shared_key_still_says_that_it_can_be_guessed():
+    assert run(2, "jobs:shared_keys") == [("Key(hidden, guessable)", True, "Key(hidden)")] * 2

@@ -30,14 +30,10 @@ _ONE_SIZE = (
 class _OneImage(NamedTuple):
     """Parts of an input that each image adds, the same number for every image."""
 
-    tokens: tuple[int, ...] = ()
-    """What stands for an image in a text."""
-    tensors: Mapping[str, Tensor] = MappingProxyType({})
-    """Of a blank image, as the image processor gives them."""
-    nested: bool = False
-    """The image processor makes one row of a list of images, (1, I, ...); otherwise a row of each, (I, ...)."""
-    marks: tuple[str, ...] = ()
-    """Inputs of the model that are 1 at image tokens."""
+    tokens: tuple[int, ...] = ()  # what stands for an image in a text
+    tensors: Mapping[str, Tensor] = MappingProxyType({})  # of a blank image, as the image processor gives them
+    nested: bool = False  # the image processor makes one row of a list of images, (1, I, ...), not a row of each
+    marks: tuple[str, ...] = ()  # inputs of the model that are 1 at image tokens
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,8 @@ class ImageTextCollator:
         """Ids, labels and number of images of a sample, without padding."""
         unknown = [key for key in sample if key not in _KEYS]
         if unknown or not {"prompt", "answer"} <= sample.keys():
-            raise InvalidArgument(
-                f"Expected samples with prompt, answer, and image or images, got the keys {shorten(list(sample))}. "
-                "Rename the columns of the table."
-            )
+            keys = f"samples with prompt, answer, and image or images, got the keys {shorten(list(sample))}"
+            raise InvalidArgument(f"Expected {keys}. Rename the columns of the table.")
         images = len(_images_of(sample))
         if images > self.max_images:
             hint = "max_images is public: choose it for all samples that there could be."
@@ -89,19 +83,16 @@ class ImageTextCollator:
         tokenizer = self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if self.processor.image_token_id in answer:
-            raise InvalidArgument(
-                f"Expected an answer without {self.processor.image_token}, which stands for an image. Take it out."
-            )
+            token = f"{self.processor.image_token}, which stands for an image"
+            raise InvalidArgument(f"Expected an answer without {token}. Take it out.")
         prompt, answer = self._shorten(prompt, answer)
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 
     def _prompt_ids(self, prompt: str, images: int) -> list[int]:
         token, image_id = self.processor.image_token, self.processor.image_token_id
         if self.chat:
-            content = [{"type": "image"}] * images + [{"type": "text", "text": prompt}]
-            prompt = self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True
-            )
+            user = {"role": "user", "content": [{"type": "image"}] * images + [{"type": "text", "text": prompt}]}
+            prompt = self.processor.apply_chat_template([user], add_generation_prompt=True)
         tokenizer = self.processor.tokenizer
         begins = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         ids = tokenizer(prompt, add_special_tokens=not begins)["input_ids"]
@@ -145,12 +136,11 @@ class ImageTextCollator:
 
     def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
         """Tensors of all images of a sample one after another on axis 1."""
-        rows = []
+        rows, batch = [], {}
         for images in images_of:
             real = [self._tensors_of(image) for image in images]
             blanks = [dict(self.image.tensors)] * (self.max_images - len(real))
             rows.append(real + blanks if self.padding_side == "right" else blanks + real)
-        batch = {}
         for name, blank in self.image.tensors.items():
             shape = (self.max_images * len(blank), *blank.shape[1:])
             stacked = [torch.cat([each[name] for each in row]) for row in rows]
@@ -195,13 +185,11 @@ def image_text_collator(
         max_length: positions of the longest row, image tokens included. Where it is too short the prompt loses words
             after its first one, and an answer over half of the room its end.
         max_images: images of a sample, 0 or more; a public number. A sample with more is an error.
-        padding_side: `"right"`, or `"left"`.
-        pad_to_multiple_of: None pads every batch to max_length: one shape, which says nothing about the batch. A number
-            pads to the next multiple of it.
+        padding_side: `"right"`, or `"left"`. pad_to_multiple_of: None pads every batch to max_length.
         chat: put prompts into the processor's chat template, images first. False takes them as they are, with one image
             token for each image.
-        image_size: height and width. Every image is fitted into this size, with a margin, before the processor sees
-            it: for processors that give images of different sizes different numbers of tokens. A public choice.
+        image_size: height and width, a public choice into which every image is fitted, with a margin, before the
+            processor sees it: for processors that give images of different sizes different numbers of tokens.
 
     Returns:
         A function of a list of samples, or of none. An image is a PIL image, an array or a path. The batch: input_ids,
@@ -210,8 +198,7 @@ def image_text_collator(
         samples on axis 0. The losses `image_text_loss` and `"vqa"` give them to the model as it takes them.
 
     Raises:
-        InvalidArgument: a max_length that has no room for the images and two more tokens; from the function also
-            samples with other keys or too many images.
+        InvalidArgument: no room for the images and two more tokens; samples with other keys or too many images.
         UnsupportedModel: the number of tokens of an image depends on the image, and there is no image_size.
 
     Guarantees:
@@ -233,8 +220,7 @@ def image_text_collator(
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
         advice = "Name two of its tokens: tokenizer.pad_token = '...', tokenizer.eos_token = '...'."
         raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
-    if image_size is not None:
-        image_size = _checked_size(image_size)
+    image_size = None if image_size is None else _checked_size(image_size)
     image = _one_image(processor, image_size) if max_images else _OneImage()
     needed = max_images * len(image.tokens) + 2
     if max_length < needed:
@@ -298,17 +284,16 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
     `pixel_attention_mask`, and where the model takes (B, I, ...) itself: `nested`.
     """
-    pixels, grids, sizes = (batch.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
-    if pixels is None or nested or "pixel_attention_mask" in batch:
-        return dict(batch)
-    several = {
-        "pixel_values": grids is not None or (pixels.dim() == 5 if sizes is None else sizes.dim() == 3),
-        "image_grid_thw": grids is not None and grids.dim() == 3,
-        "image_sizes": sizes is not None and sizes.dim() == 3,
-    }
-    return {
-        name: rearrange(value, "b i ... -> (b i) ...") if several.get(name) else value for name, value in batch.items()
-    }
+    as_they_are = nested or "pixel_values" not in batch or "pixel_attention_mask" in batch
+    names = () if as_they_are else _several_a_sample(batch)
+    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in names}}
+
+
+def _several_a_sample(batch: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors in which axis 1 goes over the images of a sample."""
+    found = [name for name in ("image_grid_thw", "image_sizes") if name in batch and batch[name].dim() == 3]
+    pixels_have_it = batch["pixel_values"].dim() == 5 if "image_sizes" not in batch else "image_sizes" in found
+    return [*found, *(["pixel_values"] if "image_grid_thw" in batch or pixels_have_it else [])]
 
 
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -348,8 +333,8 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
                 "Expected an image of whole numbers 0 to 255 with the colours on the last axis, to fit it into a size, "
                 f"got {values.dtype} of {values.shape}. Give PIL images, or files."
             )
-    picture = image if hasattr(image, "convert") else Image.fromarray(values).convert("RGB")
-    return ImageOps.pad(picture, (size[1], size[0]))
+        image = Image.fromarray(values).convert("RGB")
+    return ImageOps.pad(image, size[::-1])
 
 
 @contextmanager
@@ -360,28 +345,20 @@ def _opened_image(path: Path | str) -> Iterator[Any]:
     """
     from PIL import Image, UnidentifiedImageError
 
+    large, missing = f"Expected an image of at most {_MOST_PIXELS} pixels, got", "there is no such file"
+    known: dict[type, str] = {UnidentifiedImageError: "it is of no format that is known", FileNotFoundError: missing}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as file:
                 if file.width * file.height > _MOST_PIXELS:
-                    raise InvalidArgument(
-                        f"Expected an image of at most {_MOST_PIXELS} pixels, got {file.width} x {file.height}. Make "
-                        "it smaller: the model sees far fewer."
-                    )
+                    raise InvalidArgument(f"{large} {file.width} x {file.height}. Make it smaller.")
                 yield file
+                return
     except InvalidArgument:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InvalidArgument(
-            f"Expected an image of at most {_MOST_PIXELS} pixels, got one with more. Make it smaller."
-        ) from error
-    except UnidentifiedImageError:
-        reason = "it is of no format that is known"
-    except FileNotFoundError:
-        reason = "there is no such file"
-    except (OSError, ValueError, SyntaxError, EOFError):  # of PIL, about a damaged file
-        reason = "it is damaged"
-    else:
-        return
+        raise InvalidArgument(f"{large} one with more. Make it smaller.") from error
+    except (OSError, ValueError, SyntaxError, EOFError) as error:  # of PIL, about a damaged file
+        reason = known.get(type(error), "it is damaged")
     raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")

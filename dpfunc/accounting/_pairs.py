@@ -1,0 +1,156 @@
+"""Laws of few losses that dominate one release of a kind: capped batches, Laplace noise, a stated guarantee.
+
+All laws are connected dots, see _tilted_law.py. Two laws that hold for losses above 0, one for each order of the
+neighbours, make a law of all losses: delta at -epsilon is that of the other order at epsilon, up to a factor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from dpfunc.accounting._losses import Array, Direction, normal_masses
+from dpfunc.accounting._tilted_law import Atoms, atoms, conserved
+
+_CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
+_BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
+_LAPLACE_CELLS = 2000
+NOTHING_HIDDEN = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
+"""The law of a release without noise."""
+
+
+def dominating(loss: Array, p: Array, q: Array, below: float) -> Atoms:
+    """The law of cells with these losses at their ends (n,) and masses under P and Q (n - 1,), and one below them.
+
+    What a cell moves to its upper end is `(P - e^loss Q) / (1 - e^-width)`, for the loss at its lower end, its width.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = (p - np.exp(loss[:-1]) * q) / -np.expm1(-np.diff(loss))
+    moved = np.where(np.isfinite(moved), np.clip(moved, 0.0, p), p)
+    mass = np.append(p - moved, 0.0)
+    mass[1:] += moved
+    mass[0] += below
+    return Atoms(mass, loss, np.array(0.0))
+
+
+def mixture(weight: float, first: Atoms, second: Atoms) -> Atoms:
+    """The law of a pair that is the first with probability `weight`, and else the second; which one is seen."""
+    return Atoms(
+        np.append(weight * first.mass, (1 - weight) * second.mass),
+        np.append(first.loss, second.loss),
+        weight * first.infinite + (1 - weight) * second.infinite,
+    )
+
+
+def joined(above: Atoms, other: Atoms) -> Atoms:
+    """The law with the losses > 0 of one law, and those < 0 that the other order of the neighbours has as losses > 0.
+
+    The total variation of both is the same; what is left of the mass has loss 0.
+    """
+    up, down = above.loss > 0, other.loss > 0
+    mass = np.append(above.mass[up], (other.mass * np.exp(-other.loss))[down])
+    loss = np.append(above.loss[up], -other.loss[down])
+    rest = 1 - float(mass.sum()) - float(above.infinite)
+    conserved(float(mass @ np.exp(-loss)) + rest + float(other.infinite))
+    return Atoms(np.append(mass, max(rest, 0.0)), np.append(loss, 0.0), above.infinite)
+
+
+def _ends(s: float, low: float, high: float) -> Array:
+    """Ends of cells for normals of standard deviation s with means in low..high."""
+    fine = np.arange(low - _BULK * s, high + _BULK * s, s / _CELLS)
+    return np.append(fine, np.arange(fine[-1] + s / 5, high + _REACH * s, s / 5))
+
+
+def gaussian(q: float, s: float, direction: Direction) -> Atoms:
+    """The law of one Poisson-sampled Gaussian release, on cells of its own."""
+    low, high = {"remove": (0.0, 1.0), "add": (-1.0, 0.0), "replace": (-0.5, 0.5)}[direction]
+    return atoms(q, s, _ends(s, low, high), direction)
+
+
+@functools.lru_cache(maxsize=256)
+def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
+    """The law of a batch of a Poisson sample that is cut to `cap` records; see `Capped`."""
+    from scipy.stats import binom
+
+    if s == 0:
+        return NOTHING_HIDDEN
+    if q == 1:
+        return without_replacement(min(cap / n, 1.0), s, direction)
+    full = float(binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
+    if full < 1e-300:
+        return gaussian(q, s, direction)
+    kept = min(1.0, float(binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
+    displaced = gaussian(kept, s / 2 if direction == "replace" else s / 4, "replace")
+    return mixture(full, displaced, gaussian(q, s, direction))
+
+
+def without_replacement(q: float, s: float, direction: Direction) -> Atoms:
+    """The law of a batch of a fixed share q of all records; see `Capped`."""
+    one = atoms(q, s, np.union1d(_ends(s, 0.0, 1.0), 0.5), "remove")  # 1/2 has loss 0
+    if direction == "replace":
+        return joined(one, one)
+    two = _displaced(q, s)
+    return joined(two, one) if direction == "remove" else joined(one, two)
+
+
+def _displaced(q: float, s: float) -> Atoms:
+    """Losses >= 0 of `P = (1-q) N(0) + q N(2)` and `Q = (1-q) N(0) + q N(1)`: there they increase with x."""
+    # loss 0 is at e^((x - 3/2) / s^2) = 1
+    x = _ends(s, 1.5 + _BULK * s, 2.0)
+    x = np.append(1.5, x[x > 1.5])
+    parts = [normal_masses((np.append(x, np.inf) - mean) / s) for mean in (0.0, 1.0, 2.0)]
+    p, q_ = (1 - q) * parts[0] + q * parts[2], (1 - q) * parts[0] + q * parts[1]
+    log_p, log_q = (
+        np.logaddexp(np.log1p(-q) if q < 1 else -np.inf, np.log(q) + (m * x - m * m / 2) / s**2) for m in (2.0, 1.0)
+    )
+    loss = log_p - log_q
+    loss[0] = 0.0
+    found = dominating(loss, p[:-1], q_[:-1], 0.0)
+    return Atoms(found.mass, found.loss, p[-1])
+
+
+@functools.lru_cache(maxsize=256)
+def laplace(q: float, b: float, direction: Direction) -> Atoms:
+    """The law of one number with Laplace noise of scale b, over a Poisson sample; its neighbour is 1 away.
+
+    Beyond the two centres the loss is constant; between them it increases with x.
+    """
+    if b == 0:
+        return NOTHING_HIDDEN
+    low, high = {"remove": (0.0, 1.0), "add": (-1.0, 0.0), "replace": (-0.5, 0.5)}[direction]
+    x = np.linspace(low, high, max(_LAPLACE_CELLS, math.ceil(_CELLS / b)) + 1)
+    means = {"remove": (1.0, 0.0), "add": (0.0, -1.0), "replace": (0.5, -0.5)}[direction]
+    edges = np.concatenate([[-np.inf], x, [np.inf]])
+    middle, *others = (_laplace_masses(edges - mean, b) for mean in (0.0, *means))
+    p, q_ = ((1 - q) * middle + q * other for other in others)
+    ahead, behind = (q * np.expm1((np.abs(x) - np.abs(x - mean)) / b) for mean in means)
+    found = dominating(np.log1p(ahead) - np.log1p(behind), p[1:-1], q_[1:-1], p[0])
+    found.mass[-1] += p[-1]
+    conserved(float(found.mass.sum()), float(found.mass @ np.exp(-found.loss)))
+    return found
+
+
+def _laplace_masses(x: Array, b: float) -> Array:
+    """Masses of Laplace noise of scale b between increasing x, with small relative error in both tails."""
+    below, above = np.exp(np.minimum(x, 0.0) / b) / 2, np.exp(-np.maximum(x, 0.0) / b) / 2
+    both = np.where(x[1:] <= 0, below[1:] - below[:-1], 1 - below[:-1] - above[1:])
+    return np.asarray(np.where(x[:-1] >= 0, above[:-1] - above[1:], both))
+
+
+def stated(epsilon: float, delta: float) -> Atoms:
+    """The law that dominates all that is (epsilon, delta)-private: Kairouz, Oh and Viswanath 2015, Theorem 3.4."""
+    share = (1 - delta) / (1 + math.exp(-epsilon))
+    return Atoms(np.array([1 - delta - share, share]), np.array([-epsilon, epsilon]), np.array(delta))
+
+
+def renyi_curve(law: Atoms, orders: Array) -> Array:
+    """Renyi divergences of a law without its infinite loss, at orders > 1; rounded up."""
+    keep = law.mass > 0
+    exponents = np.log(law.mass[keep]) + np.outer(orders - 1, law.loss[keep])
+    top = exponents.max(axis=1, initial=-np.inf)
+    if not keep.any():
+        return np.full(len(orders), np.inf)
+    logs = np.log(np.exp(exponents - top[:, None]).sum(axis=1)) + top
+    return np.asarray(np.maximum(logs, 0.0) / (orders - 1) * (1 + 1e-12) + 1e-13)

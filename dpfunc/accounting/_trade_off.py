@@ -1,0 +1,206 @@
+"""The trade-off curve of a ledger: what an attacker can reach who guesses whether one unit was there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpfunc._utils.validation import fail, non_negative, open_unit, real
+from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
+from dpfunc.accounting._search import falling_root, least
+from dpfunc.accounting.ledger import Ledger
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Event
+
+RATES = (0.001, 0.01, 0.1)
+"""False positives at which the page says how many true ones there can be."""
+
+_DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
+_WIDTH = 1.0  # of log delta, where the bound on true positives is least
+_FINE = 5e-3  # the same for `TradeOff`: the bound is flat there, and a millionth above its least value
+_LARGEST = 700.0  # e^700 fits into float64
+_SMALLEST = -460.0  # log of the least delta of `tilted`
+
+Point = tuple[float, float]
+"""(delta, epsilon)"""
+
+
+def tight_method(ledger: Ledger) -> str:
+    """The accountant of the trade-off curve: one that needs neither torch nor opacus."""
+    plain = all(type(event) is Event and event.sampling_prob == 1 for event in ledger.law)
+    return "gaussian" if plain else "tilted"
+
+
+def delta(ledger: Ledger, epsilon: float) -> float:
+    """The least delta at which a ledger costs at most `epsilon`: an upper bound on the true one.
+
+    Args:
+        ledger: what was released. epsilon: >= 0.
+
+    Returns:
+        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else it is
+        as far above the truth as `tilted` is in epsilon (1e-4 of it), and 1e-6 of itself. 0 stands for less than
+        1e-199; 1 is the answer for a ledger of which `tilted` says nothing.
+
+    Raises:
+        InvalidArgument: epsilon outside its domain.
+
+    Guarantees:
+        tests/accounting/test_trade_off.py::test_delta_is_the_inverse_of_epsilon, ::test_delta_against_integration.
+
+    >>> print(f"{delta(Ledger((Event(1.0, 1.0, 1),)), 1.0):.9f}")
+    0.126936738
+    """
+    target = non_negative("epsilon", epsilon)
+    if not ledger.events:
+        return 0.0
+    if any(event.noise_multiplier == 0 for event in ledger.law if type(event) is Event):
+        return 1.0
+    if tight_method(ledger) == "gaussian":
+        return gaussian_delta(target, gaussian_mu(ledger.law))
+
+    def excess(log_delta: float) -> float:
+        return min(_epsilon(ledger, math.exp(log_delta)), 1e9) - target
+
+    high, low = -1e-12, -3.0
+    if excess(high) > 0:
+        return 1.0
+    while excess(low) <= 0:
+        if low <= _SMALLEST:
+            return 0.0
+        high, low = low, max(3 * low, _SMALLEST)
+    return math.exp(falling_root(excess, low, high, atol=1e-6))
+
+
+def _epsilon(ledger: Ledger, at: float) -> float:
+    """Epsilon at a delta, by a method that needs no opacus; infinite where it says nothing."""
+    try:
+        return ledger.epsilon(at, tight_method(ledger)).epsilon
+    except InvalidArgument:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """Limits of an attacker who sees what was released, knows all other records, and guesses if a unit was there.
+
+    Each figure is an upper bound on success (`false_negatives`: a lower bound on failure), for both orders of the
+    neighbours, and depends on public facts only. It is above the best bound that the ledger's epsilons give by at most
+    2e-5 of itself, and these are within 1e-4 of the truth (`tilted`) or exact (no sampling).
+    Wasserman and Zhou 2010, A Statistical Framework for Differential Privacy; Dong, Roth and Su 2022, Gaussian
+    Differential Privacy.
+
+    Args:
+        ledger: what was released.
+
+    Raises:
+        InvalidArgument: not a ledger, or an argument outside its domain.
+
+    Guarantees:
+        tests/accounting/test_trade_off.py::test_a_gaussian_has_its_own_curve, ::test_no_test_does_better.
+
+    >>> from dpfunc.types import Event
+    >>> limits = TradeOff(Ledger((Event(1.0, 1.0, 1),)))
+    >>> print(f"{limits.true_positives(0.1):.5f} {limits.advantage():.5f} {limits.bayes_success():.5f}")
+    0.38914 0.38292 0.69146
+    """
+
+    ledger: Ledger
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ledger, Ledger):
+            raise fail("a Ledger", "ledger", self.ledger, "Use Ledger((Event(...), ...)).")
+
+    def true_positives(self, false_positives: float) -> float:
+        """Most true positives of a test with at most this share of false ones, 0 < share < 1.
+
+        `min over delta of e^epsilon share + delta and 1 - e^-epsilon (1 - delta - share)`, for epsilon at delta.
+        """
+        rate = open_unit("false_positives", false_positives)
+        if not self.ledger.events:
+            return rate
+
+        def bound(log_delta: float) -> float:
+            at = math.exp(log_delta)
+            return true_positives([(at, _epsilon(self.ledger, at))], rate)
+
+        most = delta(self.ledger, 0.0)
+        if most >= 1:
+            return 1.0
+        lowest = math.log(min(most, rate)) - 13  # a smaller delta adds 2e-6 of the bound
+        best = min(least(bound, lowest, math.log(most), _FINE)[1], rate + most)
+        return min(best, 1.0)
+
+    def false_negatives(self, false_positives: float) -> float:
+        """Least share of false negatives of a test with at most this share of false positives: the trade-off curve."""
+        return 1 - self.true_positives(false_positives)
+
+    def advantage(self) -> float:
+        """Most that true positives are above false ones, of any test: delta at epsilon 0, the total variation."""
+        return delta(self.ledger, 0.0)
+
+    def bayes_success(self, prior: float = 0.5) -> float:
+        """Most that a guess is right with, if the unit is there with probability `prior`, 0 <= prior <= 1.
+
+        `m + (1 - m) delta(log(m / (1 - m)))` with m the larger of prior and 1 - prior.
+        """
+        share = real("prior", prior, "0 <= prior <= 1")
+        if not 0 <= share <= 1:
+            raise fail("0 <= prior <= 1", "prior", prior)
+        sure = max(share, 1 - share)
+        if sure == 1:
+            return 1.0
+        return sure + (1 - sure) * delta(self.ledger, math.log(sure / (1 - sure)))
+
+
+def curve(ledger: Ledger, delta: float) -> list[Point]:
+    """Points (delta, epsilon) of a ledger: of a claim at `delta`, of a grid, and where the bounds of `RATES` are best.
+
+    Raises:
+        InvalidArgument: no accountant can give the claim. A point of the grid that none can give is left out.
+    """
+    method = tight_method(ledger)
+    found = {delta: ledger.epsilon(delta, method).epsilon}
+    for at in _DELTAS:
+        try:
+            found[at] = ledger.epsilon(at, method).epsilon
+        except InvalidArgument:  # of delta near 1, for some ledgers
+            continue
+        if found[at] == 0:
+            break  # larger ones cost nothing either
+    grid = sorted(found.items())
+    for rate in RATES:
+        found.update(_refined(ledger, grid, rate))
+    return sorted(found.items())
+
+
+def _refined(ledger: Ledger, grid: Sequence[Point], rate: float) -> dict[float, float]:
+    """Points around the one of a grid that bounds true positives best."""
+    found: dict[float, float] = {}
+
+    def bound(log_delta: float) -> float:
+        at = math.exp(log_delta)
+        found[at] = ledger.epsilon(at, tight_method(ledger)).epsilon
+        return true_positives([(at, found[at])], rate)
+
+    best = min(range(len(grid)), key=lambda i: true_positives([grid[i]], rate))
+    low, high = grid[max(0, best - 1)][0], grid[min(len(grid) - 1, best + 1)][0]
+    least(bound, math.log(low), math.log(high), _WIDTH)
+    return found
+
+
+def true_positives(points: Sequence[Point], rate: float) -> float:
+    """Largest share of true positives at a share of false ones, of any attack: each point bounds it in two ways.
+
+    `min over (delta, epsilon) of e^epsilon rate + delta and 1 - e^-epsilon (1 - delta - rate)`: Wasserman and Zhou
+    2010, A Statistical Framework for Differential Privacy, Theorem 2.4, for both orders of the neighbours.
+
+    >>> round(true_positives([(1e-5, 1.0)], 0.1), 4)
+    0.2718
+    """
+    return min(1.0, *(_one_point(delta, min(epsilon, _LARGEST), rate) for delta, epsilon in points))
+
+
+def _one_point(delta: float, epsilon: float, rate: float) -> float:
+    return min(math.exp(epsilon) * rate + delta, 1 - math.exp(-epsilon) * max(0.0, 1 - delta - rate))

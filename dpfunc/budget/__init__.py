@@ -1,0 +1,6 @@
+"""Budget of a data set: what all runs on the same records may cost together, kept in a database."""
+
+from dpfunc.budget._events import BudgetEntry
+from dpfunc.budget.budget import Budget
+
+__all__ = ["Budget", "BudgetEntry"]

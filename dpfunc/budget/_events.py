@@ -1,0 +1,163 @@
+"""What the database of a budget holds, as values: public facts, and events in a chain of digests. No SQL here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from dpfunc._utils.validation import fail, one_of, open_unit, positive
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.events import to_values
+from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
+from dpfunc.types import ADJACENCIES, Adjacency
+
+SCHEMA = "dpfunc.budget/1"
+RESERVE, SETTLE, REST = "reserved", "settled", "rest"
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, DPFuncError)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Public facts of a budget, see `Budget.create`; fixed when it is made."""
+
+    epsilon: float
+    delta: float
+    unit: str
+    adjacency: Adjacency
+    spenders: tuple[str, ...]
+    earlier: Ledger
+
+    def __post_init__(self) -> None:
+        positive("epsilon", self.epsilon)
+        open_unit("delta", self.delta)
+        one_of("adjacency", self.adjacency, ADJACENCIES)
+        for name in (self.unit, *self.spenders):
+            line("unit and spenders", name)
+        if not self.spenders:
+            raise fail("the names of who may spend", "spenders", self.spenders)
+        Ledger(adjacency=self.adjacency).compose(self.earlier)  # of one adjacency
+
+    def to_json(self) -> str:
+        """The facts as JSON."""
+        return json.dumps({**asdict(self), "earlier": self.earlier.to_json()})
+
+
+@dataclass(frozen=True)
+class BudgetEntry:
+    """A run in a budget.
+
+    Args:
+        run: its name. spender: who reserved it. token: public name of its key.
+        state: `reserved`, `settled`, or `rest`: a search, which has reserved all that was left.
+        planned: ledger that was reserved. charged: what counts: `planned`, or what was really spent.
+        before: what its plan counted as spent. date: of the last change, UTC.
+
+    >>> BudgetEntry("first model", "ana", "key", "reserved", Ledger(), Ledger(), Ledger(), "").state
+    'reserved'
+    """
+
+    run: str
+    spender: str
+    token: str
+    state: str
+    planned: Ledger
+    charged: Ledger
+    before: Ledger
+    date: str
+
+
+class Event(NamedTuple):
+    """A row, which nobody changes: what a run is charged from then on. `kind` is its state; ledgers are JSON."""
+
+    number: int
+    kind: str
+    run: str
+    spender: str
+    token: str
+    ledger: str
+    before: str
+    date: str
+
+    def digest(self, previous: str) -> str:
+        """Digest of this row and of all before it."""
+        return digest([previous, *self])
+
+    def entry(self, known: BudgetEntry | None) -> BudgetEntry:
+        """The run after this event."""
+        ledger, before = Ledger.from_json(self.ledger), Ledger.from_json(self.before)
+        planned = known.planned if known is not None and self.kind == SETTLE else ledger
+        return BudgetEntry(self.run, self.spender, self.token, self.kind, planned, ledger, before, self.date)
+
+
+class Account(NamedTuple):
+    """All that a database holds: facts, runs in the order of their reservations, and the end of the chain."""
+
+    facts: Facts
+    entries: Mapping[str, BudgetEntry]
+    number: int
+    head: str
+
+    @property
+    def closed(self) -> bool:
+        """True if a search has reserved the rest."""
+        return any(entry.state == REST for entry in self.entries.values())
+
+    def place(self, run: str) -> dict[str, Any]:
+        """The place of a run in the budget, for its certificate, as JSON values."""
+        facts, others = self.facts, self.charged(without=run)
+        about = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
+        number = [*self.entries].index(run) + 1
+        return {**about, "run": run, "number": number, "others": [to_values(event) for event in others.events]}
+
+    def charged(self, without: str = "") -> Ledger:
+        """What all runs are charged, or all but one, with what came before the budget."""
+        ledgers = [entry.charged for entry in self.entries.values() if entry.run != without]
+        return self.facts.earlier.compose(*ledgers)
+
+
+def line(name: str, value: object) -> str:
+    """A line of text that a terminal can show, which is not empty."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise fail("a line of printable text", name, value)
+    return value
+
+
+def digest(values: object) -> str:
+    """Digest of JSON values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def damaged(what: str) -> CheckpointError:
+    """The error for a database that was changed by something else than this library."""
+    return CheckpointError(
+        f"Expected a budget as dpfunc wrote it, got {what}: it was changed or damaged. Restore the database from a "
+        "copy, and reserve again what was reserved after it. Nothing was reserved or settled."
+    )
+
+
+def read_account(about: tuple[Any, ...], rows: Iterable[tuple[Any, ...]]) -> Account:
+    """What the one row about a budget and its events say; what is missing, changed or in another order is found."""
+    number, schema, text, head, found = about
+    if schema != SCHEMA:
+        raise fail(f"a budget of schema {SCHEMA!r}", "schema", schema, "Use the version of dpfunc that made it.")
+    if digest([number, schema, text, head]) != found:
+        raise damaged("facts with another digest")
+    previous, entries, count = "", dict[str, BudgetEntry](), 0
+    try:
+        values = json.loads(text)
+        earlier, spenders = Ledger.from_json(values["earlier"]), tuple(values["spenders"])
+        facts = Facts(**{**values, "earlier": earlier, "spenders": spenders})
+        for count, (*fields, found) in enumerate(rows, 1):
+            event = Event(*fields)
+            previous = event.digest(previous)
+            if event.number != count or previous != found:
+                raise InvalidArgument(f"row {count} has another digest")
+            entries[event.run] = event.entry(entries.get(event.run))
+    except _UNREADABLE as error:
+        raise damaged(f"one that cannot be read ({error})") from error
+    if (count, previous) != (number, head):
+        raise damaged(f"{count} rows instead of {number}")
+    return Account(facts, entries, number, head)

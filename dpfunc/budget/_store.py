@@ -1,0 +1,161 @@
+"""The database of a budget: SQLAlchemy Core on one SQLite file, or on a PostgreSQL server. It needs no torch.
+
+A change is one transaction under one lock: `BEGIN IMMEDIATE` of SQLite, the lock of the one row of facts of PostgreSQL.
+Every change finds what it has already done, so it is simply done again after a connection was cut in the middle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert, inspect, make_url, select, update
+from sqlalchemy.engine import URL, Connection
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.pool import NullPool
+
+from dpfunc._utils.validation import fail
+from dpfunc.budget._events import SCHEMA, Account, Event, Facts, damaged, digest, read_account
+from dpfunc.errors import InvalidArgument, NotWritten
+
+_TABLES = MetaData()
+
+
+def _table(name: str, *texts: str) -> Table:
+    columns = [Column(text, Text, nullable=False) for text in (*texts, "digest")]
+    return Table(name, _TABLES, Column("number", Integer, primary_key=True, autoincrement=False), *columns)
+
+
+BUDGET = _table("dpfunc_budget", "schema", "facts", "head")
+EVENTS = _table("dpfunc_budget_events", *Event._fields[1:])
+_ATTEMPTS, _PAUSE = 8, 0.05  # seconds, doubled each time
+_WAIT = 60  # seconds for the lock of a SQLite file
+Answer = TypeVar("Answer")
+Change = Callable[[Account], tuple[Event | None, Answer]]
+"""Account -> an event to add, or None, and an answer. It may be called again, after a connection was cut."""
+
+
+def make(url: str, facts: Facts) -> None:
+    """Make the tables of a new budget."""
+
+    def write(connection: Connection) -> None:
+        if inspect(connection).has_table(BUDGET.name):
+            raise fail("a place without a budget", "url", shown(url), "There is one: its facts are fixed. Show it.")
+        _TABLES.create_all(connection)
+        connection.execute(insert(BUDGET).values(_about(facts.to_json(), 0, "")))
+
+    _in_transaction(url, write, mode="rwc")
+
+
+def read(url: str) -> Account:
+    """All that a budget holds, as of one moment."""
+    return _in_transaction(url, _read, mode="ro")
+
+
+def change(url: str, decide: Change[Answer]) -> Answer:
+    """Read a budget, decide, and add an event, while nobody else can."""
+
+    def write(connection: Connection) -> Answer:
+        account = _read(connection, lock=True)
+        event, answer = decide(account)
+        if event is not None:
+            head = event.digest(account.head)
+            connection.execute(insert(EVENTS).values(**event._asdict(), digest=head))
+            connection.execute(update(BUDGET).values(_about(account.facts.to_json(), event.number, head)))
+        return answer
+
+    return _in_transaction(url, write, mode="rw")
+
+
+def shown(url: str) -> str:
+    """The address without its password."""
+    return make_url(url).render_as_string(hide_password=True) if "://" in url else url
+
+
+def _about(facts: str, number: int, head: str) -> dict[str, Any]:
+    """The row about a budget, with the end of the chain of its events."""
+    values = [number, SCHEMA, facts, head]
+    return dict(zip(BUDGET.c.keys(), [*values, digest(values)], strict=True))
+
+
+def _read(connection: Connection, lock: bool = False) -> Account:
+    if not inspect(connection).has_table(BUDGET.name):
+        raise InvalidArgument("Expected a database with a budget, got one without. Make it: dpfunc budget create.")
+    rows = connection.execute(select(BUDGET).with_for_update() if lock else select(BUDGET)).all()
+    if len(rows) != 1:
+        raise damaged(f"{len(rows)} rows about the budget")
+    return read_account(tuple(rows[0]), map(tuple, connection.execute(select(EVENTS).order_by(EVENTS.c.number))))
+
+
+def _in_transaction(url: str, action: Callable[[Connection], Answer], *, mode: str) -> Answer:
+    """Do it in one transaction, again after a connection was cut; `mode` as of SQLite: rwc, rw or ro."""
+    address = _address(url, mode)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _once(address, action, mode)
+        except DBAPIError as error:
+            if not _was_cut(error) or attempt + 1 == _ATTEMPTS:
+                raise _refusal(url, error) from error
+        except ImportError as error:
+            raise InvalidArgument(f'A server needs psycopg: pip install "dpfunc[postgresql]" ({error}).') from error
+        except UnicodeDecodeError as error:  # of a text column
+            raise damaged("text that is none") from error
+        time.sleep(_PAUSE * 2**attempt)
+    raise NotWritten(f"The budget {shown(url)} could not be reached.")  # the loop has ended before
+
+
+def _once(address: URL, action: Callable[[Connection], Answer], mode: str) -> Answer:
+    """One transaction, with explicit BEGIN and COMMIT: the drivers begin one at other times, and without its lock."""
+    sqlite = address.get_backend_name() == "sqlite"
+    options = {"timeout": _WAIT} if sqlite else {}
+    engine = create_engine(address, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=options)
+    with engine.connect() as connection:
+        if sqlite:
+            connection.exec_driver_sql("PRAGMA synchronous = EXTRA")  # a commit survives a power cut
+            connection.exec_driver_sql("BEGIN" if mode == "ro" else "BEGIN IMMEDIATE")
+        elif mode == "ro":
+            connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")  # all of one moment
+        else:
+            connection.exec_driver_sql("BEGIN ISOLATION LEVEL READ COMMITTED")  # and the lock of a row
+            connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
+        answer = action(connection)
+        connection.exec_driver_sql("COMMIT")
+    return answer  # whatever is raised above closes the connection, which undoes all
+
+
+def _address(url: str, mode: str) -> URL:
+    """The address for SQLAlchemy: a path is a SQLite file, which only the mode `rwc` makes."""
+    try:
+        made = make_url(url if "://" in url else URL.create("sqlite", database=url))
+    except ArgumentError as error:
+        raise InvalidArgument("Expected the path of a file or a URL of a database, got one that is none.") from error
+    backend = made.get_backend_name()
+    if backend == "postgresql":
+        return made if "+" in made.drivername else made.set(drivername="postgresql+psycopg")
+    if backend != "sqlite" or made.database in (None, "", ":memory:") or made.query:
+        raise fail("the path of a file, or postgresql://...", "url", shown(url), "These two were tried.")
+    path = Path(str(made.database)).absolute()
+    if mode != "rwc" and not path.is_file():
+        raise fail("a file with a budget", "url", shown(url), "There is no such file. Make it: dpfunc budget create.")
+    opened = "rwc" if mode == "rwc" else "rw"  # who reads undoes what a killed process has half-written
+    return URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": opened, "uri": "true"})
+
+
+def _was_cut(error: DBAPIError) -> bool:
+    """True after an error of a connection to a server, or of two that make the same table."""
+    if type(error.orig).__module__.startswith("sqlite3"):
+        return False
+    return error.connection_invalidated or isinstance(error, OperationalError | InterfaceError | IntegrityError)
+
+
+def _refusal(url: str, error: DBAPIError) -> Exception:
+    """The error of this library for one of a database."""
+    if isinstance(error, DatabaseError) and not isinstance(error, OperationalError):
+        return damaged(str(error.orig).strip())
+    return NotWritten(
+        f"The budget {shown(url)} could not be reached or changed: {str(error.orig).strip()}. What was reserved before "
+        "stays so; do the same again, which counts once."
+    )

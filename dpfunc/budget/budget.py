@@ -1,0 +1,304 @@
+"""The budget of a data set: a run reserves what it may cost before its first step, and settles what it has cost."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from dpfunc._utils.validation import fail, named, one_of, signed
+from dpfunc.accounting import Guarantee, Ledger, affordable_steps
+from dpfunc.budget._events import RESERVE, REST, SETTLE, Account, BudgetEntry, Event, Facts, line
+from dpfunc.checkpoint._chain import replace_file
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict
+from dpfunc.types import Adjacency
+
+if TYPE_CHECKING:  # a budget is shown without torch
+    from dpfunc.plan import Plan
+    from dpfunc.rng import Key
+
+PLACE_FILE = "privacy_budget.json"
+_NOTHING = "Nothing was reserved."
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The budget of a data set, in a database that all its runs share, for one of them or to look at.
+
+    What all runs cost together is `accounting.epsilon` of the sum of their ledgers, never a sum of epsilons. A run is
+    charged all that it has reserved until it settles; one that was killed, until somebody settles it with its journal.
+    A run whose settings follow from results of earlier ones is counted as if they had been fixed before.
+
+    Args:
+        url: path of a SQLite file, on a local disk; or `postgresql://user@host/database`, for several machines.
+        run: name of the run, e.g. `"first model"`, of which a budget has one; needed to reserve and to settle.
+        spender: who reserves; None: the name of the user that this process has.
+
+    Raises:
+        InvalidArgument: there is no budget, or one of another version. CheckpointError: it was changed by other means.
+        NotWritten: the database cannot be reached or written.
+
+    Guarantees:
+        no charge is lost or counted twice, whichever process is killed (tests/budget/test_kills.py) or connection cut
+        (tests/budget/test_postgresql.py); a charge is never below what was spent
+        (tests/budget/test_budget.py::TestTruth); a changed byte is found
+        (tests/budget/test_store.py::test_a_changed_byte_is_found).
+
+    >>> import tempfile
+    >>> from dpfunc.types import Event
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     budget = Budget(f"{folder}/patients.db", run="first model", spender="ana").create(
+    ...         epsilon=3.0, delta=1e-6, unit="one patient", adjacency="add_remove", spenders=["ana"])
+    ...     entry = budget.reserve(Ledger((Event(0.01, 1.0, 500),)), "a text of this run", unit="one patient")
+    ...     print(budget.settle(Ledger((Event(0.01, 1.0, 400),))).charged)
+    Ledger(400 steps, add_remove: (q=0.01, sigma=1) x 400)
+    """
+
+    url: str | Path
+    run: str | None = None
+    spender: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", str(self.url))
+        for name in ("run", "spender"):
+            if getattr(self, name) is not None:
+                line(name, getattr(self, name))
+
+    def __repr__(self) -> str:
+        """The fields, without a password."""
+        return f"Budget({_store().shown(self.url)!r}, run={self.run!r}, spender={self.spender!r})"
+
+    @named
+    def create(
+        self, *, epsilon: float, delta: float, unit: str, adjacency: Adjacency, spenders: Sequence[str],
+        earlier: Ledger | None = None,
+    ) -> Budget:  # fmt: skip
+        """Make the budget, where there is none. What it says is public, and cannot be changed.
+
+        Args:
+            epsilon, delta: what all runs together may cost.
+            unit: what is protected, in the words of the runs, e.g. `"one patient"`; DPTrainer's default is
+                `dpfunc.accounting.record.ONE_RECORD`. adjacency: which data sets are neighbours.
+            spenders: names of who may reserve: against mistakes; the database decides who can write.
+            earlier: what was spent on the same records before.
+
+        Raises:
+            InvalidArgument: a value outside its domain, or there is a budget. NotWritten: it could not be written.
+        """
+        names = (spenders,) if isinstance(spenders, str) else tuple(spenders)
+        before = Ledger(adjacency=adjacency) if earlier is None else earlier
+        _store().make(self.url, Facts(epsilon, delta, unit, adjacency, names, before))
+        return self
+
+    def account(self) -> Account:
+        """What the database holds now: `facts` (epsilon, delta, unit, ...), `entries` by run, `charged()`."""
+        return cast(Account, _store().read(self.url))
+
+    def spent(self) -> Ledger:
+        """What a plan of this run counts as spent: all charges; of a run that has reserved, those of that time.
+
+        So a resumed run makes the plan that it was begun with.
+        """
+        account = self.account()
+        entry = account.entries.get(self.run or "")
+        return account.charged() if entry is None else entry.before
+
+    @named
+    def reserve(
+        self, planned: Plan | Ledger | Guarantee, key: Key | str, *, unit: str, before: Ledger | None = None
+    ) -> BudgetEntry:
+        """Reserve what a run may cost, before its first step. The same again, by a resumed run, changes nothing.
+
+        Args:
+            planned: the plan of the run; or the ledger of all its steps; or, of a private search, the cost of all
+                charges and the search together: it takes all that is left, since its own cost is no ledger.
+            key: of the run, which tells it from another one of the same name; or a text that no other run has.
+            unit: what the run protects; must be that of the budget.
+            before: what the run counts as spent, for `spent()`; None: what the plan does, or all charges.
+
+        Returns:
+            The entry of the run, which is charged all of `planned`. It has public facts only.
+
+        Raises:
+            BudgetExhausted: it does not fit; the message says how many steps would. InvalidArgument: no name of a run,
+                another delta or unit, or somebody who may not spend. LedgerConflict: another adjacency, another run of
+                this name, or a search that lacks charges. Nothing was reserved.
+        """
+        run, spender, token = *self._names(), _token(key)
+        if isinstance(planned, Guarantee):
+            ledger = Ledger(adjacency=planned.adjacency)
+        else:
+            ledger = planned if isinstance(planned, Ledger) else planned.ledger()
+            before = before if before is not None or isinstance(planned, Ledger) else planned.spent
+
+        def decide(account: Account) -> tuple[Event | None, BudgetEntry | tuple[Account, float]]:
+            self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
+            entry, others = account.entries.get(run), account.charged(without=run)
+            if entry is not None and _is_there(entry, token, ledger):
+                return None, entry
+            known = entry.before if entry is not None else others if before is None else before
+            if isinstance(planned, Guarantee):
+                if entry is not None or known != account.charged():
+                    raise LedgerConflict(f"Expected a search that counts all charges, got others since. {_NOTHING}")
+                cost = planned.epsilon
+            else:
+                cost = others.compose(ledger).epsilon(account.facts.delta).epsilon
+            if cost > account.facts.epsilon or account.closed:
+                return None, (account, cost)
+            kind = REST if isinstance(planned, Guarantee) else RESERVE
+            return _event(account, kind, run, spender, token, ledger, known)
+
+        found = _store().change(self.url, decide)
+        if isinstance(found, BudgetEntry):
+            return found
+        account, cost = found
+        if account.closed or isinstance(planned, Guarantee):
+            why = "A search has reserved all that was left" if account.closed else "Lower the epsilon of the search"
+            raise BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
+        others, facts = account.charged(without=run), account.facts
+        steps = affordable_steps(
+            lambda count: others.compose(_first(planned, count)),
+            epsilon=facts.epsilon, delta=facts.delta, limit=ledger.num_steps,
+        )  # fmt: skip
+        raise BudgetExhausted(
+            f"Expected a run within the budget of the data set, epsilon={facts.epsilon:g} at delta={facts.delta:g}, "
+            f"got run={run!r}, with which all runs cost {cost:.4g}. {steps} of its {ledger.num_steps} steps would fit "
+            f"beside the {others.num_steps} that are charged; Plan.for_budget(budget=...) finds the noise for all. "
+            f"{_NOTHING}"
+        )
+
+    def settle(self, spent: Ledger | Path | str) -> BudgetEntry:
+        """Charge what the run has really spent; the rest of its reservation returns. The same again changes nothing.
+
+        Args:
+            spent: the journal of the run, or the folder with it, which then gets `privacy_budget.json`, for the
+                certificate; or a ledger of the run's own steps alone.
+
+        Returns:
+            The entry of the run; `charged` is what was spent.
+
+        Raises:
+            InvalidArgument: no reservation, or no journal with a step of the run. LedgerConflict: fewer steps than were
+                settled before; or more than were reserved, which are charged from here on: settle again if that is
+                right. CheckpointError: a journal that lost lines.
+        """
+        run, spender = self._names()
+        known = self.account().entries.get(run)
+        if known is None or known.state == "rest":
+            raise fail("a run that has reserved, and no search", "run", run, "Nothing was settled.")
+        own = spent if isinstance(spent, Ledger) else _of_files(Path(spent), known.token)
+
+        def decide(account: Account) -> tuple[Event | None, BudgetEntry]:
+            self._check(account, account.facts.unit, own, account.facts.delta)
+            entry = account.entries[run]
+            if own.beyond(entry.planned).events:
+                whole = entry.planned.compose(own.beyond(entry.planned))
+                return _event(account, RESERVE, run, spender, entry.token, whole, entry.before)
+            if entry.state == "settled" and own.lacks(entry.charged):
+                raise LedgerConflict(
+                    f"Expected at least the {entry.charged.num_steps} steps that were settled, got {own.num_steps}: "
+                    "what was spent does not return. Nothing was changed."
+                )
+            if entry.state == "settled" and own == entry.charged:
+                return None, entry
+            event, after = _event(account, SETTLE, run, spender, entry.token, own, entry.before)
+            return event, replace(after, planned=entry.planned)
+
+        after = cast(BudgetEntry, _store().change(self.url, decide))
+        if after.state != "settled":
+            raise LedgerConflict(
+                f"Expected at most the {known.planned.num_steps} steps that were reserved, got {own}, with others. The "
+                "run is charged both from now on. If the run took these steps, settle again with the same. If they are "
+                "of other runs (state.ledger has plan.spent in it), settle with its own: name its journal."
+            )
+        if not isinstance(spent, Ledger):
+            folder, place = Path(spent), self.account().place(run)
+            replace_file((folder if folder.is_dir() else folder.parent) / PLACE_FILE, json.dumps(signed(place)) + "\n")
+        return after
+
+    def _names(self) -> tuple[str, str]:
+        if self.run is None:
+            raise fail("the name of a run", "run", None, 'Budget(url, run="first model").')
+        return self.run, getpass.getuser() if self.spender is None else self.spender
+
+    def _check(self, account: Account, unit: str, ledger: Ledger, delta: float) -> None:
+        """Check that epsilon means for a run what it does for the budget, and that the spender may spend."""
+        facts, (_, spender) = account.facts, self._names()
+        one_of("spender", spender, facts.spenders, f"These may spend. {_NOTHING}")
+        one_of("unit", unit, (facts.unit,), f"This is what the budget protects. {_NOTHING}")
+        one_of("delta", repr(delta), (repr(facts.delta),), f"This is the delta of the budget. {_NOTHING}")
+        if ledger.adjacency != facts.adjacency:
+            raise LedgerConflict(
+                f"Expected adjacency {facts.adjacency!r}, as the budget has, got {ledger.adjacency!r}. {_NOTHING}"
+            )
+
+
+def _store() -> Any:
+    """The module with the database, which needs the extra."""
+    try:
+        from dpfunc.budget import _store
+    except ImportError as error:
+        raise InvalidArgument(f'A budget needs SQLAlchemy: pip install "dpfunc[budget]" ({error}).') from error
+    return _store
+
+
+def _token(key: Key | str) -> str:
+    """A public name of a run: the fingerprint of its key, which its journal has as well."""
+    if isinstance(key, str):
+        return f"text {line('key', key)}"
+    from dpfunc.rng import fingerprint
+
+    return fingerprint(key)
+
+
+def _is_there(entry: BudgetEntry, token: str, planned: Ledger) -> bool:
+    """True if a run has its reservation; False if it was settled, and goes on. Another run of that name is an error."""
+    settled = entry.state == "settled"
+    if entry.token != token or entry.planned != planned or (settled and token.startswith("text ")):
+        raise LedgerConflict(
+            f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key or "
+            "plan, or is settled. Two runs of one name would be counted once: choose another name, or resume that run. "
+            "One that was killed before its first step, and has lost its key, is settled by dpfunc budget settle "
+            f"--unused. {_NOTHING}"
+        )
+    return not settled
+
+
+def _event(
+    account: Account, kind: str, run: str, spender: str, token: str, ledger: Ledger, before: Ledger
+) -> tuple[Event, BudgetEntry]:
+    """An event to add, and what the run is after it."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")  # for people: nothing is decided by it
+    event = Event(account.number + 1, kind, run, spender, token, ledger.to_json(), before.to_json(), date)
+    return event, event.entry(None)
+
+
+def _of_files(path: Path, token: str) -> Ledger:
+    """The steps of one run in a journal, or in the journals of a folder, without what it counted before."""
+    from dpfunc.checkpoint.journal import read_steps, steps_ledger
+
+    journals = sorted(path.glob("*journal.jsonl")) if path.is_dir() else [path]
+    runs = {name: taken for journal in journals for name, taken in read_steps(journal).items()}
+    own = [runs[token]] if token in runs else [*runs.values()] if token.startswith("text ") else []
+    if len(own) != 1:
+        raise InvalidArgument(
+            f"Expected a journal with steps of the run whose key is {token!r}, got {str(path)!r}, which has none. If "
+            "it took no step, settle with Ledger(adjacency=...). Nothing was settled."
+        )
+    return steps_ledger(own)
+
+
+def _first(planned: Plan | Ledger, count: int) -> Ledger:
+    """The first steps of a plan; of a ledger those that come first in it."""
+    if not isinstance(planned, Ledger):
+        return planned.ledger(count)
+    events, left = [], count
+    for event in planned.events:
+        if left:
+            events.append(replace(event, num_steps=min(left, event.num_steps)))
+            left -= events[-1].num_steps
+    return Ledger(tuple(events), planned.adjacency)

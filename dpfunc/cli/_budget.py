@@ -1,0 +1,134 @@
+"""The commands `dpfunc budget create`, `show`, `reserve`, `settle` and `history`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dpfunc._utils.locks import only_process
+from dpfunc.accounting import Ledger
+from dpfunc.budget import Budget, BudgetEntry
+from dpfunc.checkpoint._prior_ledgers import read_spent
+from dpfunc.cli._output import json_option, print_json, print_rows, print_values
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import ADJACENCIES, Adjacency, Event
+
+_file = click.Path(exists=True, path_type=Path)
+_spender = click.option("--spender", help="Who reserves. [default: the user]")
+
+
+@click.group()
+def budget() -> None:
+    """What all runs on the same records may cost together, in a database that they share.
+
+    URL is the path of a SQLite file on a local disk, or postgresql://user@host/database. Nothing in it is private.
+    """
+
+
+@budget.command()
+@click.argument("url")
+@click.option("--epsilon", "-e", type=float, required=True, help="Of all runs together.")
+@click.option("--delta", "-d", type=float, required=True, help="Of all runs together, below 1 / number of records.")
+@click.option("--unit", required=True, help="What is protected, in the words of the runs, e.g. 'one patient'.")
+@click.option("--adjacency", type=click.Choice(ADJACENCIES), required=True, help="Which data sets are neighbours.")
+@click.option("--spender", "spenders", multiple=True, required=True, help="Who may reserve; repeat it for more names.")
+@click.option("--spent", multiple=True, type=_file, help="Journal, ledger or record of an earlier run; repeat it.")
+def create(
+    url: str, epsilon: float, delta: float, unit: str, adjacency: Adjacency, spenders: tuple[str, ...],
+    spent: tuple[Path, ...],
+) -> None:  # fmt: skip
+    """Make a budget. Its facts are fixed from then on.
+
+    Example: dpfunc budget create mails.db -e 8 -d 1e-6 --unit "one person" --adjacency add_remove --spender ana
+    """
+    earlier = read_spent(spent)
+    Budget(url).create(epsilon=epsilon, delta=delta, unit=unit, adjacency=adjacency, spenders=spenders, earlier=earlier)
+    click.echo("The budget was made.")
+
+
+@budget.command()
+@click.argument("url")
+@json_option
+def show(url: str, as_json: bool) -> None:
+    """Show what the data set may cost, and what is charged."""
+    account = Budget(url).account()
+    facts, charged = account.facts, account.charged()
+    values = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
+    spent = facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon
+    counted = {"runs": len(account.entries), "steps_charged": charged.num_steps, "epsilon_charged": spent}
+    _show("Budget of the data set", {**values, "spenders": ", ".join(facts.spenders), **counted}, as_json)
+
+
+@budget.command()
+@click.argument("url")
+@json_option
+def history(url: str, as_json: bool) -> None:
+    """List all runs, with what each would cost alone: epsilons do not add up."""
+    account = Budget(url).account()
+    rows = [_described(entry, account.facts.delta) for entry in account.entries.values()]
+    if as_json:
+        print_json(rows)
+    else:
+        header = [name.replace("_", " ") for name in (rows[0] if rows else {"run": ""})]
+        print_rows("Runs", header, [[str(value) for value in row.values()] for row in rows])
+
+
+@budget.command()
+@click.argument("url")
+@click.argument("run")
+@click.option("--unit", required=True, help="What the run protects: that of the budget.")
+@click.option("--sampling-prob", "-q", type=float, required=True, help="Probability of a record to be in a batch.")
+@click.option("--sigma", "-s", type=float, required=True, help="Noise multiplier.")
+@click.option("--steps", "-t", type=int, required=True, help="Number of steps.")
+@_spender
+@json_option
+def reserve(
+    url: str, run: str, unit: str, sampling_prob: float, sigma: float, steps: int, spender: str | None, as_json: bool
+) -> None:
+    """Reserve for a run of another program, which is named once and for all; runs of dpfunc do it themselves."""
+    there = Budget(url, run, spender)
+    account = there.account()
+    if run in account.entries:
+        raise InvalidArgument(f"Expected a run that is not in the budget, got {run!r}, which is. Nothing was reserved.")
+    planned = Ledger((Event(sampling_prob, sigma, steps),), account.facts.adjacency)
+    entry = there.reserve(planned, f"by hand: {run}", unit=unit)
+    _show("The run in the budget", _described(entry, account.facts.delta), as_json)
+
+
+@budget.command()
+@click.argument("url")
+@click.argument("run")
+@click.argument("spent", type=_file, required=False)
+@click.option("--unused", is_flag=True, help="Instead of SPENT: nothing was released.")
+@_spender
+@json_option
+def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | None, as_json: bool) -> None:
+    """Charge what a run that has ended, or was killed, has really spent, by its journal.
+
+    SPENT is its folder or journal (.jsonl). Runs of dpfunc that end by themselves settle without this.
+    """
+    if (spent is None) != unused:
+        raise click.UsageError("Expected either SPENT, the folder or the journal of the run, or --unused.")
+    there = Budget(url, run, spender)
+    facts = there.account().facts
+    if spent is None:
+        entry = there.settle(Ledger(adjacency=facts.adjacency))
+    else:
+        with only_process(spent if spent.is_dir() else spent.parent):  # it has ended
+            entry = there.settle(spent)
+    _show("The run in the budget", _described(entry, facts.delta), as_json)
+
+
+def _described(entry: BudgetEntry, delta: float) -> dict[str, Any]:
+    alone = round(entry.charged.epsilon(delta).epsilon, 4)
+    steps = {"steps": entry.charged.num_steps, "reserved_steps": entry.planned.num_steps, "epsilon_alone": alone}
+    return {"run": entry.run, "spender": entry.spender, "state": entry.state, **steps, "date": entry.date}
+
+
+def _show(title: str, values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(values)
+    else:
+        print_values(title, values)

@@ -1,0 +1,195 @@
+"""Private telemetry: statistics of the records of a step, in the same Gaussian release as the gradient.
+
+A record's vector is its clipped gradient with its scaled statistics behind it. The statistics get a share of the
+squared bound C^2 and the gradient the rest, so that the norm of the whole is at most C: sensitivity, noise and ledger
+are those of a plan without telemetry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.validation import fail, integer, named, open_unit, real, shorten, wrong_type
+from dpfunc.clipping.bounds import SLACK
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import ClippedSum, Params, Unreleased
+
+_LEAF = "(telemetry)"  # name of the statistics among the sums, and of their clip group
+
+
+@named
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic of each record, whose mean over a step is released.
+
+    Args:
+        name: `"loss"`; `"norm"`, of the gradient; `"clipped"`, 1 where a norm is above its bound, else 0; or a key of
+            the mapping `aux` of a loss that returns `(losses, aux)`.
+        low, high: public bounds, to which other values are moved. The noise grows with their distance. Not of
+            `"clipped"`, nor of a histogram.
+        edges: increasing: a histogram, the shares of records below the first edge, between two, and above the last.
+        size: the record has so many numbers (B, size), scaled down to L2 norm `high`, e.g. the load of each expert.
+
+    >>> Statistic("loss", high=4.0)
+    Statistic(name='loss', low=0.0, high=4.0, edges=(), size=None)
+    """
+
+    name: str
+    low: float = 0.0
+    high: float | None = None
+    edges: tuple[float, ...] = ()
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        edges = tuple(real("edges", edge, "finite edges") for edge in self.edges)
+        if list(edges) != sorted(set(edges)):
+            raise fail("increasing edges", "edges", self.edges)
+        object.__setattr__(self, "edges", edges)
+        if self.name == "clipped" or edges:
+            object.__setattr__(self, "high", 1.0)
+        low = real("low", self.low, "a finite low")
+        domain = f"a public bound high > low = {low:g} of {self.name!r}"
+        object.__setattr__(self, "high", real("high", self.high, domain, inside=lambda high: high > low))
+        size = 1 if self.size is None else integer("size", self.size, minimum=1)
+        if bool(edges) + bool(self.size) + bool(low) > 1:
+            raise fail("one of low, edges and size", "size", size, f"{self.name!r} has a norm, or an interval.")
+
+    @property
+    def num_values(self) -> int:
+        """Count of the numbers that are released."""
+        return len(self.edges) + 1 if self.edges else self.size or 1
+
+    @property
+    def _unit(self) -> tuple[float, float]:
+        """Centre and half width: the scaled statistic `(value - centre) / width` of a record has norm at most 1."""
+        high = 1.0 if self.high is None else self.high
+        return (0.0, high) if self.edges or self.size else ((self.low + high) / 2, (high - self.low) / 2)
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """The scaled statistic of each record (B, num_values), of norm at most 1; of what is not finite 0."""
+        given = 1 if self.size is None else self.size
+        if values.numel() != len(values) * given:
+            wanted = "(B,)" if self.size is None else f"(B, {given})"
+            raise fail(f"aux[{self.name!r}] of shape {wanted}", "shape", tuple(values.shape))
+        values_BN = values.double().reshape(len(values), given)
+        finite_B = torch.isfinite(values_BN).all(1, keepdim=True)
+        if self.edges:
+            place_B = torch.bucketize(values_BN[:, 0].contiguous(), values_BN.new_tensor(self.edges), right=True)
+            scaled_BN = torch.nn.functional.one_hot(place_B, self.num_values).double()
+        else:
+            centre, width = self._unit
+            scaled_BN = (values_BN.nan_to_num() - centre) / width
+            length = scaled_BN.abs() if self.size is None else scaled_BN.norm(dim=1, keepdim=True)
+            scaled_BN = scaled_BN / length.clamp(min=1.0)
+        return torch.where(finite_B, scaled_BN, torch.zeros_like(scaled_BN))
+
+    def _mean(self, scaled: Tensor) -> float | list[float]:
+        centre, width = self._unit
+        values: list[float] = (centre + width * scaled).tolist()
+        return values if self.edges or self.size else values[0]
+
+
+@named
+@dataclass(frozen=True)
+class Telemetry:
+    """Statistics that each step releases with its gradient; of a plan, `Plan(..., telemetry=...)`.
+
+    The statistics s_k of a record, k < K, are centred and scaled to norm at most `C sqrt(share / K)`, and its gradient
+    is clipped to `C sqrt(1 - share)`. Their sum gets the noise of the gradient, and is divided by the *expected* batch
+    size: `mean_k = centre_k + (sum + noise) / (C sqrt(share / K) b)`, which under Poisson sampling is without bias the
+    mean over all records (of their bounded values). A step without records releases the centre, with noise.
+
+    Args:
+        statistics: what is released.
+        share: of the squared bound, 0 < share < 1, e.g. 0.05: the gradient has `sqrt(1 - share)` of its bound left.
+
+    Guarantees:
+        one record moves gradient and statistics together by at most the sensitivity; a record whose gradient is not
+        finite moves nothing (tests/clipping/test_telemetry.py::test_sensitivity); the noise is that of the plan
+        (test_noise_scale), and the mean has no bias (test_unbiased).
+
+    >>> telemetry = Telemetry((Statistic("loss", high=4.0), Statistic("norm", edges=(0.5, 1.0))), share=0.05)
+    >>> telemetry.num_values
+    4
+    """
+
+    statistics: tuple[Statistic, ...]
+    share: float
+
+    def __post_init__(self) -> None:
+        statistics = tuple(self.statistics) if isinstance(self.statistics, Sequence) else ()
+        if not statistics or not all(isinstance(each, Statistic) for each in statistics):
+            raise wrong_type("statistics to be some clipping.Statistic", "statistics", self.statistics)
+        names = [each.name for each in statistics]
+        if len(set(names)) < len(names):
+            raise fail("one statistic of each name", "statistics", names)
+        object.__setattr__(self, "statistics", statistics)
+        object.__setattr__(self, "share", open_unit("share", self.share))
+
+    @property
+    def num_values(self) -> int:
+        """Count of the numbers that a step releases."""
+        return sum(each.num_values for each in self.statistics)
+
+    def bounds(self, bounds: Mapping[str, float]) -> dict[str, float]:
+        """The bounds that are left to the clip groups, and that of the statistics, `_LEAF`; together as large."""
+        left = {group: bound * math.sqrt(1 - self.share) for group, bound in bounds.items()}
+        return {**left, _LEAF: math.hypot(*bounds.values()) * math.sqrt(self.share)}
+
+    def with_leaf(self, params: Params) -> dict[str, Tensor]:
+        """Parameters, and one that stands for the statistics, for what lays noise out as them."""
+        if _LEAF in params:
+            raise fail(f"no parameter of the name {_LEAF}", "params", _LEAF, "Rename it: telemetry has that name.")
+        device = next(iter(params.values())).device
+        return {**params, _LEAF: torch.zeros(self.num_values, device=device)}
+
+    def add(self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]) -> ClippedSum:
+        """The clipped sum with that of the statistics of the same records. UNRELEASED, as what goes in."""
+        total = next(iter(clipped.sums.values())).new_zeros(self.num_values, dtype=torch.float32)
+        if len(unreleased.losses_B):
+            finite_B1 = torch.isfinite(unreleased.norms_BG).all(1, keepdim=True)
+            own_G = unreleased.norms_BG.new_tensor([bounds[group] for group in bounds if group != _LEAF])
+            scaled = [each._scaled(self._values(each.name, unreleased, own_G)) for each in self.statistics]
+            scaled_BN = torch.cat(scaled, dim=1)
+            scaled_BN = torch.where(finite_B1, scaled_BN, torch.zeros_like(scaled_BN))
+            total += (self._scale(bounds[_LEAF]) * scaled_BN.sum(0)).float()
+        return replace(clipped, sums={**clipped.sums, _LEAF: total}, group_of={**clipped.group_of, _LEAF: _LEAF})
+
+    def _values(self, name: str, unreleased: Unreleased, bounds_G: Tensor) -> Tensor:
+        """The values of a statistic, a row a record."""
+        norms_BG = unreleased.norms_BG
+        aux: Mapping[str, Any] = unreleased.aux if isinstance(unreleased.aux, Mapping) else {}
+        own = {
+            "loss": unreleased.losses_B, "norm": norms_BG.double().square().sum(1).sqrt(),
+            "clipped": (norms_BG > bounds_G).any(1),
+        }  # fmt: skip
+        values = own.get(name, aux.get(name))
+        if not isinstance(values, Tensor):
+            raise InvalidArgument(
+                f"Expected the loss to return (losses, aux), where the mapping aux has {name!r} with one row a sample, "
+                f"for the telemetry of the plan, got {shorten([*own, *map(str, aux)], 9)}."
+            )
+        return values
+
+    def _scale(self, bound: float) -> float:
+        return bound * (1 - SLACK) / math.sqrt(len(self.statistics))
+
+    def read(
+        self, released: Params, clip_norm: float | Mapping[str, float], batch_size: float
+    ) -> dict[str, float | list[float]]:
+        """The released means by name, of a histogram its shares, from the sums with noise and the expected size."""
+        whole = math.hypot(*clip_norm.values()) if isinstance(clip_norm, Mapping) else clip_norm
+        scaled = released[_LEAF].double().cpu() / (self._scale(whole * math.sqrt(self.share)) * batch_size)
+        parts = scaled.split([each.num_values for each in self.statistics])
+        return {each.name: each._mean(part) for each, part in zip(self.statistics, parts, strict=True)}
+
+    def errors(self, noise: float, batch_size: float) -> dict[str, float]:
+        """Standard deviation of the noise in each mean, by name, from that of the noise / C and the expected size."""
+        scale = self._scale(math.sqrt(self.share)) * batch_size
+        return {each.name: noise * each._unit[1] / scale for each in self.statistics}

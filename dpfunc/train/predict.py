@@ -1,0 +1,60 @@
+"""Classes and probabilities of new records, from a model of a table or of images that `dpfunc train` left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.train._feature_model import Front, load_features
+from dpfunc.train._image_features import image_files
+from dpfunc.train._model import one_line
+from dpfunc.train._run_folder import MODEL
+from dpfunc.train._table_features import TableFeatures
+from dpfunc.train.tables import read_table
+
+
+def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
+    """Predict the class of each row of a table, or of each image; post-processing of what training released.
+
+    Args:
+        folder: output_dir of `dpfunc train`, or a copy of its `model/` alone.
+        source: a .csv or .jsonl with the columns of the training table, with labels or not; an image, or a folder.
+
+    Returns:
+        For each record its number or its path, the most likely class, and the probability of each class, each computed
+        alone. Not released by a mechanism: as private as the new records.
+
+    Raises:
+        InvalidArgument: no such model, a source that cannot be read, or a row that training would refuse.
+
+    Guarantees:
+        tests/train/test_predict.py::test_predictions_are_those_of_the_evaluation.
+    """
+    root = Path(folder)
+    place = root / MODEL if (root / MODEL).is_dir() else root
+    with one_line(f"the model of a run over a table or images in {str(place)!r}"):
+        front, model = load_features(place)
+    names = model.config.id2label
+    for about, x_k in _records(front, Path(source)):
+        with torch.no_grad():
+            shares = model(x_k[None]).logits[0].softmax(0).tolist()
+        found = {names[number]: share for number, share in enumerate(shares)}
+        yield {**about, "label": max(found, key=lambda name: found[name]), "probabilities": found}
+
+
+def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """What each record is called, and its features."""
+    if isinstance(front, TableFeatures):
+        table = read_table(path, [*front.numbers, *front.categories], deduplicate=False)
+        for number, row in zip(table.numbers, table.rows, strict=True):
+            yield {"row": number}, front.encode(row, f"row {number} of {path.name}")
+        return
+    files = [path] if path.is_file() else image_files(path)
+    if not files:
+        raise InvalidArgument(f"Expected images (.png, .jpg) in {str(path)!r}, got none.")
+    for file in files:
+        yield {"image": str(file)}, front.encode(file)

@@ -1,0 +1,186 @@
+"""Processes that reserve and settle, are killed, and tell what they did in files of their own. No torch is imported.
+
+`python budget_jobs.py URL FOLDER KILLS CUTS` prints what the database and these files say, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from dpfunc.accounting import Ledger
+from dpfunc.budget import Budget
+from dpfunc.errors import BudgetExhausted, NotWritten
+from dpfunc.types import Event
+
+WORKERS = 4
+FACTS = {"epsilon": 5.0, "delta": 1e-6, "unit": "one patient", "adjacency": "add_remove", "spenders": ["ana"]}
+
+
+def steps(count):
+    return Ledger((Event(1.0, 50.0, count),) if count else ())
+
+
+class Worker:
+    """Reserves and settles, run after run. Each line of its file is written before, or after, what it tells of."""
+
+    def __init__(self, url, path, seed):
+        self.url, self.path, self.random = url, path, random.Random(seed)
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def tell(self, what, run, count):
+        os.write(self.file, (json.dumps([what, run, count]) + "\n").encode())
+
+    def budget(self, run):
+        return Budget(self.url, run=run, spender="ana")
+
+    def reserve(self, run, count):
+        try:
+            self.budget(run).reserve(steps(count), run, unit="one patient")
+        except BudgetExhausted:
+            self.tell("refused", run, count)
+            return False
+        self.tell("reserved", run, count)
+        return True
+
+    def settle(self, run, count):
+        self.budget(run).settle(steps(count))
+        self.tell("settled", run, count)
+
+    def go_on(self):
+        """After a kill: do the last thing again, as a retry or a resumed run does, or leave it."""
+        lines = told(self.path)
+        if not lines or self.random.random() < 0.3:
+            return
+        what, run, count = lines[-1]
+        if what == "planned":
+            self.reserve(run, count)
+        elif what == "settling":
+            self.settle(run, count)
+
+    def one_run(self, run):
+        count = self.random.randint(1, 40)
+        self.tell("planned", run, count)
+        if not self.reserve(run, count):
+            return
+        spent = self.random.randint(0, count)
+        self.tell("spent", run, spent)  # released
+        if self.random.random() < 0.9:
+            self.tell("settling", run, spent)
+            self.settle(run, spent)
+
+    def work(self, name, runs):
+        self.go_on()
+        for number in range(runs):
+            self.one_run(f"{name}-{number}")
+
+
+def told(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def calls_of(action):
+    """Number of calls of functions, of Python and of C, that an action makes."""
+    count = 0
+
+    def note(frame, event, arg):
+        nonlocal count
+        count += 1
+
+    sys.setprofile(note)
+    action()
+    sys.setprofile(None)
+    return count
+
+
+def die_at(call):
+    """Kill this process at its call of this number."""
+    left = call
+
+    def note(frame, event, arg):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(note)
+
+
+def start(url, path, name, seed, calls, seconds):
+    """A worker that dies within its first two runs: at a call, or at any instruction, also inside of a commit."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        worker, chance = Worker(url, path, seed), random.Random(seed + 1)
+        if seed % 2:
+            die_at(chance.randint(1, 2 * calls))
+        else:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, 2 * seconds))  # its signal ends a process
+        worker.work(name, 1000)
+    except NotWritten as error:  # its connection was cut too often: as a crash
+        os.write(2, f"{error}\n".encode())
+        os._exit(3)
+    except BaseException as error:  # noqa: BLE001  (a fork must not go on)
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def cut(url):
+    """A process that ends connections of the others to the server, wherever they are."""
+    from sqlalchemy import create_engine
+
+    pid = os.fork()
+    if pid:
+        return pid
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    own = "pid <> pg_backend_pid() and backend_type = 'client backend'"
+    query = f"select pg_terminate_backend(pid) from pg_stat_activity where {own} and random() < .3"
+    with engine.connect() as connection:
+        while True:
+            connection.exec_driver_sql(query)
+            time.sleep(random.uniform(0, 0.03))
+
+
+def main(url, folder, kills, cuts):
+    Budget(url).create(**FACTS)
+    first = Worker(url, folder / "first", 0)
+    began = time.monotonic()
+    first.work("warm", 1)
+    calls = calls_of(lambda: first.work("first", 1))
+    seconds = (time.monotonic() - began) / 2
+    cutter = cut(url) if cuts else None
+    running, ended, failures, seed = {}, 0, 0, 1
+    while ended < kills:
+        for number in set(range(WORKERS)) - set(running.values()):
+            seed += 1
+            path = folder / str(number)
+            running[start(url, path, f"{number}-{seed}", seed, calls, seconds)] = number
+        pid, status = os.waitpid(-1, 0)
+        running.pop(pid)
+        killed = os.WIFSIGNALED(status)
+        ended += killed
+        failures += not killed and not (cuts and os.WEXITSTATUS(status) == 3)
+    if cutter is not None:
+        os.kill(cutter, signal.SIGKILL)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    for pid in (*running, *([cutter] if cutter else [])):
+        os.waitpid(pid, 0)
+    account = Budget(url).account()
+    print(json.dumps({
+        "kills": ended, "failures": failures, "events": account.number,
+        "epsilon": account.charged().epsilon(FACTS["delta"]).epsilon, "total": account.charged().num_steps,
+        "entries": {run: [e.state, e.planned.num_steps, e.charged.num_steps] for run, e in account.entries.items()},
+        "told": [told(path) for path in sorted(folder.iterdir()) if path.name.isdigit() or path.name == "first"],
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True")

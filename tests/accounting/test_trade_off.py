@@ -1,0 +1,111 @@
+"""delta, and what an attacker can reach: exact for Gaussians, and never below tests that are known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import norm
+
+from dpfunc.accounting import Ledger, Opaque, TradeOff, delta, epsilon
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Event
+
+GAUSSIAN = Ledger((Event(1.0, 1.0, 1),))
+SAMPLED = Ledger((Event(0.1, 0.8, 5),))
+
+
+def test_figures_of_the_field():
+    """mu = 1: delta(1) = .126936 (.12693674), and .38914 true positives at .1 false ones."""
+    assert delta(GAUSSIAN, 1.0) == pytest.approx(0.126936737507, rel=1e-8)
+    assert TradeOff(GAUSSIAN).true_positives(0.1) == pytest.approx(0.38914, abs=5e-6)
+
+
+@given(mu=st.floats(0.01, 6.0), rate=st.floats(1e-4, 0.9))
+@settings(max_examples=30, deadline=None)
+def test_a_gaussian_has_its_own_curve(mu, rate):
+    """Never below, and at most 2e-5 of itself above: `Phi(Phi^-1(rate) + mu)`; advantage `2 Phi(mu / 2) - 1`."""
+    limits = TradeOff(Ledger((Event(1.0, 1 / mu, 1),)))
+    exact = norm.cdf(norm.ppf(rate) + mu)
+    assert exact * (1 - 1e-9) <= limits.true_positives(rate) <= exact * (1 + 2e-5)
+    assert limits.false_negatives(rate) == 1 - limits.true_positives(rate)
+    assert limits.advantage() == pytest.approx(2 * norm.cdf(mu / 2) - 1, rel=1e-6)
+    for prior in (0.5, 0.1, 0.9):
+        threshold = math.log((1 - prior) / prior) / mu + mu / 2  # of the best guess
+        exact = prior * norm.sf(threshold - mu) + (1 - prior) * norm.cdf(threshold)
+        assert exact * (1 - 1e-9) <= limits.bayes_success(prior) <= exact * (1 + 1e-6)
+
+
+@given(at=st.floats(0.05, 3.0))
+@settings(max_examples=5, deadline=None)
+def test_delta_is_the_inverse_of_epsilon(at):
+    for ledger in (GAUSSIAN, Ledger((Opaque(3, epsilon=0.5, delta=1e-4),))):
+        found = delta(ledger, at)
+        if found < 1:
+            assert epsilon(ledger, found * (1 + 1e-9) + 1e-300).epsilon <= at * (1 + 1e-6)
+            assert found * 0.99 < 1e-4 or epsilon(ledger, found * 0.99).epsilon >= at * (1 - 1e-3)
+
+
+@pytest.mark.parametrize("at", [0.2, 1.0])
+def test_delta_against_integration(at):
+    """Two sampled steps, by a sum over both outputs; both orders."""
+    q, sigma = 0.2, 0.9
+    x = np.arange(-9.0, 11.0, 0.01)
+    none = norm.pdf(x, 0, sigma) * 0.01
+    ratio = 1 - q + q * np.exp((x - 0.5) / sigma**2)
+    both, weight = ratio[:, None] * ratio[None, :], none[:, None] * none[None, :]
+    removed = float(np.sum(weight * np.maximum(both - math.exp(at), 0.0)))
+    added = float(np.sum(weight * np.maximum(1 - math.exp(at) * both, 0.0)))
+    found = delta(Ledger((Event(q, sigma, 2),)), at)
+    assert max(removed, added) * (1 - 1e-6) <= found <= max(removed, added) * (1 + 2e-3)
+
+
+def test_no_test_does_better():
+    """Attackers who add up the losses of all steps, on 1e5 draws of each world, with 4 deviations."""
+    rng, (q, sigma, steps) = np.random.default_rng(0), (0.1, 0.8, 5)
+    total = np.zeros((2, 100_000))
+    for _ in range(steps):
+        there = (rng.random(total.shape) < q) * np.array([[0.0], [1.0]])
+        x = there + sigma * rng.standard_normal(total.shape)
+        total += np.log(1 - q + q * np.exp((x - 0.5) / sigma**2))
+    limits = TradeOff(SAMPLED)
+    for rate in (0.02, 0.3):
+        reached = float(np.mean(total[1] > np.quantile(total[0], 1 - rate)))
+        slack = 4 * math.sqrt(rate / 100_000) * 30
+        assert reached - slack <= limits.true_positives(rate)
+        assert limits.true_positives(rate) <= max(reached + slack, rate) * 1.3
+    gain = max(np.mean(total[1] > c) - np.mean(total[0] > c) for c in np.linspace(-1, 4, 50))
+    assert gain - 0.01 <= limits.advantage() <= gain + 0.05
+
+
+def test_ends():
+    nothing, all_ = Ledger(), Ledger((Event(1.0, 0.0, 1),))
+    assert (delta(nothing, 0.0), TradeOff(nothing).true_positives(0.1), TradeOff(nothing).bayes_success(0.7)) == (
+        0,
+        0.1,
+        0.7,
+    )
+    assert (delta(all_, 5.0), TradeOff(all_).true_positives(0.1), TradeOff(all_).bayes_success()) == (1, 1, 1)
+    assert delta(Ledger((Event(1.0, 1e3, 1),)), 5.0) < 1e-300
+    assert TradeOff(GAUSSIAN).bayes_success(1.0) == 1.0
+    pure = Ledger((Opaque(1, epsilon=1.0, delta=0.0),))
+    assert TradeOff(pure).advantage() == pytest.approx(math.tanh(0.5), rel=1e-4)
+    assert TradeOff(pure).true_positives(0.1) == pytest.approx(0.1 * math.e, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: delta(GAUSSIAN, -1.0), "epsilon"),
+        (lambda: delta(GAUSSIAN, math.nan), "epsilon"),
+        (lambda: TradeOff(GAUSSIAN).true_positives(0.0), "false_positives"),
+        (lambda: TradeOff(GAUSSIAN).bayes_success(1.5), "0 <= prior <= 1"),
+        (lambda: TradeOff(3), "a Ledger"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(InvalidArgument, match=message):
+        call()

@@ -1,0 +1,322 @@
+"""Reservations and settlements against a model in plain Python; refusals; a run that crashes and goes on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from budget_jobs import FACTS, steps
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+import dpfunc
+from dpfunc import clipping
+from dpfunc.accounting import Guarantee, Ledger
+from dpfunc.budget import Budget, _store
+from dpfunc.checkpoint.journal import Journal
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict
+from dpfunc.types import Event
+
+UNIT = FACTS["unit"]
+
+
+def made(folder, **facts):
+    return Budget(folder / "budget.db").create(**{**FACTS, **facts})
+
+
+def of(budget, run, spender="ana"):
+    return Budget(budget.url, run=run, spender=spender)
+
+
+class _Crash(BaseException):
+    """The process ends, as Python can tell of it."""
+
+
+class Machine(RuleBasedStateMachine):
+    """Runs reserve, take steps, settle, crash and come back in any order."""
+
+    def __init__(self):
+        super().__init__()
+        import tempfile
+        from pathlib import Path
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.budget = made(Path(self.folder.name))
+        self.reserved, self.spent, self.settled, self.unknown, self.written = {}, {}, {}, {}, set()
+        self.once = _store._once
+
+    def teardown(self):
+        _store._once = self.once
+        self.folder.cleanup()
+
+    def crashing(self, when, action):
+        """Do it; `before` the transaction, or `after` its commit, the process ends. True if it was done and known."""
+
+        def once(address, change, mode):
+            if when == "before" and mode == "rw":
+                raise _Crash
+            answer = self.once(address, change, mode)
+            if when == "after" and mode == "rw":
+                raise _Crash
+            return answer
+
+        _store._once = once
+        try:
+            action()
+        except _Crash:
+            return False
+        finally:
+            _store._once = self.once
+        return True
+
+    crashes = st.sampled_from(["never", "before", "after"])
+    runs = st.integers(0, 5)
+
+    @rule(run=runs, count=st.integers(1, 1500), when=crashes)
+    def reserve(self, run, count, when):
+        count = self.reserved.get(run, self.unknown.get(run, count))  # a run has one plan
+        if run in self.written:
+            with pytest.raises(LedgerConflict):
+                of(self.budget, f"{run}").reserve(steps(count), f"{run}", unit=UNIT)
+            return
+        if run not in self.reserved:
+            self.unknown[run] = count
+        try:
+            if self.crashing(when, lambda: of(self.budget, f"{run}").reserve(steps(count), f"{run}", unit=UNIT)):
+                self.reserved[run] = count
+                self.spent.setdefault(run, 0)
+                self.unknown.pop(run, None)
+        except BudgetExhausted:
+            assert run not in self.reserved
+            del self.unknown[run]
+
+    @rule(run=runs, more=st.integers(0, 300))
+    def take_steps(self, run, more):
+        if run in self.reserved and run not in self.settled:
+            self.spent[run] = min(self.reserved[run], self.spent[run] + more)
+
+    @rule(run=runs, when=crashes)
+    def settle(self, run, when):
+        if run in self.reserved:
+            spent = self.settled.setdefault(run, self.spent[run])  # from here on it takes no step
+            self.crashing(when, lambda: of(self.budget, f"{run}").settle(steps(spent)))
+            if when != "before":
+                self.written.add(run)
+
+    @invariant()
+    def the_charge_is_never_below_the_truth(self):
+        account = self.budget.account()
+        charged = {int(run): entry.charged.num_steps for run, entry in account.entries.items()}
+        for run, count in self.reserved.items():
+            assert self.spent[run] <= charged[run] <= count
+            assert charged[run] == (self.spent[run] if run in self.written else count)
+        for run, count in charged.items():
+            assert run in self.reserved or count == self.unknown[run]
+        assert account.charged().num_steps == sum(charged.values())
+        assert account.charged().epsilon(1e-6).epsilon <= FACTS["epsilon"]
+
+
+Machine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None, derandomize=True)
+TestTruth = Machine.TestCase
+
+
+def test_composition_is_the_accountants(tmp_path):
+    """Ten runs whose epsilons add up to far more than the budget fit into it."""
+    budget = made(tmp_path, earlier=steps(10))
+    for number in range(10):
+        of(budget, f"{number}").reserve(steps(150), f"{number}", unit=UNIT)
+    account = budget.account()
+    assert account.charged() == steps(1510)
+    assert account.charged().epsilon(1e-6).epsilon <= 5.0 < 10 * steps(150).epsilon(1e-6).epsilon
+
+
+def test_a_run_that_does_not_fit_is_told_what_would(tmp_path):
+    budget = made(tmp_path)
+    of(budget, "a").reserve(steps(1000), "a", unit=UNIT)
+    with pytest.raises(BudgetExhausted, match=r"(\d+) of its 5000 steps would fit beside the 1000") as caught:
+        of(budget, "b").reserve(steps(5000), "b", unit=UNIT)
+    fits = int(str(caught.value).split(" of its 5000")[0].split()[-1])
+    assert budget.account().number == 1
+    of(budget, "b").reserve(steps(fits), "b", unit=UNIT)
+    with pytest.raises(BudgetExhausted, match=r" 0 of its 1 steps"):
+        of(budget, "c").reserve(steps(1), "c", unit=UNIT)
+    of(budget, "a").settle(steps(999))
+    of(budget, "c").reserve(steps(1), "c", unit=UNIT)
+
+
+REFUSED = {
+    "unit": (lambda b: b.reserve(steps(1), "a", unit="one record"), InvalidArgument, "unit to be one of 'one patient'"),
+    "delta": (lambda b: b.reserve(plan(delta=1e-5), "a", unit=UNIT), InvalidArgument, "delta of the budget"),
+    "adjacency": (
+        lambda b: b.reserve(Ledger((Event(1.0, 9.0, 1),), "zero_out"), "a", unit=UNIT), LedgerConflict, "'add_remove'",
+    ),
+    "spender": (
+        lambda b: replace(b, spender="eve").reserve(steps(1), "a", unit=UNIT), InvalidArgument, "spender to be one of",
+    ),
+    "no run": (lambda b: replace(b, run=None).reserve(steps(1), "a", unit=UNIT), InvalidArgument, "name of a run"),
+    "settled before": (lambda b: b.settle(steps(1)), InvalidArgument, "a run that has reserved"),
+    "no noise": (lambda b: b.reserve(Ledger((Event(0.1, 0.0, 1),)), "a", unit=UNIT), BudgetExhausted, "cost inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_misuse(tmp_path, name):
+    action, error, message = REFUSED[name]
+    budget = made(tmp_path)
+    with pytest.raises(error, match=message):
+        action(of(budget, "a"))
+    assert budget.account().number == 0
+
+
+@pytest.mark.parametrize("wrong", [
+    {"epsilon": 0.0}, {"delta": 1.0}, {"unit": "a\nb"}, {"adjacency": "both"}, {"spenders": []}, {"spenders": [""]},
+    {"earlier": Ledger(adjacency="zero_out")},
+])  # fmt: skip
+def test_facts_are_checked(tmp_path, wrong):
+    with pytest.raises((InvalidArgument, LedgerConflict)):
+        made(tmp_path, **wrong)
+    assert not os.listdir(tmp_path)
+
+
+def test_two_runs_of_one_name_are_not_one(tmp_path):
+    budget = of(made(tmp_path), "a")
+    budget.reserve(steps(10), "a", unit=UNIT)
+    for planned, key in ((steps(10), "b"), (steps(11), "a"), (steps(10), dpfunc.insecure_key(0))):
+        with pytest.raises(LedgerConflict, match="another key or plan"):
+            budget.reserve(planned, key, unit=UNIT)
+    budget.settle(steps(10))
+    with pytest.raises(LedgerConflict, match="or is settled"):  # a text says nothing of which run it is
+        budget.reserve(steps(10), "a", unit=UNIT)
+    assert budget.account().charged() == steps(10)
+
+
+def test_more_than_was_reserved_is_charged_and_told(tmp_path):
+    budget = of(made(tmp_path), "a")
+    budget.reserve(steps(10), "a", unit=UNIT)
+    with pytest.raises(LedgerConflict, match="charged both"):
+        budget.settle(steps(12))
+    assert budget.account().charged() == steps(12)
+    other = Ledger((Event(0.1, 3.0, 7),))
+    with pytest.raises(LedgerConflict, match="charged both"):  # a mistake, which the right ledger repairs
+        budget.settle(other)
+    assert budget.account().charged() == steps(12) + other
+    assert budget.settle(steps(12)).charged == steps(12)
+    with pytest.raises(LedgerConflict, match="does not return"):
+        budget.settle(steps(11))
+
+
+def test_a_run_that_was_not_dead_is_charged_what_it_took_since(tmp_path):
+    budget = of(made(tmp_path), "a")
+    budget.reserve(steps(10), "a", unit=UNIT)
+    for count in (4, 6, 6):
+        assert budget.settle(steps(count)).charged == steps(count)
+    assert budget.account().number == 3
+
+
+def plan(budget=None, **more):
+    given = {"dataset_size": 100, "expected_batch_size": 10, "num_steps": 4, "clip": clipping.Flat(1.0), **more}
+    if budget is None:
+        return dpfunc.Plan.for_budget(epsilon=1.0, **given)
+    return dpfunc.Plan.for_budget(budget=budget, **given)
+
+
+def run(budget, folder, key, stop=None):
+    """A loop of a user, which ends after some steps as if it had been killed."""
+    found = plan(budget)
+    budget.reserve(found, key, unit=UNIT)
+    journal = Journal(folder / "journal.jsonl", found)
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), found, journal=journal)
+    params = {"w": torch.zeros(2)}
+    state = dp_step.init(params, key)
+    for indices in found.batches(state):
+        if state.step == stop:
+            return found, state
+        _, state, _ = dp_step(params, torch.ones(100, 2)[indices], state)
+    return found, state
+
+
+def test_a_loop_reserves_and_settles(tmp_path):
+    """A run that was killed is charged whole, then what its journal says; a resumed one makes the plan it began with."""
+    budget, key = made(tmp_path), dpfunc.insecure_key(1)
+    of(budget, "before").reserve(steps(200), "before", unit=UNIT)
+    first, state = run(of(budget, "first"), tmp_path / "first", key, stop=2)
+    assert first.spent == steps(200)
+    assert budget.account().charged() == steps(200) + first.ledger()
+    assert budget.account().charged().epsilon(1e-6).epsilon == pytest.approx(5.0, rel=1e-3)
+    of(budget, "before").settle(steps(100))
+    assert plan(of(budget, "first")) == first
+    entry = of(budget, "first").settle(tmp_path / "first")
+    assert entry.charged == first.ledger(2) == state.ledger.beyond(first.spent)
+    with pytest.raises(InvalidArgument, match="which has none"):
+        of(budget, "before").settle(tmp_path / "first" / "journal.jsonl") if False else of(budget, "first").settle(
+            other_journal(tmp_path)
+        )
+    second = plan(of(budget, "second"))
+    assert second.spent == steps(100) + first.ledger(2)
+    assert of(budget, "first").reserve(first, key, unit=UNIT).charged == first.ledger()  # it goes on: charged whole
+    with pytest.raises(BudgetExhausted):
+        of(budget, "second").reserve(second, "second", unit=UNIT)
+
+
+def other_journal(folder):
+    """A journal of another run."""
+    other = made_other(folder)
+    run(of(other, "x"), folder / "x", dpfunc.insecure_key(2), stop=1)
+    return folder / "x"
+
+
+def made_other(folder):
+    (folder / "other").mkdir()
+    return made(folder / "other")
+
+
+def test_a_plan_needs_one_budget():
+    with pytest.raises(InvalidArgument, match="epsilon and delta, or the budget"):
+        dpfunc.Plan.for_budget(dataset_size=100, expected_batch_size=10, num_steps=4, clip=clipping.Flat(1.0))
+
+
+def test_a_search_takes_the_rest(tmp_path):
+    budget = made(tmp_path)
+    of(budget, "a").reserve(steps(10), "a", unit=UNIT)
+    cost = Guarantee(4.5, 1e-6, "rdp", "add_remove")
+    search, key = of(budget, "search"), dpfunc.insecure_key(3)
+    with pytest.raises(LedgerConflict, match="counts all charges"):
+        search.reserve(cost, key, unit=UNIT, before=steps(9))
+    with pytest.raises(BudgetExhausted, match="Lower the epsilon"):
+        search.reserve(replace(cost, epsilon=5.5), key, unit=UNIT, before=steps(10))
+    search.reserve(cost, key, unit=UNIT, before=steps(10))
+    search.reserve(cost, key, unit=UNIT, before=steps(10))
+    assert budget.account().closed
+    assert search.spent() == steps(10)
+    for late in (lambda: of(budget, "b").reserve(steps(1), "b", unit=UNIT),
+                 lambda: of(budget, "s").reserve(cost, "s", unit=UNIT)):  # fmt: skip
+        with pytest.raises(BudgetExhausted, match="A search has reserved all"):
+            late()
+    with pytest.raises(InvalidArgument, match="no search"):
+        search.settle(steps(0))
+    of(budget, "a").settle(steps(5))
+
+
+def test_no_clock_decides(tmp_path, monkeypatch):
+    """With a clock that runs backwards, all is as before."""
+    from dpfunc.budget import budget as module
+
+    class Backwards(module.datetime):
+        years = iter(range(2000, 1900, -1))
+
+        @classmethod
+        def now(cls, tz=None):
+            return cls(next(cls.years), 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(module, "datetime", Backwards)
+    budget = made(tmp_path)
+    for name in "abc":
+        of(budget, name).reserve(steps(10), name, unit=UNIT)
+    of(budget, "a").settle(steps(3))
+    entries = budget.account().entries
+    assert list(entries) == ["a", "b", "c"]
+    assert [entry.charged.num_steps for entry in entries.values()] == [3, 10, 10]
+    assert entries["a"].date < entries["c"].date

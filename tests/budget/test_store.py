@@ -1,0 +1,141 @@
+"""The SQLite file: a changed byte, another version, a file that is none or cannot be written."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+from budget_jobs import FACTS, steps
+
+from dpfunc.budget import Budget
+from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
+
+
+@pytest.fixture
+def path(tmp_path):
+    budget = Budget(tmp_path / "budget.db").create(**FACTS)
+    for name in "abc":
+        Budget(budget.url, run=name, spender="ana").reserve(steps(10), name, unit="one patient")
+    Budget(budget.url, run="b", spender="ana").settle(steps(4))
+    return tmp_path / "budget.db"
+
+
+def sql(path, statement):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+
+
+def test_a_changed_byte_is_found(path):
+    """Any byte of the file: an error, or, where nothing reads it, the same account."""
+    whole, before, found = path.read_bytes(), Budget(path).account(), 0
+    stored = [place for place in range(len(whole)) if whole[place]]
+    for place in random.Random(0).sample(stored, 300):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            assert Budget(path).account() == before, place
+        except (CheckpointError, InvalidArgument, NotWritten):
+            found += 1
+    assert found > 200
+
+
+CHANGES = {
+    "fewer steps": "update dpfunc_budget_events set ledger = replace(ledger, '10', '9') where number = 1",
+    "a lost row": "delete from dpfunc_budget_events where number = 2",
+    "the last row": "delete from dpfunc_budget_events where number = 4",
+    "all rows": "delete from dpfunc_budget_events",
+    "another order": "update dpfunc_budget_events set number = 5 where number = 1",
+    "a larger budget": "update dpfunc_budget set facts = replace(facts, '5.0', '6.0')",
+    "a spender more": "update dpfunc_budget set facts = replace(facts, 'ana', 'eve')",
+    "no budget": "delete from dpfunc_budget",
+    "two budgets": "insert into dpfunc_budget select 9, schema, facts, head, digest from dpfunc_budget",
+    "no digest": "update dpfunc_budget_events set digest = ''",
+    "bytes": "update dpfunc_budget_events set ledger = x'ff' where number = 1",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_row_is_found(path, name):
+    sql(path, CHANGES[name])
+    for action in (lambda: Budget(path).account(), lambda: Budget(path, run="a", spender="ana").settle(steps(0))):
+        with pytest.raises(CheckpointError, match="changed or damaged"):
+            action()
+
+
+def test_another_version_is_refused(path):
+    sql(path, "update dpfunc_budget set schema = 'dpfunc.budget/2'")
+    with pytest.raises(InvalidArgument, match="Use the version of dpfunc that made it"):
+        Budget(path).account()
+
+
+def test_places_without_a_budget(tmp_path, path):
+    missing = tmp_path / "missing.db"
+    with pytest.raises(InvalidArgument, match="no such file"):
+        Budget(missing).account()
+    assert not missing.exists()
+    (tmp_path / "empty.db").touch()  # as after a kill while it was made
+    with pytest.raises(InvalidArgument, match="one without"):
+        Budget(tmp_path / "empty.db").account()
+    assert Budget(tmp_path / "empty.db").create(**FACTS).account().number == 0
+    with pytest.raises(InvalidArgument, match="There is one"):
+        Budget(path).create(**FACTS)
+    (tmp_path / "text.db").write_text("no database" * 100)
+    with pytest.raises(CheckpointError, match="not a database"):
+        Budget(tmp_path / "text.db").account()
+    for url in ("mysql://host/x", "sqlite://", "sqlite:///:memory:", "://", ""):
+        with pytest.raises(InvalidArgument):
+            Budget(url).create(**FACTS)
+
+
+def test_a_file_that_cannot_be_written(path, tmp_path, monkeypatch):
+    """Another process has it for too long, or the folder is not there. Nothing was reserved, and it can be read."""
+    from dpfunc.budget import _store
+
+    monkeypatch.setattr(_store, "_WAIT", 0.1)
+    before = Budget(path).account()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("begin immediate")
+        with pytest.raises(NotWritten, match="locked"):
+            Budget(path, run="d", spender="ana").reserve(steps(1), "d", unit="one patient")
+        assert Budget(path).account() == before
+    with pytest.raises(NotWritten, match="unable to open"):
+        Budget(tmp_path / "nowhere" / "budget.db").create(**FACTS)
+
+
+def test_a_full_disk(path):
+    """SQLite says that no page is left; nothing was reserved."""
+    before = Budget(path).account()
+    from dpfunc.budget import _store
+
+    def full(connection):
+        connection.exec_driver_sql("PRAGMA max_page_count = 1")
+        for number in range(100, 400):
+            connection.execute(_store.insert(_store.EVENTS).values(
+                number=number, kind="reserved", run="x" * 500, spender="", token="", ledger="", before="", date="",
+                digest="",
+            ))  # fmt: skip
+
+    with pytest.raises(NotWritten, match="full"):
+        _store._in_transaction(str(path), full, mode="rw")
+    assert Budget(path).account() == before
+
+
+def test_what_a_killed_process_has_half_written_is_undone(path):
+    """Killed with changed pages in the file and their old content in the journal of SQLite: whoever comes next reads."""
+    before = Budget(path).account()
+    code = (
+        "import os, signal, sqlite3; c = sqlite3.connect({!r}, isolation_level=None); c.execute('pragma cache_size = 2'); "
+        "c.execute('begin immediate'); [c.execute(\"insert into dpfunc_budget_events select number + 10 * \" + str(i) + "
+        '", kind, run, spender, token, ledger, before, date, digest from dpfunc_budget_events where number < 5") '
+        "for i in range(1, 200)]; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code.format(str(path))], check=False, timeout=60)
+    journal = path.with_name("budget.db-journal")
+    assert journal.stat().st_size > 0
+    assert Budget(path).account() == before
+    assert not journal.exists()

@@ -1,0 +1,132 @@
+"""`dpfunc budget`, and `dpfunc train` and `dpfunc tune` that reserve in one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from certified import plan_of, trained
+from text_job import run as invoke
+from text_job import train, write_job
+
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import ONE_RECORD
+from dpfunc.budget import Budget
+from dpfunc.evidence.certificate import certify, check
+from dpfunc.rng import secure_key
+from dpfunc.types import Event
+
+FACTS = {"epsilon": 8.0, "delta": 1e-3, "unit": ONE_RECORD, "adjacency": "add_remove", "spenders": ["ana"]}
+
+
+def run(*arguments):
+    return invoke("budget", *arguments)
+
+
+def created(path, unit="one patient", adjacency="add_remove"):
+    return run(
+        "create", path, "-e", 3, "-d", 1e-3, "--unit", unit, "--adjacency", adjacency, "--spender", "ana", "--spender",
+        "ben",
+    )  # fmt: skip
+
+
+def test_the_commands(tmp_path):
+    """From the first to the last, as a person writes them; the facts are fixed, and a name is one run."""
+    url = tmp_path / "mails.db"
+    assert created(url).exit_code == 0
+    again = created(url)
+    assert (again.exit_code, "There is one" in again.output) == (1, True)
+    steps = ["--unit", "one patient", "-q", 0.1, "-s", 2.0, "--spender", "ben", "--json"]
+    entry = json.loads(run("reserve", url, "theirs", "-t", 50, *steps).stdout)
+    assert (entry["state"], entry["reserved_steps"], entry["spender"]) == ("reserved", 50, "ben")
+    twice = run("reserve", url, "theirs", "-t", 50, *steps)
+    assert (twice.exit_code, "not in the budget" in twice.output) == (1, True)
+    large = run("reserve", url, "large", "-t", 5000, *steps)
+    assert (large.exit_code, "of its 5000 steps would fit" in large.output) == (1, True)
+    assert json.loads(run("settle", url, "theirs", "--unused", "--spender", "ana", "--json").stdout)["steps"] == 0
+    shown = json.loads(run("show", url, "--json").stdout)
+    assert (shown["runs"], shown["epsilon_charged"], shown["spenders"]) == (1, 0.0, "ana, ben")
+    assert [row["state"] for row in json.loads(run("history", url, "--json").stdout)] == ["settled"]
+    for plain in (run("show", url), run("history", url)):
+        assert plain.exit_code == 0, plain.output
+    assert run("settle", url, "theirs").exit_code == 2
+    missing = run("show", tmp_path / "none.db")
+    assert (missing.exit_code, "no such file" in missing.output) == (1, True)
+
+
+def test_a_dead_run_is_settled_by_its_folder(tmp_path):
+    """And its certificate says the place in the budget, which is computed again."""
+    url, key = tmp_path / "mails.db", secure_key()
+    assert created(url, adjacency="zero_out").exit_code == 0
+    run("reserve", url, "other", "--unit", "one patient", "-q", 1.0, "-s", 20.0, "-t", 3, "--spender", "ana")
+    plan = plan_of(noise_multiplier=5.0)
+    Budget(url, run="dead", spender="ana").reserve(replace(plan, num_steps=9), key, unit="one patient")
+    trained(tmp_path / "run", plan, key)
+    result = run("settle", url, "dead", tmp_path / "run", "--spender", "ana", "--json")
+    assert json.loads(result.stdout)["steps"] == 4
+    path = certify(tmp_path / "run")
+    (found,) = [finding for finding in check(path) if finding.name == "budget of the data set"]
+    assert found.agrees
+    assert "run 2, 'dead'" in found.found
+    total = (plan.ledger() + Ledger((Event(1.0, 20.0, 3),), "zero_out")).epsilon(1e-3).epsilon
+    assert f"epsilon={total:.6g} of 3" in found.found
+    values = json.loads(path.read_text())
+    values["budget"]["epsilon"] = total / 2
+    path.write_text(json.dumps(values))
+    assert not next(f.agrees for f in check(path) if f.name == "budget of the data set")
+
+
+def test_show_waits_for_neither_torch_nor_a_server(tmp_path):
+    Budget(tmp_path / "mails.db").create(**FACTS)
+    code = (
+        f"import sys; from dpfunc.cli.main import main; main(['budget', 'show', {str(tmp_path / 'mails.db')!r}], "
+        "standalone_mode=False); assert not {'torch', 'psycopg', 'opacus'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return Budget("mails.db").create(**FACTS, earlier=Ledger((Event(0.2, 2.0, 5),)))
+
+
+NAMES = ["--budget", "mails.db", "--budget_run", "first", "--budget_spender", "ana"]
+
+
+def test_train_reserves_and_settles(job):
+    dry = train(*NAMES, "--dry-run")
+    assert "with 5 steps of earlier runs: epsilon: 7.999" in dry.output
+    assert job.account().number == 0
+    result = train(*NAMES)
+    assert result.exit_code == 0, result.output
+    entry = job.account().entries["first"]
+    assert (entry.state, entry.charged.num_steps) == ("settled", 4)
+    assert json.loads(invoke("ledger", "show", "run", "--json").stdout)["num_steps"] == 4
+    assert 7.9 < job.account().charged().epsilon(1e-3).epsilon <= 8.0
+    second = train(*("second" if name == "first" else name for name in NAMES), "--output_dir", "second")
+    assert second.exit_code == 0, second.output  # with the noise that what is left allows
+    noise = [event.noise_multiplier for event in job.account().entries["second"].charged.events]
+    assert noise[0] > 10 * entry.charged.events[0].noise_multiplier
+    assert job.account().charged().epsilon(1e-3).epsilon <= 8.0
+    both = train(*NAMES, "--spent", "run/privacy_journal.jsonl", "--output_dir", "third")
+    assert "Expected data.budget or data.spent, got both" in both.output
+    alone = train("--budget", "mails.db", "--output_dir", "third")
+    assert "data.budget together with data.budget_run" in alone.output
+
+
+def test_an_interrupted_command_goes_on(job, monkeypatch):
+    from text_job import at_events, interrupt_at
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_events(patch, on_step_end=interrupt_at(3))
+        assert train(*NAMES).exit_code == 1
+    assert job.account().entries["first"].state == "reserved"
+    assert json.loads(run("settle", "mails.db", "first", "run", "--spender", "ana", "--json").stdout)["steps"] == 3
+    result = train(*NAMES, "--resume")
+    assert result.exit_code == 0, result.output
+    assert job.account().entries["first"].charged.num_steps == 4
