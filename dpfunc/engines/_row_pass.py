@@ -145,10 +145,9 @@ class _RowPass(Pass):
             transforms_seen(bool(self._depth))
 
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        handlers = self._handlers.get(func)
+        handlers, kwargs = self._handlers.get(func), kwargs or {}
         if self._stands and func not in _OF_MEMORY:
-            args, kwargs = pytree.tree_map_only(Tensor, self._standing, (tuple(args), dict(kwargs or {})))
-        kwargs = kwargs or {}
+            args, kwargs = pytree.tree_map_only(Tensor, self._standing, (tuple(args), dict(kwargs)))
         if handlers is _FACT:
             return func(*args, **kwargs)
         try:

@@ -14,7 +14,7 @@ from dpfunc.engines._levels import (
     apply_node,
     below_both,
     inside,
-    is_gone,
+    is_dead,
     is_row,
     levels,
     of_rows,
@@ -108,13 +108,14 @@ def test_a_backward_pass_keeps_modes_on():
 def test_tensors_of_rows_are_gone_after_the_call():
     with levels(3) as over:
         row, constant = over.row(X) * 2, over.constant(W) * 2
-        assert not is_gone(row)
-    assert is_gone(row)
-    assert not is_gone(constant)
+        assert not is_dead(row)
+    assert is_dead(row)
+    assert is_row(row)
+    assert not is_row(constant)
     with levels(3):
-        assert is_gone(row), "also while other levels of the same number are open"
-        assert not is_gone(constant)
-        assert not is_gone(X)
+        assert is_dead(row), "also while other levels of the same number are open"
+        assert not is_row(constant)
+        assert not is_dead(X)
 
 
 def test_numbers_of_torch_that_nobody_answers_are_errors():

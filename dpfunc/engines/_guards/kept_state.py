@@ -4,7 +4,7 @@ Values are found by closures, attributes, classes and global names (`python_stat
 gives numbers of its batch to Python, and where it is called several times for one batch.
 
 Tensors of rows of an earlier call may be kept, and must not be used. Under levels, torch itself marks them
-(`levels.is_gone`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
+(`levels.is_dead`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
 a row is noted (`RowMemory`).
 """
 
@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines._levels import inside, is_gone
+from dpfunc.engines._levels import inside, is_dead, is_row
 from dpfunc.errors import UnsupportedModel
 
 _MAX_OBJECTS = 100_000
@@ -319,7 +319,9 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """
     for value in (*args, *kwargs.values()) if kwargs else args:
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, Tensor) and (is_gone(part) or (_earlier and _is_earlier(part))):
+            if not isinstance(part, Tensor):
+                continue
+            if (is_dead(part) and is_row(part)) or (_earlier and _is_earlier(part)):
                 raise UnsupportedModel(
                     "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
                     "this one. Compute each loss from its own row and the parameters alone."
