@@ -186,7 +186,8 @@ class ClippedGrad:
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
-        norms_BG = groups.parts.norms(full_norms(params, sq_norms, self.ranks))
+        full = sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks)
+        norms_BG = groups.parts.norms(full)
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms)
