@@ -18,7 +18,7 @@ from dpfunc.clipping.groups import partition
 
 every_rule = pytest.mark.parametrize("rule_name", RULES)
 every_grouping = pytest.mark.parametrize("grouping", GROUPINGS)
-some = settings(max_examples=15)  # for each of 30 pairs
+some = settings(max_examples=5)  # for each of 30 pairs: 150 in all
 seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 24)
 scales = st.sampled_from([1e-18, 1e-6, 1e-2, 1.0, 1e3, 1e12])
@@ -80,7 +80,7 @@ def test_sensitivity_of_each_group_with_unequal_bounds(rule_name, seed, size):
 def test_the_bound_is_tight(rule_name, grouping):
     """The sensitivity is not overstated either: some gradient comes near it."""
     reach = 0.0
-    for scale in [0.1 * 1.1**step for step in range(80)]:
+    for scale in [0.1 * 1.15**step for step in range(54)]:
         rows_BP = torch.ones(1, 19) * scale
         reach = max(reach, float(flat(clipped_sum(rule_of(rule_name, grouping), rows_BP).sums).norm()))
     assert 0.6 < reach <= 1.0
@@ -88,6 +88,7 @@ def test_the_bound_is_tight(rule_name, grouping):
 
 @every_rule
 @every_grouping
+@some
 @given(seed=seeds, size=st.integers(1, 8))
 def test_equals_the_loop(rule_name, grouping, seed, size):
     rows_BP = random_rows(seed, size, dtype=torch.float64)

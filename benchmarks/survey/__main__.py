@@ -23,7 +23,6 @@ RESULT, PAGE = FOLDER / "survey.json", DOCS / "survey.md"
 SAVE_EVERY = 20
 GRACE = 20  # seconds over the limit of a case, after which its process is ended
 LONGEST = 600  # letters of what an error goes on to list
-HEAD = ("family", "model", "trained", "mode", "padding", "engine", "ratio", "parity", "reason")
 Row = dict[str, Any]
 
 
@@ -103,6 +102,16 @@ def counts(rows: Sequence[Row]) -> str:
     return markdown(["field", "cases", *names, "median ratio", "slowest", "largest difference"], cells)
 
 
+def by_reason(rows: Iterable[Row]) -> list[list[object]]:
+    """A line for each reason, numbers and names after its first colon left out, with the cases it was given for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        reason = re.sub(r"^(UnsupportedModel|InvalidArgument): (\d+ )?", "", row["reason"])
+        reason = reason.split(". ")[0] if row["engine"] == "loop" else re.split(r"[:.] ", reason)[0]
+        found.setdefault((row["engine"], shortened(reason)), []).append(row["case"].partition("/")[2])
+    return [[*key, ", ".join(names)] for key, names in sorted(found.items())]
+
+
 def page(rows: Iterable[Row], versions: dict[str, str]) -> str:
     """docs/survey.md: counts, and the cases that are not computed together; survey.json has the others."""
     rows = sorted((row for row in rows if "left_out" not in row), key=lambda row: row["case"])
@@ -126,7 +135,7 @@ shared machine: read ratios as rough.
 
 ## Refused, or row by row
 
-{markdown(HEAD, ([shortened(str(row.get(name, ""))) for name in HEAD] for row in slow))}
+{markdown(["engine", "reason", "cases"], by_reason(slow))}
 """
 
 

@@ -38,7 +38,7 @@ def kind(loss):
 
 
 def in_markdown(rows):
-    """Counts of each kind of outcome, counts of each family, then the cases that an engine does not compute."""
+    """Counts of each kind of outcome, then the cases that an engine does not compute."""
     count = lambda start, engine, of: sum(cells[engine].startswith(start) for loss, cells in rows if of(loss))
     kinds = [kind(loss) for loss, _ in rows]
     lines = [f"{len(rows)} cases: {kinds.count('honest')} honest, {kinds.count('mixing')} mixing.", ""]
@@ -47,13 +47,6 @@ def in_markdown(rows):
         for start in ("equal", "refused", "RAISED", "WRONG"):
             counts = [str(count(start, engine, lambda loss, told=told: kind(loss) == told)) for engine in ENGINES]
             lines.append(f"| {told}, {start} | {' | '.join(counts)} |")
-    lines += ["", f"| family | rows | cases | {', '.join(ENGINES)}: equal |", "|---|---|---|---|"]
-    families = [(loss.family, kind(loss)) for loss, _ in rows]
-    for family in dict.fromkeys(families):
-        equal = [
-            str(count("equal", engine, lambda loss, f=family: (loss.family, kind(loss)) == f)) for engine in ENGINES
-        ]
-        lines.append(f"| {family[0]} | {family[1]} | {families.count(family)} | {', '.join(equal)} |")
     lines += ["", f"| not computed | rows | {' | '.join(ENGINES)} |", f"|---|---|{'---|' * len(ENGINES)}"]
     for loss, cells in rows:
         if any(text != "equal" for text in cells.values()):
