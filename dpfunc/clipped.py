@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.lockstep import in_lockstep
 from dpfunc._utils.memory import refuse_microbatch
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature
@@ -28,7 +29,6 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._draws import first_row
 from dpfunc.engines._guards.audit import Audits, audit, credited_by
 from dpfunc.engines._guards.kept_state import refuse_counting
-from dpfunc.engines._guards.lockstep import in_lockstep
 from dpfunc.engines._guards.loss import uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.calls import Calls
+from dpfunc._utils.lockstep import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
@@ -22,7 +23,6 @@ from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.launch import check_ranks
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.lockstep import initialized, process_context
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import Window, distributed, is_dtensor, local, shard_dims
+from dpfunc._utils.lockstep import arrived, process_context
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
-from dpfunc.engines._guards.lockstep import arrived, process_context
 from dpfunc.engines._numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.lockstep import is_independent
 from dpfunc._utils.validation import integer, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._ghost import Ghost
-from dpfunc.engines._guards.lockstep import is_independent
 from dpfunc.engines._guards.loss import refuse_written_buffers, until_backward, unwritten
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel

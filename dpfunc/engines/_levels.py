@@ -24,6 +24,8 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _w
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # type: ignore[attr-defined]  # private
 from torch.autograd.graph import _engine_run_backward
 
+from dpfunc._utils.lockstep import initialized, is_independent
+
 Below = torch._C._DisableFuncTorch
 """Context in which plain tensors are computed below both levels."""
 
@@ -100,15 +102,19 @@ def below_both() -> Iterator[None]:
         yield
 
 
-transformed: Callable[[], AbstractContextManager[None]] = getattr(
+_transformed: Callable[[], AbstractContextManager[None]] = getattr(
     torch.compiler, "_compile_session_context", nullcontext
 )
-"""Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
 
-Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
-padding, so that no number is read and all rows go the same way. An older torch has no such context: such rows go in
-groups.
-"""
+
+def told_of_transforms() -> AbstractContextManager[None]:
+    """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
+
+    Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
+    padding, so that no number is read and all rows go the same way. An older torch has no such context: such rows go in
+    groups. A sharded model communicates as ever.
+    """
+    return nullcontext() if initialized() and not is_independent() else _transformed()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpfunc.engines._guards.lockstep import in_lockstep
+from dpfunc._utils.lockstep import in_lockstep
 from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
 from dpfunc.engines._numerics import is_exact
 from dpfunc.engines._per_sample import PerSampleGrad

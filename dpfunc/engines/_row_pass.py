@@ -21,7 +21,6 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards.kept_state import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
-from dpfunc.engines._guards.lockstep import told_of_transforms
 from dpfunc.engines._guards.loss import backward_inside, check_depends, check_losses, refuse_reentrant
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
@@ -33,6 +32,7 @@ from dpfunc.engines._levels import (
     levels,
     opened,
     run_backward,
+    told_of_transforms,
     transforms_seen,
 )
 from dpfunc.engines._per_sample import Kept

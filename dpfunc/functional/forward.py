@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
+from dpfunc._utils.lockstep import initialized, is_independent
 from dpfunc._utils.validation import shorten
-from dpfunc.engines._guards.lockstep import initialized, is_independent
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,
     refuse_written_buffers,

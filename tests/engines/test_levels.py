@@ -19,7 +19,7 @@ from dpfunc.engines._levels import (
     levels,
     of_rows,
     run_backward,
-    transformed,
+    told_of_transforms,
 )
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -68,7 +68,7 @@ def test_gradients_have_an_axis_of_rows():
 
 def test_code_is_told_that_it_is_transformed():
     """As under torch.compile; code that dynamo itself traces is told so by another function."""
-    with transformed():
+    with told_of_transforms():
         assert torch.compiler.is_compiling()
         assert not torch.compiler.is_dynamo_compiling()
     assert not torch.compiler.is_compiling()
