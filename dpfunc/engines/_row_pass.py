@@ -174,7 +174,8 @@ class _RowPass(Pass):
             refuse_undeclared(func)
             name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
             if name not in _OURS and any_row((args, kwargs)):
-                found = OF_LIBRARIES.get(name, _unknown)(self, func, args, kwargs)
+                known = OF_LIBRARIES.get(name)
+                found = NotImplemented if known is None else known(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
                 self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
@@ -253,10 +254,6 @@ def _is_memory_of(target: Tensor, param: Tensor) -> bool:
 
 
 _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
-
-
-def _unknown(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return NotImplemented
 
 
 def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -183,14 +183,20 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _reached(function: Any) -> Iterable[Any]:
     """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
-    found = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-    names, todo = sorted(_names(function.__code__)), [] if _of_library(function) else [function.__globals__]
-    for scope in todo:  # modules that it names, with their names
-        here = [scope[name] for name in names if name in scope]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    named = () if _of_library(function) else _named(sorted(_names(function.__code__)), function.__globals__)
+    return (*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _named(names: Sequence[str], scope: Mapping[str, Any]) -> Iterable[Any]:
+    """Values of global names, and of the same names in modules among them."""
+    found, todo = list[Any](), [scope]
+    for each in todo:
+        here = [each[name] for name in names if name in each]
         found += here
         own = [vars(value) for value in here if isinstance(value, ModuleType) and not _of_library(value)]
         todo += [other for other in own if not any(other is known for known in todo)]
-    return (*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return found
 
 
 _EMPTY = CellType()  # compared by being empty alone
