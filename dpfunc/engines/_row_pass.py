@@ -141,7 +141,10 @@ class _RowPass(Pass):
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         handlers, kwargs = self._handlers.get(func), kwargs or {}
         if self._stands and func not in _OF_MEMORY:
-            args, kwargs = pytree.tree_map_only(Tensor, self._standing, (tuple(args), dict(kwargs)))
+            stands = self._stands
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda leaf: stands.get(id(leaf), leaf), (tuple(args), dict(kwargs))
+            )
         if handlers is _FACT:
             return func(*args, **kwargs)
         try:
@@ -164,9 +167,6 @@ class _RowPass(Pass):
             if self.stopped is None:
                 self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
             raise
-
-    def _standing(self, value: Tensor) -> Tensor:
-        return self._stands.get(id(value), value)
 
     def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""

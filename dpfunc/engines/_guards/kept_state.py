@@ -324,14 +324,13 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         UnsupportedModel: there is one among the arguments.
     """
     for value in (*args, *kwargs.values()) if kwargs else args:
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(part, Tensor):
-                continue
-            if (is_dead(part) and is_row(part)) or (_earlier and _is_earlier(part)):
-                raise UnsupportedModel(
-                    "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
-                    "this one. Compute each loss from its own row and the parameters alone."
-                )
+        if isinstance(value, (list, tuple)):
+            refuse_earlier(value, {})
+        elif isinstance(value, Tensor) and ((is_dead(value) and is_row(value)) or (_earlier and _is_earlier(value))):
+            raise UnsupportedModel(
+                "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
+                "this one. Compute each loss from its own row and the parameters alone."
+            )
 
 
 def _is_earlier(tensor: Tensor) -> bool:
