@@ -137,10 +137,10 @@ class Kernel:
     groups: int
 
     def costs(self) -> Costs:
-        """Costs; products of windows with windows are sums over the taps of products of cells."""
+        """Costs with the cheaper way to the products of windows with windows."""
         pairs, numbers = self.positions**2, math.prod(self.shape)
         still = 2 * _A_SMALL_PRODUCT * pairs * self.shape[0]
-        ghost = still + _A_NUMBER * pairs * self.groups + self.by_cells()
+        ghost = still + _A_NUMBER * pairs * self.groups + min(self.by_cells(), self.unfolded())
         factors = self.positions * self.shape[0] + self.cells * self.shape[1] * self.groups
         return Costs(2 * self.positions * numbers, ghost, numbers, factors, limited=True)
 
@@ -155,3 +155,8 @@ class Kernel:
         passes = sum(-(-taps // count) for taps, count in zip(self.shape[2:], residues, strict=True))
         added = self.groups * (cells**2 + cells * (cells + self.positions) * passes // 2 + self.positions**2)
         return parts * (products + _A_NUMBER * added + _A_CALL * (2 + passes))
+
+    def unfolded(self) -> int:
+        """Operations for products of windows that are copied."""
+        copied = self.positions * math.prod(self.shape[1:]) * self.groups
+        return 2 * _A_SMALL_PRODUCT * self.positions * copied + _A_NUMBER * copied

@@ -54,12 +54,12 @@ KINDS = {
     "all added": lambda draw: add([make(draw) for make in ADDABLE.values()]),
     "conv1d": lambda draw: convolved(draw, axes=1),
     "conv2d": convolved,
-    "conv2d, ghost norm, few channels": lambda draw: convolved(draw, padding=0, edge=3, out=12, channels=14),
+    "conv2d, ghost norm, unfolded": lambda draw: convolved(draw, padding=0, edge=3, out=12, channels=14),
     "conv3d": lambda draw: convolved(draw, axes=3, groups=2, stride=2),
     "transposed 2d": lambda draw: convolved(draw, transposed=True, stride=2),
     "conv2d, ghost norm": lambda draw: convolved(draw, edge=3, out=32, channels=32),
     "conv2d, ghost norm, groups": lambda draw: convolved(draw, groups=2, edge=3, out=64, channels=64),
-    "conv3d, ghost norm, few channels": lambda draw: convolved(
+    "conv3d, ghost norm, unfolded": lambda draw: convolved(
         draw, axes=3, stride=3, padding=0, out=24, channels=32, edge=4
     ),
     "transposed 2d, ghost norm": lambda draw: convolved(draw, transposed=True, out=40, channels=40, padding=1, edge=2),

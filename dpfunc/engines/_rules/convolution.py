@@ -68,6 +68,25 @@ class ConvolutionArgs:
         grad: Tensor = torch.ops.aten.convolution_backward(g_NP, x_NC, weight, None, *options, wanted)[1]
         return grad
 
+    def unfolded(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Windows (n, c * taps, m * T) of values (n, c, m, *cells), copied."""
+        axes = len(sizes)
+        reach = [
+            (size - 1) * step + (taps - 1) * dilation + 1
+            for size, step, taps, dilation in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
+        ]
+        ends = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
+        sides = [(pad, length - pad - cells) for length, pad, cells in ends]
+        padded = F.pad(values, [side for pair in reversed(sides) for side in pair]).contiguous()
+        strides = padded.stride()
+        steps = [stride * step for stride, step in zip(strides[3:], self.stride, strict=True)]
+        gaps = [stride * dilation for stride, dilation in zip(strides[3:], self.dilation, strict=True)]
+        n, c, m = values.shape[:3]
+        windows = padded.as_strided(
+            (n, c, *self.shape[2:], m, *sizes), (strides[0], strides[1], *gaps, strides[2], *steps)
+        )
+        return windows.flatten(2 + axes).flatten(1, 1 + axes)
+
     def taps_by_residue(self, axis: int) -> dict[int, list[int]]:
         """The taps of one axis by the cells that they read, `t s + k` with `k = r + s o`: r -> each o."""
         offsets: dict[int, list[int]] = {}
@@ -195,6 +214,10 @@ class Convolved:
 
     def _of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
         """Products of all windows of a sample with each other, (n, m * T, m * T)."""
+        kernel = self.kernel()
+        if kernel.unfolded() <= kernel.by_cells():
+            windows = self.args.unfolded(moved, sizes)
+            return windows.transpose(1, 2) @ windows
         by_axis = [self.args.taps_by_residue(axis) for axis in range(len(sizes))]
         parts = [self._over_taps(moved, sizes, by_axis, residues) for residues in product(*by_axis)]
         return reduce(Tensor.add_, parts)
