@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.vision_language.images import opened
+from dpfunc.hf.vision_language._images import opened
 from dpfunc.train._scattering import CHANNELS, STRIDE, scattering
 from dpfunc.train.tables import Row, Table
 
