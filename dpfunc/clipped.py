@@ -79,14 +79,9 @@ class ClippedGrad:
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(
-        self,
-        params: Params,
-        batch: Batch,
-        *,
-        mask_B: Tensor | None = None,
-        key: Key | None = None,
-        checked: bool = False,
-    ) -> tuple[ClippedSum, Unreleased]:
+        self, params: Params, batch: Batch, *,
+        mask_B: Tensor | None = None, key: Key | None = None, checked: bool = False,
+    ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
         """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
         if not checked:
             check_params(params)

@@ -80,16 +80,9 @@ class Pass(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        over: Levels,
-        params: Params,
-        leaves: Params,
-        uses: dict[object, Use],
-        take: Callable[[str, PerSampleGrad], None],
-        counts: dict[str, int],
-        rules: bool,
-        watched: bool,
-    ) -> None:
+        self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
+        take: Callable[[str, PerSampleGrad], None], counts: dict[str, int], rules: bool, watched: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
         self.rules, self.watched = rules, watched

@@ -332,14 +332,9 @@ class VmapGrad:
             calls.begin()
 
     def _weigh(
-        self,
-        rows: Rows,
-        settings: Settings,
-        measured: Measured,
-        seed: Tensor,
-        around: Callable[[], AbstractContextManager[None]],
-        factors: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
+        self, rows: Rows, settings: Settings, measured: Measured, seed: Tensor,
+        around: Callable[[], AbstractContextManager[None]], factors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
         weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
         known, after = self._known[rows.loss_fn], torch.default_generator.get_state()

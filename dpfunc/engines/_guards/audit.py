@@ -281,12 +281,9 @@ def _compare_norms(
 
 
 def _compare_sums(
-    per_sample: PerSampleGrads,
-    alone: Mapping[int, Alone],
-    finite: Mapping[int, float],
-    unstable: Mapping[int, _Unstable],
-    tolerance: float,
-) -> str:
+    per_sample: PerSampleGrads, alone: Mapping[int, Alone], finite: Mapping[int, float],
+    unstable: Mapping[int, _Unstable], tolerance: float,
+) -> str:  # fmt: skip
     """The first parameter of which a combination of the rows with finite norms is another one."""
     signs_B = torch.zeros_like(per_sample.losses_B, dtype=torch.float32)
     expected: dict[str, Tensor] = {}
