@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpfunc._utils.digests import checksum_and_marks, in_hex
 from dpfunc._utils.dtensor import local
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
@@ -216,3 +217,49 @@ def check_params(params: Params) -> None:
     """
     check_named(params)
     check_finite(params)
+
+
+def digest_and_mark(released: Params, params: Params | None, mark: Tensor) -> tuple[int, list[str], bool]:
+    """A digest of what a step releases, names of what is not finite in it, and a mark (0-d, bool), in one read.
+
+    Args:
+        released: name -> tensor. params: of the step, which are looked at as well; None where they were before.
+
+    Raises:
+        InvalidArgument: parameters that are not finite.
+    """
+    looked = mark.new_zeros(()) if params is None else suspicious(params)
+    own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, suspicious(released), mark])
+    if look and params is not None:
+        refuse_not_finite(params)
+    return own, not_finite(released) if spoiled else [], marked
+
+
+def own_digest(released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
+    """A digest of what a process releases that is alone, and a mark; see `digest_and_mark`.
+
+    Raises:
+        InvalidArgument: sums, or parameters, that are not finite.
+    """
+    own, spoiled, marked = digest_and_mark(released, params, mark)
+    if spoiled:
+        refuse_sums(spoiled)
+    return in_hex(own), marked
+
+
+def refuse_sums(names: Sequence[str]) -> NoReturn:
+    """Refuse sums with a number that is not finite, which noise does not hide.
+
+    Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
+    they meet very small ones, can overflow.
+
+    Args:
+        names: of the parameters; none where another process has the part.
+    """
+    where = shorten(names) or "the part of another process"
+    raise InvalidArgument(
+        f"Expected finite sums of clipped gradients, got NaN or inf in {where}. "
+        "A sample has numbers so large, beside others so small, that their products cannot be computed in float32. "
+        "Bring inputs and losses to ordinary sizes in the data set, with numbers that are public (a value such as 1e30 "
+        "often stands for a missing one). Nothing was released and nothing was spent."
+    )

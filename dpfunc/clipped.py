@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.lockstep import in_lockstep
 from dpfunc._utils.memory import refuse_microbatch
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
@@ -29,7 +30,6 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._draws import first_row
 from dpfunc.engines._guards.audit import Audits, audit, credited_by
 from dpfunc.engines._guards.kept_state import refuse_counting
-from dpfunc.engines._guards.lockstep import in_lockstep
 from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
@@ -79,14 +79,9 @@ class ClippedGrad:
     _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(
-        self,
-        params: Params,
-        batch: Batch,
-        *,
-        mask_B: Tensor | None = None,
-        key: Key | None = None,
-        checked: bool = False,
-    ) -> tuple[ClippedSum, Unreleased]:
+        self, params: Params, batch: Batch, *,
+        mask_B: Tensor | None = None, key: Key | None = None, checked: bool = False,
+    ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
         """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
         if not checked:
             check_params(params)
@@ -198,7 +193,8 @@ class ClippedGrad:
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
-        norms_BG = groups.parts.norms(full_norms(params, sq_norms, self.ranks))
+        full = sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks)
+        norms_BG = groups.parts.norms(full)
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))

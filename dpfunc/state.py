@@ -259,6 +259,19 @@ def check_own_plan(state: StepState, digest_of_plan: str) -> None:
         )
 
 
+def check_new_journal(journal: object, plan: Plan) -> None:
+    """Check that a journal, if there is one, can write down the steps of a plan."""
+    if journal is not None and not callable(journal):
+        raise InvalidArgument(
+            f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
+        )
+    if getattr(journal, "plan", plan) != plan:
+        raise InvalidArgument(
+            "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
+            "Journal(path, plan); phases on the same records may share the path."
+        )
+
+
 def check_journal(state: StepState, journal: object) -> None:
     """Check that a resumed run writes on in the journal that it was resumed with.
 

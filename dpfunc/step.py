@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -11,18 +12,19 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.calls import Calls
+from dpfunc._utils.lockstep import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
-from dpfunc.batches import batch_size, check_named, refuse_narrow_range
+from dpfunc.batches import batch_size, check_named, own_digest, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
-from dpfunc.distributed._object_collectives import is_writer, together
+from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.launch import check_ranks
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.vmap_grad import Decision, engine_of
-from dpfunc.errors import InvalidArgument, StepAborted
+from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
@@ -30,6 +32,7 @@ from dpfunc.state import (
     StepState,
     check_draw,
     check_journal,
+    check_new_journal,
     check_repeated,
     check_state,
     first_state,
@@ -93,7 +96,7 @@ class DPStep:
             InsecureKeyWarning: everybody can know the key.
             RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
-        with together(self.ranks, StepAborted(_ABORTED)):
+        with self._together():
             first = first_state(self.plan, params, key, ledger, num_records)
             state = first._replace(noise_state=self._mechanism(0).init(self._with_statistics(params)))
         warn_of_start(state, journalled=self.journal is not None)
@@ -104,7 +107,9 @@ class DPStep:
     ) -> StepResult:
         """Clip, sum, add noise, divide by the expected batch size; see `make_dp_step`."""
         rows = self._check(params, batch, state, mask_B)
-        state = self._run_of_its_own(params) if state is None else state
+        if state is None:
+            self._calls.refuse_second_run()
+            state = only_step(self.plan, self.init(params, secure_key()))
         clipped, unreleased = self._clip(params, rows, state)
         released, noise_state = self._add_noise(clipped, params, state)
         after = next_state(self.plan, state, noise_state)
@@ -119,26 +124,37 @@ class DPStep:
 
         That the numbers of params are finite is read together with the digest, before the release (`_record`).
         """
-        check_ranks(self.ranks, self.clipped_grad.microbatch_size)  # others may have joined since the step was made
+        if self.ranks is not None or initialized():  # others may have joined since the step was made
+            check_ranks(self.ranks, self.clipped_grad.microbatch_size)
+        if self.ranks is None:
+            return self._check_own(params, batch, state, mask_B)
         with Agreement(self.ranks) as agreement:
-            check_named(params)
-            refuse_narrow_range(params)
-            size = batch_size(batch)
-            real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
-            if state is not None:
-                check_state(state, self.plan, self._plan_digest)
-                check_journal(state, self.journal)
-                if self.verify_batch:
-                    check_draw(self.plan, state, size if real_B is None else int(real_B.sum()), self.ranks)
-            if self.ranks is not None:
-                if state is None:
-                    start = "Start with dp_step.init(params, shared_key(ranks))."
-                    raise fail("a state, which all processes share", "state", None, start)
-                run = self._described(state)
-                agreement.say(summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks))
-        if is_writer(self.ranks):
+            rows = self._check_own(params, batch, state, mask_B)
+            if state is None:
+                start = "Start with dp_step.init(params, shared_key(ranks))."
+                raise fail("a state, which all processes share", "state", None, start)
+            run = self._described(state)
+            agreement.say(summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks))
+        return rows._replace(size=agreement.num_rows)
+
+    def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
+        """What this process can check by itself."""
+        check_named(params)
+        refuse_narrow_range(params)
+        size = batch_size(batch)
+        real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
+        if state is not None:
+            check_state(state, self.plan, self._plan_digest)
+            check_journal(state, self.journal)
+            if self.verify_batch:
+                check_draw(self.plan, state, size if real_B is None else int(real_B.sum()), self.ranks)
+        if self.ranks is None or self.ranks.writes:
             self._calls.warn_if_nothing_changed(params)
-        return Rows(batch, real_B, agreement.num_rows)
+        return Rows(batch, real_B, size)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Inside, an error of one process is one of all."""
+        return nullcontext() if self.ranks is None else together(self.ranks, StepAborted(_ABORTED))
 
     def _described(self, state: StepState) -> str:
         """Describe the settings and the state that must be equal in all processes."""
@@ -152,20 +168,21 @@ class DPStep:
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
         return stable_repr((settings, place, state.num_records, len(drawn), int(drawn.sum())))
 
-    def _run_of_its_own(self, params: Params) -> StepState:
-        self._calls.refuse_second_run()
-        return only_step(self.plan, self.init(params, secure_key()))
-
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
         rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
+        if self.ranks is None:
+            with process_context(None, independent=True):
+                return self.clipped_grad(params, rows.batch, mask_B=rows.mask_B, key=key, checked=True)
         with gathered(params, self.ranks) as whole:
             batch, mask_B = padded(rows, self.ranks)
             return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True)
 
     def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
         mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
+        if self.ranks is None:
+            return mechanism.add(clipped, state.noise_state, key)
         return release(self.ranks, mechanism, clipped, self._with_statistics(params), state.noise_state, key)
 
     def _with_statistics(self, params: Params) -> Params:
@@ -181,13 +198,16 @@ class DPStep:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         norms_BG = unreleased.norms_BG
         lost = ~(torch.isfinite(norms_BG).all(1) & norms_BG.any(1)).any() & bool(len(norms_BG))
-        digest, all_lost = digest_of_all(released, params, self.ranks, lost)
+        if self.ranks is None:
+            digest, all_lost = own_digest(released, params, lost)
+        else:
+            digest, all_lost = digest_of_all(released, self.ranks, lost)
         with one_release(state):
-            with together(self.ranks, StepAborted(_ABORTED)):
+            with self._together():
                 check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
                 check_repeated(state, digest)
                 self._calls.warn_if_lost(all_lost)
-                if self.journal is not None and is_writer(self.ranks):
+                if self.journal is not None and (self.ranks is None or self.ranks.writes):
                     self.journal(after._replace(released=((state.step, digest),)))
             mark_released(after, digest)
         self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
@@ -272,15 +292,7 @@ def make_dp_step(
     if plan.telemetry is not None and ranks is not None and ranks.keeps_parts:
         advice = "Its engine adds up gradients over processes, and no statistics. Use data_parallel()."
         raise fail("no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry, advice)
-    if journal is not None and not callable(journal):
-        raise InvalidArgument(
-            f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
-        )
-    if getattr(journal, "plan", plan) != plan:
-        raise InvalidArgument(
-            "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
-            "Journal(path, plan); phases on the same records may share the path."
-        )
+    check_new_journal(journal, plan)
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,

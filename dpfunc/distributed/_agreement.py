@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum, checksum_and_marks, digest, in_hex
+from dpfunc._utils.digests import checksum, digest, in_hex
 from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
-from dpfunc._utils.validation import shorten
 from dpfunc.batches import (
     batch_size,
     check_finite,
-    not_finite,
+    digest_and_mark,
     pad_rows,
-    refuse_not_finite,
+    refuse_sums,
     signature,
-    suspicious,
     tree_map,
 )
 from dpfunc.distributed._object_collectives import any_rank, gathered_rows
@@ -72,15 +69,10 @@ _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num
 class Agreement:
     """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
 
-    Nothing inside may communicate. One process alone (`ranks=None`) has nobody to agree with.
-
-    >>> with Agreement(None) as agreement:
-    ...     pass
-    >>> agreement.num_rows
-    0
+    Nothing inside may communicate.
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.num_rows = 0  # afterwards: the largest number of rows of a process
         self._own = RankSummary(failed=1)
@@ -93,8 +85,7 @@ class Agreement:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.ranks is not None:
-            self.num_rows = agree(self._own, self.ranks)
+        self.num_rows = agree(self._own, self.ranks)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
@@ -193,14 +184,14 @@ class Rows(NamedTuple):
     size: int
 
 
-def padded(rows: Rows, ranks: Ranks | None) -> tuple[Batch, Tensor | None]:
+def padded(rows: Rows, ranks: Ranks) -> tuple[Batch, Tensor | None]:
     """Rows and their mask, with rows of weight zero up to the number that all processes run.
 
     They repeat the first row; a process without records runs the public dummy row.
     """
     batch, mask_B, size = rows
     missing = size - batch_size(batch)
-    if ranks is None or missing <= 0:
+    if missing <= 0:
         return batch, mask_B
     if not batch_size(batch):
         batch = _dummy_of(batch, ranks)
@@ -221,47 +212,24 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
     return pytree.tree_map(lambda row, leaf: row.to(leaf.device), ranks.dummy, batch)
 
 
-def digest_of_all(released: Params, params: Params, ranks: Ranks | None, mark: Tensor) -> tuple[str, bool]:
+def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
     """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
 
     Args:
-        released: name -> tensor; DTensors where processes hold parts. params: of the step.
+        released: name -> tensor; DTensors where processes hold parts.
         mark: 0-d, bool; of this process alone, read together with its digest.
 
     Raises:
-        InvalidArgument: on all processes, for numbers that are not finite in the sums of one; of one process alone, for
-            those of its parameters. Several have looked at these before the step.
+        InvalidArgument: on all processes, for numbers that are not finite in the sums of one.
     """
-    looked = mark.new_zeros(()) if ranks else suspicious(params)
     with in_step(ranks):
-        own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, suspicious(released), mark])
-        if look:
-            refuse_not_finite(params)
-        names = not_finite(released) if spoiled else []
+        own, names, marked = digest_and_mark(released, None, mark)
         own = _SPOILED if names else own
-        if ranks is not None and any(is_dtensor(value) for value in released.values()):
+        if any(is_dtensor(value) for value in released.values()):
             own = _over_all(own, ranks)
         if own == _SPOILED:
-            _refuse_sums(names)
+            refuse_sums(names)
     return in_hex(own), marked
-
-
-def _refuse_sums(names: Sequence[str]) -> NoReturn:
-    """Refuse sums with a number that is not finite, which noise does not hide.
-
-    Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
-    they meet very small ones, can overflow.
-
-    Args:
-        names: of the parameters; none where another process has the part.
-    """
-    where = shorten(names) or "the part of another process"
-    raise InvalidArgument(
-        f"Expected finite sums of clipped gradients, got NaN or inf in {where}. "
-        "A sample has numbers so large, beside others so small, that their products cannot be computed in float32. "
-        "Bring inputs and losses to ordinary sizes in the data set, with numbers that are public (a value such as 1e30 "
-        "often stands for a missing one). Nothing was released and nothing was spent."
-    )
 
 
 def _over_all(own: int, ranks: Ranks) -> int:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dpfunc._utils.digests import checksum, digest, in_hex
 from dpfunc._utils.dtensor import shard_dims
+from dpfunc._utils.lockstep import arrived, tell, told
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.lockstep import arrived, tell, told
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMismatch, StepAborted
 from dpfunc.rng import Key, secure_key
 

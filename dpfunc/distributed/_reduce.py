@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import Window, distributed, is_dtensor, local, shard_dims
+from dpfunc._utils.lockstep import arrived, process_context
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
-from dpfunc.engines._guards.lockstep import arrived, process_context
 from dpfunc.engines._numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism
@@ -45,14 +45,13 @@ def check_placements(params: Params, ranks: Ranks) -> None:
             )
 
 
-def in_step(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """Inside, this process takes a step, alone or together with the others; see `lockstep.process_context`."""
-    group, independent = (None, True) if ranks is None else (ranks.group, ranks.independent)
-    return process_context(group, independent=independent)
+def in_step(ranks: Ranks) -> AbstractContextManager[None]:
+    """Inside, this process takes a step together with the others; see `lockstep.process_context`."""
+    return process_context(ranks.group, independent=ranks.independent)
 
 
 @contextmanager
-def gathered(params: Params, ranks: Ranks | None) -> Iterator[Params]:
+def gathered(params: Params, ranks: Ranks) -> Iterator[Params]:
     """Inside, parameters as an engine needs them: gathered where they are sharded over the data group.
 
     An error inside reaches the other processes in place of the sums of this one: they raise in `release`, or where the
@@ -61,10 +60,10 @@ def gathered(params: Params, ranks: Ranks | None) -> Iterator[Params]:
     done = False
     try:
         with in_step(ranks):
-            yield params if ranks is None or ranks.keeps_parts else _gathered(params, ranks)
+            yield params if ranks.keeps_parts else _gathered(params, ranks)
         done = True
     finally:
-        if not done and ranks is not None and ranks.independent:
+        if not done and ranks.independent:
             message, _ = _message(_packed(zeros(params), params, ranks), ranks)
             _add_up(message.zero_(), ranks, failed=True)
 
@@ -90,7 +89,7 @@ def zeros(params: Params) -> dict[str, Tensor]:
 
 
 def release(
-    ranks: Ranks | None, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
+    ranks: Ranks, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
 ) -> tuple[dict[str, Tensor], Any]:
     """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
 
@@ -101,8 +100,6 @@ def release(
         tests/distributed/test_ranks.py::test_an_error_of_one_process_aborts_the_step_on_all;
         tests/distributed/test_reduce.py::test_noise_that_is_missing_is_an_error_of_all.
     """
-    if ranks is None:
-        return mechanism.add(clipped, noise_state, key)
     with in_step(ranks):
         if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
             return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
@@ -239,12 +236,12 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     return result
 
 
-def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks | None) -> Mapping[str, Tensor]:
+def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
     """Squared norms (B,) of full gradients from those of their parts, summed over the tensor group.
 
     Without it parts would be clipped by norms that are too small. A replicated parameter counts once.
     """
-    if ranks is None or ranks.tensor_group is None:
+    if ranks.tensor_group is None:
         return sq_norms
     sharded_names = [name for name, p in params.items() if is_sharded_over(p, ranks, tensor=True)]
     if not sharded_names:

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.lockstep import is_independent
 from dpfunc._utils.validation import integer, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._ghost import Ghost
-from dpfunc.engines._guards.lockstep import is_independent
 from dpfunc.engines._guards.loss import refuse_written_buffers, until_backward, unwritten
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
-from dpfunc.functional._names import check_params, pattern, select
-from dpfunc.functional._refuse import refuse_unsupported, unwrapped
+from dpfunc.functional._names import pattern, select
+from dpfunc.functional._refuse import check_params, refuse_unsupported, unwrapped
 from dpfunc.functional.forward import functionalize
 from dpfunc.lora import LoRA
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads

@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dpfunc._utils.lockstep import initialized
 from dpfunc._utils.validation import fail
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, data_parallel
-from dpfunc.engines._guards.lockstep import initialized
 from dpfunc.errors import InvalidArgument
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor, shard_dims
+from dpfunc._utils.lockstep import broken, initialized
 from dpfunc._utils.versions import check_sharding
-from dpfunc.engines._guards.lockstep import broken, initialized
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
 

@@ -198,12 +198,9 @@ def _rrelu(
 
 
 def random_operation(
-    as_row: Callable[[Tensor], Tensor],
-    draws: OwnDraws,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+    as_row: Callable[[Tensor], Tensor], draws: OwnDraws,
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
     """The result of a function that draws; NotImplemented for calls that draw nothing.
 
     Args:

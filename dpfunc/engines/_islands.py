@@ -149,27 +149,30 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         return NotImplemented
     form, bound = rule.form, rule.bind(args, kwargs)
     given = bound[form.input]
-    wanted: dict[str, tuple[str, Tensor]] = {}
     if not isinstance(given, Tensor) or of_rows(given) is None:
         return NotImplemented
-    for name, value in bound.items():
-        if name == form.input or not isinstance(value, Tensor):
-            continue
-        known = owner.plain(value)
-        if known is not None:
-            if name not in rule.needs:
-                return NotImplemented
-            wanted[name] = known
-            bound[name] = known[1]
-        elif value.requires_grad or of_rows(value) is not None:
-            return NotImplemented
-        else:
-            bound[name] = inside(value)
-    if not form.takes(bound) or not (wanted or given.requires_grad):
+    wanted = _made_plain(owner, rule, form.input, bound)
+    if wanted is None or not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect(name for name, _ in wanted.values())
     keeps_input = form.reads_input or not rule.reading.isdisjoint(wanted)
     return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted, keeps_input), owner.anchor, given)
+
+
+def _made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, tuple[str, Tensor]] | None:
+    """Put plain tensors in place of all but the input; the parameters among them. None where one is of a row."""
+    wanted: dict[str, tuple[str, Tensor]] = {}
+    for name, value in bound.items():
+        if name == given or not isinstance(value, Tensor):
+            continue
+        known = owner.plain(value)
+        if known is None and not value.requires_grad and of_rows(value) is None:
+            bound[name] = inside(value)
+        elif known is not None and name in rule.needs:
+            wanted[name], bound[name] = known, known[1]
+        else:
+            return None
+    return wanted
 
 
 def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._C._functorch import get_single_level_autograd_function_allowed as _single_level_allowed
 from torch._C._functorch import set_single_level_autograd_function_allowed as _allow_single_level
-from torch._functorch.eager_transforms import _create_differentiable, grad_increment_nesting
+from torch._functorch.eager_transforms import grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _without_level
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # type: ignore[attr-defined]  # private
 from torch.autograd.graph import _engine_run_backward
+
+from dpfunc._utils.lockstep import initialized, is_independent
 
 Below = torch._C._DisableFuncTorch
 """Context in which plain tensors are computed below both levels."""
@@ -47,8 +49,7 @@ class Levels:
 
     def leaf(self, value: Tensor) -> Tensor:
         """A parameter that is differentiated; the same for all rows."""
-        made: Tensor = _create_differentiable(functorch._wrap_for_grad(value, self.grad))
-        return made
+        return self.constant(value).requires_grad_()
 
     def constant(self, value: Tensor) -> Tensor:
         """A tensor that is the same for all rows."""
@@ -101,15 +102,19 @@ def below_both() -> Iterator[None]:
         yield
 
 
-transformed: Callable[[], AbstractContextManager[None]] = getattr(
+_transformed: Callable[[], AbstractContextManager[None]] = getattr(
     torch.compiler, "_compile_session_context", nullcontext
 )
-"""Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
 
-Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
-padding, so that no number is read and all rows go the same way. An older torch has no such context: such rows go in
-groups.
-"""
+
+def told_of_transforms() -> AbstractContextManager[None]:
+    """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
+
+    Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
+    padding, so that no number is read and all rows go the same way. An older torch has no such context: such rows go in
+    groups. A sharded model communicates as ever.
+    """
+    return nullcontext() if initialized() and not is_independent() else _transformed()
 
 
 @contextmanager
@@ -145,7 +150,8 @@ def is_row(value: Any) -> TypeGuard[Tensor]:
 
 def of_rows(value: Tensor) -> Tensor | None:
     """The plain tensors of all rows on axis 0, (B, ...); None for a tensor that is the same for all rows."""
-    value = inside(value)
+    while functorch.is_gradtrackingtensor(value):  # `inside`, which is called for each tensor of each operation
+        value = functorch.get_unwrapped(value)
     if not functorch.is_batchedtensor(value):
         return None
     plain: Tensor = functorch.get_unwrapped(value)
@@ -159,12 +165,7 @@ def of_rows(value: Tensor) -> Tensor | None:
 
 
 is_dead = functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # no stub
-"""True for a tensor of levels of an earlier call."""
-
-
-def is_gone(value: Tensor) -> bool:
-    """True for a tensor of rows of an earlier call, which torch would take for one of this call."""
-    return bool(is_dead(value)) and is_row(value)
+"""True for a tensor of levels of an earlier call. Torch would take a row among them for one of this call."""
 
 
 def apply_node(node: type[torch.autograd.Function], *args: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpfunc.engines._guards.lockstep import in_lockstep
+from dpfunc._utils.lockstep import in_lockstep
 from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
 from dpfunc.engines._numerics import is_exact
 from dpfunc.engines._per_sample import PerSampleGrad
@@ -80,16 +80,9 @@ class Pass(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        over: Levels,
-        params: Params,
-        leaves: Params,
-        uses: dict[object, Use],
-        take: Callable[[str, PerSampleGrad], None],
-        counts: dict[str, int],
-        rules: bool,
-        watched: bool,
-    ) -> None:
+        self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
+        take: Callable[[str, PerSampleGrad], None], counts: dict[str, int], rules: bool, watched: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
         self.rules, self.watched = rules, watched
@@ -371,9 +364,8 @@ def ctc_loss(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs:
     """Lengths decide about shapes inside of `ctc_loss`: rows with equal ones go together."""
     bound = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False), **kwargs)
     for name in ("input_lengths", "target_lengths"):
-        values_B = of_rows(bound[name]) if is_row(bound[name]) else None
-        if values_B is not None:
-            agreed(owner, bits(values_B), name)
+        if is_row(bound[name]):
+            read(owner, Tensor.tolist, (bound[name],), {})
     return NotImplemented
 
 

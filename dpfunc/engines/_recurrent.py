@@ -28,7 +28,7 @@ from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, credit_use
 from dpfunc.engines._levels import Below, apply_node, inside, of_rows
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
-from dpfunc.engines._reads import Handler, Pass, agreed, bits
+from dpfunc.engines._reads import Handler, Pass, read
 from dpfunc.engines._rules import RULES
 from dpfunc.engines._rules.linear import column_sum
 from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
@@ -298,20 +298,10 @@ NAMES = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train"
 _PACKED = ("input", "batch_sizes", *NAMES[1:-1])
 
 
-def _read(owner: Pass, value: Tensor, read: str) -> list[int]:
-    values_B = of_rows(value)
-    if values_B is not None:
-        agreed(owner, bits(values_B), read)
-        value = values_B[0]
-    with Below():
-        numbers: list[int] = inside(value).tolist()
-        return numbers
-
-
 def _pack(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`pack_padded_sequence` of one sequence: its steps, and a size of one for each."""
     x, lengths, batch_first = args
-    numbers = _read(owner, lengths, func.__name__)
+    numbers = read(owner, Tensor.tolist, (lengths,), {})
     x_TBd = x.transpose(0, 1) if batch_first else x
     if len(numbers) != 1 or x_TBd.shape[1] != 1 or not 0 < numbers[0] <= len(x_TBd):
         return func(x, torch.tensor(numbers), batch_first)
@@ -321,7 +311,7 @@ def _pack(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 def _pad(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`pad_packed_sequence` of one sequence."""
     data, batch_sizes, batch_first, padding_value, total_length = args
-    sizes = _read(owner, batch_sizes, func.__name__)
+    sizes = read(owner, Tensor.tolist, (batch_sizes,), {})
     if set(sizes) != {1}:
         return func(data, torch.tensor(sizes), *args[2:])
     missing = max(0, total_length - len(sizes))
@@ -333,7 +323,7 @@ def _as_padded(owner: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     """Arguments of a recurrent layer by name, and True for a packed sequence of one row, as a sequence (T, 1, d)."""
     packed = "batch_sizes" in kwargs or isinstance(args[3], (list, tuple))
     bound = dict(zip(_PACKED if packed else NAMES, args, strict=False), **kwargs)
-    if packed and set(_read(owner, bound["batch_sizes"], "batch_sizes")) == {1}:
+    if packed and set(read(owner, Tensor.tolist, (bound["batch_sizes"],), {})) == {1}:
         del bound["batch_sizes"]
         return {**bound, "input": bound["input"].unsqueeze(1), "batch_first": False}, True
     return bound, False
@@ -380,18 +370,15 @@ def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> 
     given_B = of_rows(given)
     if given_B is None or given.ndim != 3 or given.shape[axis] != 1 or (bound["train"] and bound["dropout"]):
         return NotImplemented
-    plain: list[Tensor] = []
-    credited: dict[int, str] = {}
-    for value in bound["params"]:
-        known = owner.plain(value)
-        if known is None and (value.requires_grad or of_rows(value) is not None):
-            return NotImplemented
-        plain.append(inside(value) if known is None else known[1].detach())
-        if known is not None:
-            credited[id(plain[-1])] = known[0]
+    known = [owner.plain(value) for value in bound["params"]]
+    others = [value for value, own in zip(bound["params"], known, strict=True) if own is None]
     states = [bound["hx"]] if isinstance(bound["hx"], Tensor) else list(bound["hx"])
-    if any(state.ndim != 3 or len(state) != bound["num_layers"] * (1 + bound["bidirectional"]) for state in states):
+    if any(value.requires_grad or of_rows(value) is not None for value in others) or any(
+        state.ndim != 3 or len(state) != bound["num_layers"] * (1 + bound["bidirectional"]) for state in states
+    ):
         return NotImplemented
+    plain = [own[1].detach() if own else inside(value) for value, own in zip(bound["params"], known, strict=True)]
+    credited = {id(value): own[0] for value, own in zip(plain, known, strict=True) if own}
     with Below():
         zeros_B = given_B.new_zeros(owner.levels.rows, 1)
     # states that are the same for all rows, trained ones among them, get an axis of rows

@@ -20,14 +20,7 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines._ghost import Source
-from dpfunc.engines._guards.kept_state import (
-    UNDECLARED,
-    forget_gone,
-    plain_memory,
-    refuse_earlier,
-    refuse_undeclared,
-)
-from dpfunc.engines._guards.lockstep import told_of_transforms
+from dpfunc.engines._guards.kept_state import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
 from dpfunc.engines._guards.loss import (
     backward_inside,
     check_aux,
@@ -46,6 +39,7 @@ from dpfunc.engines._levels import (
     levels,
     opened,
     run_backward,
+    told_of_transforms,
     transforms_seen,
 )
 from dpfunc.engines._per_sample import Kept
@@ -152,10 +146,12 @@ class _RowPass(Pass):
             transforms_seen(bool(self._depth))
 
     def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        handlers = self._handlers.get(func)
+        handlers, kwargs = self._handlers.get(func), kwargs or {}
         if self._stands and func not in _OF_MEMORY:
-            args, kwargs = pytree.tree_map_only(Tensor, self._standing, (tuple(args), dict(kwargs or {})))
-        kwargs = kwargs or {}
+            stands = self._stands
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda leaf: stands.get(id(leaf), leaf), (tuple(args), dict(kwargs))
+            )
         if handlers is _FACT:
             return func(*args, **kwargs)
         try:
@@ -179,16 +175,14 @@ class _RowPass(Pass):
                 self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
             raise
 
-    def _standing(self, value: Tensor) -> Tensor:
-        return self._stands.get(id(value), value)
-
     def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
         if isinstance(func, (OpOverload, OpOverloadPacket)):
             refuse_undeclared(func)
             name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
             if name not in _OURS and any_row((args, kwargs)):
-                found = OF_LIBRARIES.get(name, _unknown)(self, func, args, kwargs)
+                known = OF_LIBRARIES.get(name)
+                found = NotImplemented if known is None else known(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
                 self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
@@ -267,10 +261,6 @@ def _is_memory_of(target: Tensor, param: Tensor) -> bool:
 
 
 _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
-
-
-def _unknown(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return NotImplemented
 
 
 def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

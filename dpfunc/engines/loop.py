@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import local, local_like
+from dpfunc._utils.lockstep import in_lockstep, on_any_process, refused_by_all
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
@@ -28,7 +29,6 @@ from dpfunc.engines._guards.kept_state import (
     refuse_kept,
     refuse_undeclared,
 )
-from dpfunc.engines._guards.lockstep import in_lockstep, on_any_process, refused_by_all, told_of_transforms
 from dpfunc.engines._guards.loss import (
     backward_inside,
     check_aux,
@@ -41,7 +41,7 @@ from dpfunc.engines._guards.loss import (
     uncompiled,
     unfollowed_code_is_an_error,
 )
-from dpfunc.engines._levels import opened, run_backward
+from dpfunc.engines._levels import opened, run_backward, told_of_transforms
 from dpfunc.engines._per_sample import Dense, PerSample
 from dpfunc.engines._recurrent import KINDS, NAMES, layer_by_layer
 from dpfunc.errors import UnsupportedModel

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.lockstep import failed, in_lockstep, on_any_process
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines._draws import positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state, refuse_kept
-from dpfunc.engines._guards.lockstep import failed, in_lockstep, on_any_process
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged
 from dpfunc.engines._levels import below_both
 from dpfunc.engines._numerics import exact, precision_now
@@ -332,14 +332,9 @@ class VmapGrad:
             calls.begin()
 
     def _weigh(
-        self,
-        rows: Rows,
-        settings: Settings,
-        measured: Measured,
-        seed: Tensor,
-        around: Callable[[], AbstractContextManager[None]],
-        factors: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
+        self, rows: Rows, settings: Settings, measured: Measured, seed: Tensor,
+        around: Callable[[], AbstractContextManager[None]], factors: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
         weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
         known, after = self._known[rows.loss_fn], torch.default_generator.get_state()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.lockstep import AllGather, over_gloo
 from dpfunc._utils.validation import shorten
-from dpfunc.engines._guards.lockstep import AllGather, over_gloo
 from dpfunc.errors import UnsupportedModel
 
 _WAY_OUT = (

@@ -6,13 +6,11 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpfunc._utils.validation import apart, shorten
+from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Params
 
 BIASES = r"(^|\.)bias$"
 """Biases only (BiTFiT), for `functionalize(module, trainable=BIASES)`."""
@@ -102,20 +100,3 @@ def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
         for attribute, tensor in {**owner._parameters, **owner._buffers}.items():
             places.setdefault(id(tensor), []).append(f"{prefix}.{attribute}" if prefix else attribute)
     return {key: tuple(names) for key, names in places.items()}
-
-
-def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
-    """Check that parameters have exactly the expected names and shapes."""
-    if not isinstance(params, Mapping):
-        raise InvalidArgument(
-            f"Expected params as a mapping from names to tensors, got {type(params).__name__}. "
-            "It is the first argument: forward(params, *args)."
-        )
-    if params.keys() != shapes.keys():
-        named = apart(shapes.keys() - params.keys(), params.keys() - shapes.keys())
-        raise InvalidArgument(f"Expected the parameters that functionalize returned, got params {named}.")
-    for name, shape in shapes.items():
-        if params[name].shape != shape:
-            raise InvalidArgument(
-                f"Expected params[{name!r}] of shape {tuple(shape)}, got {tuple(params[name].shape)}."
-            )

@@ -1,9 +1,9 @@
-"""Errors for modules that would mix samples, be written into, or give wrong gradients."""
+"""Errors for modules that would mix samples, be written into, or give wrong gradients; and for other parameters."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import apart, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.types import Params
 
 _CHECKPOINTED = (
     "its second forward pass would run with the module's own parameters and give wrong gradients. Call "
@@ -55,11 +56,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> None:
     """Refuse modules that cannot work (`_REFUSED`); with `checkpointing`, gradient checkpointing is allowed."""
-    parts = [(name or type(part).__name__, part) for name, part in module.named_modules()]
+    parts = all_parts(module)
     for is_refused, message in _REFUSED:
-        names = [name for name, part in parts if is_refused(part)]
-        if names and not (checkpointing and is_refused is _checkpoints):
+        if (is_refused is not _checkpoints or not checkpointing) and any(map(is_refused, parts)):
+            names = [name or type(part).__name__ for name, part in module.named_modules() if is_refused(part)]
             raise UnsupportedModel(message.format(names=shorten(names), count=len(names)))
+
+
+def all_parts(module: nn.Module) -> list[nn.Module]:
+    """A module and all in it, each once, in any order: each step asks, and `modules()` takes ten times as long."""
+    parts, known = [module], {id(module)}
+    for part in parts:
+        for inner in part._modules.values():
+            if inner is not None and id(inner) not in known:
+                known.add(id(inner))
+                parts.append(inner)
+    return parts
 
 
 def _checkpoints(part: Any) -> bool:
@@ -113,3 +125,20 @@ def checkpoint_is_an_error() -> Iterator[None]:
             if message in str(error):
                 raise UnsupportedModel(message) from error
             raise
+
+
+def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
+    """Check that parameters have exactly the expected names and shapes."""
+    if not isinstance(params, Mapping):
+        raise InvalidArgument(
+            f"Expected params as a mapping from names to tensors, got {type(params).__name__}. "
+            "It is the first argument: forward(params, *args)."
+        )
+    if params.keys() != shapes.keys():
+        named = apart(shapes.keys() - params.keys(), params.keys() - shapes.keys())
+        raise InvalidArgument(f"Expected the parameters that functionalize returned, got params {named}.")
+    for name, shape in shapes.items():
+        if params[name].shape != shape:
+            raise InvalidArgument(
+                f"Expected params[{name!r}] of shape {tuple(shape)}, got {tuple(params[name].shape)}."
+            )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
+from dpfunc._utils.lockstep import initialized, is_independent
 from dpfunc._utils.validation import shorten
-from dpfunc.engines._guards.lockstep import initialized, is_independent
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,
     refuse_written_buffers,
@@ -32,8 +33,8 @@ from dpfunc.functional._fsdp import (
     refuse_old_vmap,
     refuse_swapped,
 )
-from dpfunc.functional._names import check_params, select, storage_places
-from dpfunc.functional._refuse import checkpoint_is_an_error, refuse_unsupported, unwrapped
+from dpfunc.functional._names import select, storage_places
+from dpfunc.functional._refuse import all_parts, check_params, checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
 
 
@@ -63,7 +64,8 @@ class Forward:
             check_params(params, self.shapes)
         if is_independent() and initialized():
             refuse_communication(self.module)
-        refuse_swapped(self.module, (*self.shapes, *self.frozen))  # sharded since it was functionalized
+        if _may_be_sharded():  # since it was functionalized
+            refuse_swapped(self.module, (*self.shapes, *self.frozen))
         stack = until_backward()
         if stack is not None:
             return self._run_until_backward(stack, params, args, kwargs)
@@ -95,7 +97,8 @@ class Forward:
     def _swapped(self, params: Params) -> Iterator[None]:
         state = self._state(params, self.buffers)
         before = dict(state)
-        with _reparametrize_module(self.module, state), recovered(self.module):
+        around = recovered(self.module) if _may_be_sharded() else nullcontext()
+        with _reparametrize_module(self.module, state), around:
             yield
         _refuse_replaced(before, state)
 
@@ -138,7 +141,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     leave them elsewhere.
     """
     before: list[tuple[nn.Module, set[str], dict[str, Any], dict[str, Any]]] = [
-        (part, set(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in module.modules()
+        (part, set(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in all_parts(module)
     ]
     done = False
     try:
@@ -160,6 +163,10 @@ def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) 
     replaced = [place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)]
     if replaced:
         refuse_written_buffers(replaced)
+
+
+def _may_be_sharded() -> bool:
+    return "torch.distributed.fsdp" in sys.modules
 
 
 class Functional(NamedTuple):

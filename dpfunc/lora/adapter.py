@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import fail, shorten
 from dpfunc.errors import UnsupportedModel
-from dpfunc.functional._names import check_params, pattern, select
-from dpfunc.functional._refuse import unwrapped
+from dpfunc.functional._names import pattern, select
+from dpfunc.functional._refuse import check_params, unwrapped
 from dpfunc.functional.forward import Forward, functionalize
 from dpfunc.lora._layer import LoRALayer, adaptable, initial_factors, merged_weight
 from dpfunc.lora.config import LoRAConfig

@@ -268,6 +268,6 @@ def spoiled_sums(whole):
     (sums["v"] if whole else sums["w"])[0] = float("nan")  # row 0 is of the first process
     try:
         parts = {**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}
-        return digest_of_all(parts, parts, ranks, torch.tensor(False))[0]
+        return digest_of_all(parts, ranks, torch.tensor(False))[0]
     except InvalidArgument as error:
         return str(error)

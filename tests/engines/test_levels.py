@@ -14,12 +14,12 @@ from dpfunc.engines._levels import (
     apply_node,
     below_both,
     inside,
-    is_gone,
+    is_dead,
     is_row,
     levels,
     of_rows,
     run_backward,
-    transformed,
+    told_of_transforms,
 )
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -68,7 +68,7 @@ def test_gradients_have_an_axis_of_rows():
 
 def test_code_is_told_that_it_is_transformed():
     """As under torch.compile; code that dynamo itself traces is told so by another function."""
-    with transformed():
+    with told_of_transforms():
         assert torch.compiler.is_compiling()
         assert not torch.compiler.is_dynamo_compiling()
     assert not torch.compiler.is_compiling()
@@ -108,13 +108,14 @@ def test_a_backward_pass_keeps_modes_on():
 def test_tensors_of_rows_are_gone_after_the_call():
     with levels(3) as over:
         row, constant = over.row(X) * 2, over.constant(W) * 2
-        assert not is_gone(row)
-    assert is_gone(row)
-    assert not is_gone(constant)
+        assert not is_dead(row)
+    assert is_dead(row)
+    assert is_row(row)
+    assert not is_row(constant)
     with levels(3):
-        assert is_gone(row), "also while other levels of the same number are open"
-        assert not is_gone(constant)
-        assert not is_gone(X)
+        assert is_dead(row), "also while other levels of the same number are open"
+        assert not is_row(constant)
+        assert not is_dead(X)
 
 
 def test_numbers_of_torch_that_nobody_answers_are_errors():

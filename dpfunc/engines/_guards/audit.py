@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.dtensor import local, shard_like
+from dpfunc._utils.lockstep import failed, in_lockstep, on_any_rank
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines._draws import positions_of
 from dpfunc.engines._guards.kept_state import python_state
-from dpfunc.engines._guards.lockstep import failed, in_lockstep, on_any_rank
 from dpfunc.engines._numerics import COARSE, TOLERANCES, accumulation_dtype, lengths, tolerance_of
 from dpfunc.engines.loop import Alone, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -281,12 +281,9 @@ def _compare_norms(
 
 
 def _compare_sums(
-    per_sample: PerSampleGrads,
-    alone: Mapping[int, Alone],
-    finite: Mapping[int, float],
-    unstable: Mapping[int, _Unstable],
-    tolerance: float,
-) -> str:
+    per_sample: PerSampleGrads, alone: Mapping[int, Alone], finite: Mapping[int, float],
+    unstable: Mapping[int, _Unstable], tolerance: float,
+) -> str:  # fmt: skip
     """The first parameter of which a combination of the rows with finite norms is another one."""
     signs_B = torch.zeros_like(per_sample.losses_B, dtype=torch.float32)
     expected: dict[str, Tensor] = {}

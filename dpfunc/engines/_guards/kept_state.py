@@ -4,7 +4,7 @@ Values are found by closures, attributes, classes and global names (`python_stat
 gives numbers of its batch to Python, and where it is called several times for one batch.
 
 Tensors of rows of an earlier call may be kept, and must not be used. Under levels, torch itself marks them
-(`levels.is_gone`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
+(`levels.is_dead`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
 a row is noted (`RowMemory`).
 """
 
@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines._levels import inside, is_gone
+from dpfunc.engines._levels import inside, is_dead, is_row
 from dpfunc.errors import UnsupportedModel
 
 _MAX_OBJECTS = 100_000
@@ -183,14 +183,20 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def _reached(function: Any) -> Iterable[Any]:
     """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
-    found = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-    names, todo = sorted(_names(function.__code__)), [] if _of_library(function) else [function.__globals__]
-    for scope in todo:  # modules that it names, with their names
-        here = [scope[name] for name in names if name in scope]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    named = () if _of_library(function) else _named(sorted(_names(function.__code__)), function.__globals__)
+    return (*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _named(names: Sequence[str], scope: Mapping[str, Any]) -> Iterable[Any]:
+    """Values of global names, and of the same names in modules among them."""
+    found, todo = list[Any](), [scope]
+    for each in todo:
+        here = [each[name] for name in names if name in each]
         found += here
         own = [vars(value) for value in here if isinstance(value, ModuleType) and not _of_library(value)]
         todo += [other for other in own if not any(other is known for known in todo)]
-    return (*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return found
 
 
 _EMPTY = CellType()  # compared by being empty alone
@@ -318,12 +324,13 @@ def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         UnsupportedModel: there is one among the arguments.
     """
     for value in (*args, *kwargs.values()) if kwargs else args:
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, Tensor) and (is_gone(part) or (_earlier and _is_earlier(part))):
-                raise UnsupportedModel(
-                    "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
-                    "this one. Compute each loss from its own row and the parameters alone."
-                )
+        if isinstance(value, (list, tuple)):
+            refuse_earlier(value, {})
+        elif isinstance(value, Tensor) and ((is_dead(value) and is_row(value)) or (_earlier and _is_earlier(value))):
+            raise UnsupportedModel(
+                "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
+                "this one. Compute each loss from its own row and the parameters alone."
+            )
 
 
 def _is_earlier(tensor: Tensor) -> bool:

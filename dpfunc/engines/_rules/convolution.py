@@ -77,14 +77,10 @@ class ConvolutionArgs:
         ]
         ends = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
         sides = [(pad, length - pad - cells) for length, pad, cells in ends]
-        padded = F.pad(values, [side for pair in reversed(sides) for side in pair]).contiguous()
-        strides = padded.stride()
-        steps = [stride * step for stride, step in zip(strides[3:], self.stride, strict=True)]
-        gaps = [stride * dilation for stride, dilation in zip(strides[3:], self.dilation, strict=True)]
-        n, c, m = values.shape[:3]
-        windows = padded.as_strided(
-            (n, c, *self.shape[2:], m, *sizes), (strides[0], strides[1], *gaps, strides[2], *steps)
-        )
+        windows = F.pad(values, [side for pair in reversed(sides) for side in pair])
+        for axis, (taps, gap, step) in enumerate(zip(self.shape[2:], self.dilation, self.stride, strict=True), 3):
+            windows = windows.unfold(axis, (taps - 1) * gap + 1, step)[..., ::gap]
+        windows = windows.movedim(list(range(3 + axes, 3 + 2 * axes)), list(range(2, 2 + axes)))
         return windows.flatten(2 + axes).flatten(1, 1 + axes)
 
     def taps_by_residue(self, axis: int) -> dict[int, list[int]]:
@@ -223,12 +219,9 @@ class Convolved:
         return reduce(Tensor.add_, parts)
 
     def _over_taps(
-        self,
-        moved: Tensor,
-        sizes: Sequence[int],
-        by_axis: Sequence[Mapping[int, Sequence[int]]],
+        self, moved: Tensor, sizes: Sequence[int], by_axis: Sequence[Mapping[int, Sequence[int]]],
         residues: Sequence[int],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Products of windows, over the taps that read the cells of these residues."""
         picked = tuple(slice(residue, None, step) for residue, step in zip(residues, self.args.stride, strict=True))
         cells = moved[(slice(None),) * 3 + picked]

@@ -124,16 +124,9 @@ class Rule:
         return {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def use(
-        self,
-        name: str,
-        num_samples: int,
-        wanted: Mapping[str, tuple[str, Tensor]],
-        bound: Bound,
-        output: torch.Size,
-        *,
-        axis: int = 0,
-        images: int = 1,
-    ) -> Use:
+        self, name: str, num_samples: int, wanted: Mapping[str, tuple[str, Tensor]], bound: Bound, output: torch.Size,
+        *, axis: int = 0, images: int = 1,
+    ) -> Use:  # fmt: skip
         """One use, from its arguments; `wanted`: argument -> name and value of the parameter."""
         names = {argument: parameter for argument, (parameter, _) in wanted.items()}
         shapes = {argument: value.shape for argument, (_, value) in wanted.items()}

@@ -8,8 +8,8 @@ says so in the store of the job, since the others wait for it inside of the mode
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines._levels import transformed
 from dpfunc.errors import StepAborted, UnsupportedModel
-from dpfunc.types import Params
 
 
 @dataclass(frozen=True)
@@ -156,11 +154,6 @@ def in_lockstep() -> bool:
     return context is not None and not context.independent
 
 
-def told_of_transforms() -> AbstractContextManager[None]:
-    """Inside, code is told that it is transformed (`levels.transformed`); a sharded model communicates as ever."""
-    return nullcontext() if initialized() and not is_independent() else transformed()
-
-
 def on_any_process(flag: bool) -> bool:
     """True if a flag is set on this process, or on one with other records that runs in lockstep with it."""
     context = _context.get()
@@ -173,7 +166,7 @@ def on_any_process(flag: bool) -> bool:
     return bool(count > 0)
 
 
-def on_any_rank(params: Params, flag: bool) -> bool:
+def on_any_rank(params: Mapping[str, Tensor], flag: bool) -> bool:
     """The same, or on a rank that holds other parts of these parameters."""
     count = torch.tensor([flag], dtype=torch.float32)
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
