@@ -41,7 +41,7 @@ def page(values: Mapping[str, Any]) -> str:
          "there. Whatever the attack is:</p>" + _table(attack, ("false positives", "true positives"))
          + _picture([(delta, epsilon) for delta, epsilon in result["curve"]])),
         ("Replays and audits", _table((each["kind"], _evidence(each)) for each in values["evidence"])),
-        *([("Budget of the data set", _table(_words(values["budget"])))] if "budget" in values else []),
+        *([("Budget of the data set", _table(_place(values["budget"])))] if "budget" in values else []),
         ("How it was done", _table(_words(how))),
         ("Steps", _table(map(_step, values["steps"]), ("steps", "sampling probability, noise multiplier"))
          + _earlier(values["earlier"])),
@@ -69,6 +69,11 @@ def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = Non
 
 def _words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name.replace("_", " "), _listed(value)) for name, value in values.items()]
+
+
+def _place(budget: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The place of a run, and what the others were charged when it settled."""
+    return _words({**budget, "others": _events(budget["others"]) if budget["others"] else "none"})
 
 
 def _evidence(each: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from dpfunc.accounting.record import Record
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.evidence import Audit, Replay, certify, check
 from dpfunc.evidence._one_run import Guesses
+from dpfunc.evidence._page import page
 from dpfunc.evidence._result import audit_values, replay_values
 from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
 from dpfunc.evidence.certificate import _canonical, _digest, ledger_of
@@ -293,6 +294,15 @@ def test_a_certificate_tells_nothing_of_a_record(made):
     """Which record moves most, and by how much, are in the results alone, of which it has digests."""
     for each in values_of(made)["evidence"]:
         assert not {"record", "ratio", "moved", "not_compared", "salt"} & set(each)
+
+
+def test_the_page_shows_the_place_in_a_budget(made):
+    event = {"sampling_prob": 0.25, "noise_multiplier": 3.0, "num_steps": 7}
+    place = {"run": "third & last", "number": 3, "epsilon": 50.0, "delta": 1e-3, "unit": "u", "adjacency": "zero_out"}
+    for others, words in (([], "none"), ([event], "0.25, 3")):
+        shown = page({**values_of(made), "budget": {**place, "others": others}})
+        assert "third &amp; last" in shown
+        assert words in shown
 
 
 def test_the_model_that_a_certificate_is_about(made, tmp_path):
