@@ -35,9 +35,10 @@ def budget() -> None:
 @click.option("--adjacency", type=click.Choice(ADJACENCIES), required=True, help="Which data sets are neighbours.")
 @click.option("--spender", "spenders", multiple=True, required=True, help="Who may reserve; repeat it for more names.")
 @click.option("--spent", multiple=True, type=_file, help="Journal, ledger or record of an earlier run; repeat it.")
+@json_option
 def create(
     url: str, epsilon: float, delta: float, unit: str, adjacency: Adjacency, spenders: tuple[str, ...],
-    spent: tuple[Path, ...],
+    spent: tuple[Path, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Make a budget. Its facts are fixed from then on.
 
@@ -45,14 +46,20 @@ def create(
     """
     earlier = read_spent(spent)
     Budget(url).create(epsilon=epsilon, delta=delta, unit=unit, adjacency=adjacency, spenders=spenders, earlier=earlier)
-    click.echo("The budget was made.")
+    if as_json:
+        print_json({"created": url})
+    else:
+        click.echo("The budget was made.")
 
 
 @budget.command()
 @click.argument("url")
 @json_option
 def show(url: str, as_json: bool) -> None:
-    """Show what the data set may cost, and what is charged."""
+    """Show what the data set may cost, and what is charged.
+
+    Example: dpfunc budget show mails.db
+    """
     account = Budget(url).account()
     facts, charged = account.facts, account.charged()
     values = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
@@ -65,7 +72,10 @@ def show(url: str, as_json: bool) -> None:
 @click.argument("url")
 @json_option
 def history(url: str, as_json: bool) -> None:
-    """List all runs, with what each would cost alone: epsilons do not add up."""
+    """List all runs, with what each would cost alone: epsilons do not add up.
+
+    Example: dpfunc budget history mails.db
+    """
     account = Budget(url).account()
     rows = [_described(entry, account.facts.delta) for entry in account.entries.values()]
     if as_json:
@@ -87,7 +97,10 @@ def history(url: str, as_json: bool) -> None:
 def reserve(
     url: str, run: str, unit: str, sampling_prob: float, sigma: float, steps: int, spender: str | None, as_json: bool
 ) -> None:
-    """Reserve for a run of another program, which is named once and for all; runs of dpfunc do it themselves."""
+    """Reserve for a run of another program, which is named once and for all; runs of dpfunc do it themselves.
+
+    Example: dpfunc budget reserve mails.db scan -q 0.01 -s 1.1 -t 1000 --unit "one person"
+    """
     there = Budget(url, run, spender)
     account = there.account()
     if run in account.entries:
@@ -108,6 +121,8 @@ def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | 
     """Charge what a run that has ended, or was killed, has really spent, by its journal.
 
     SPENT is its folder or journal (.jsonl). Runs of dpfunc that end by themselves settle without this.
+
+    Example: dpfunc budget settle mails.db scan runs/scan/privacy_journal.jsonl
     """
     if (spent is None) != unused:
         raise click.UsageError("Expected either SPENT, the folder or the journal of the run, or --unused.")

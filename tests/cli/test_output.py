@@ -33,7 +33,7 @@ def test_help_and_json_of_every_command(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
-    group = " ".join(command) in ("", "ledger")
+    group = " ".join(command) in ("", "ledger", "budget")
     assert ("--json" in result.stdout) != group
     if not group:
         assert "Example: dpfunc " + " ".join(command) in " ".join(result.stdout.split())

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "extending.md": "docs/test_extending.py",
     "quick_start.md": "docs/test_site.py",
     "gallery.md": "newcomer/test_newcomer.py",
+    "guides/budget.md": "guides/test_budget_guide.py",
     "guides/certificate.md": "guides/test_certificate_guide.py",
     "guides/distributed.md": "guides/test_distributed_guide.py",
     "guides/evidence.md": "guides/test_evidence_guide.py",
@@ -32,6 +33,7 @@ ELSEWHERE = {
     "guides/peft.md": "guides/test_peft_guide.py",
     "guides/sharded.md": "guides/test_sharded_guide.py",
     "guides/sharded_checkpoints.md": "checkpoint/test_several_processes.py",
+    "guides/telemetry.md": "guides/test_telemetry_guide.py",
     "guides/trainer.md": "guides/test_trainer_guide.py",
     **{f"moving/{path.name}": "docs/test_moving.py" for path in (DOCS / "moving").glob("*.md")},
 }

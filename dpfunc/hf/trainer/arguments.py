@@ -258,6 +258,6 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
         if name == "disable_dp":
             value = not boolean(name, value)
         before, other = chosen.setdefault(target, (value, name))
-        if before != value:
+        if other != name and before != value:
             raise InvalidArgument(f"Expected one value for {target}, got {other} and {name}, which contradict.")
     return {target: value for target, (value, _) in chosen.items()}
