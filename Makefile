@@ -109,7 +109,7 @@ gpu: $(VENV)/dev
 	$(BIN)/python -m benchmarks.gpu
 
 # the variable takes away a note of mkdocs-material about its own future, which is no warning about these pages
-docs: $(VENV)/docs
+docs: $(VENV)/docs downloads
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python tools/site.py
 

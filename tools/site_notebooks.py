@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from nbconvert import MarkdownExporter
 
+CACHE = Path(__file__).parents[1] / ".cache"
 # What a cell printed, in a block with a title; the rest is that of nbconvert.
 TEMPLATE = """{% extends 'markdown/index.md.j2' %}
 {% macro shown(text) %}
@@ -27,9 +28,10 @@ TEMPLATE = """{% extends 'markdown/index.md.j2' %}
 
 
 def page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """Run a notebook in an empty folder: its page as Markdown, and the pictures that it drew, by name."""
+    """Run a notebook in an empty folder of the repository: its page as Markdown, and its pictures by name."""
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
     exporter = MarkdownExporter(extra_loaders=[DictLoader({"site.md.j2": TEMPLATE})], template_file="site.md.j2")
     resources = {"unique_key": path.stem, "output_files_dir": path.stem}
