@@ -219,5 +219,11 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 
 from dpfunc._utils.locks import abandoned
 from dpfunc._utils.validation import unique_json
-from dpfunc.checkpoint._chain import replace_file
+from dpfunc.checkpoint._chain import replace_file, sha256
 from dpfunc.checkpoint._format import key_of
 from dpfunc.errors import CheckpointError
 from dpfunc.rng import Key, fingerprint
@@ -136,12 +135,6 @@ def verify(path: Path, files: Mapping[str, str]) -> None:
     for name, expected in files.items():
         if not (path / name).exists() or sha256(path / name) != expected:
             raise CheckpointError(f"The file {path / name} is missing or was changed after it was saved.")
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

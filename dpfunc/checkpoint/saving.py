@@ -21,7 +21,7 @@ from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import fail, integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import known_end, sync_directory
+from dpfunc.checkpoint._chain import known_end, sha256, sync_directory
 from dpfunc.checkpoint._format import data_fingerprint, plan_to_dict, state_to_dict
 from dpfunc.checkpoint._resume_policy import NOTES, Note, family, known_notes, layout
 from dpfunc.checkpoint._states import PARAMS, encode, write_tensors
@@ -173,7 +173,7 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
     for file in written:
         file.chmod(0o600)
         folder.sync_file(file)
-    folder.write_json(work / f"part-{number}.json", {file.name: folder.sha256(file) for file in written})
+    folder.write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
 
 
 def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, processes: int, journal: Path | None) -> str:
@@ -189,7 +189,7 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     folder.write_json(work / folder.PLAN, files[folder.PLAN])
     (work / folder.METADATA).chmod(0o600)
     shared = [work / name for name in (folder.METADATA, folder.PLAN, folder.STATE)]
-    own = {file.name: folder.sha256(file) for file in (*shared, *parts)}
+    own = {file.name: sha256(file) for file in (*shared, *parts)}
     folder.write_json(work / folder.MANIFEST, {**own, **written})
     sync_directory(work)
     path = folder.free_name(parent, files[folder.STATE]["step"])

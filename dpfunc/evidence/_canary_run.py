@@ -19,7 +19,7 @@ from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Step
 from dpfunc.evidence._one_run import Audit, audit
-from dpfunc.evidence._watch import Tape, WatchedSampler
+from dpfunc.evidence._watch import Tape, WatchedSampler, settings_of
 from dpfunc.evidence.canaries import Canaries, coins
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in
@@ -32,7 +32,7 @@ Score = Literal["sum", "spread"]
 
 @dataclass
 class Planted:
-    """What a run with canaries leaves to be scored.
+    """Canaries of a run, and what its releases say of them.
 
     Args:
         key: of the run, from which that of coins and coordinates is made. count: of canaries.
@@ -148,8 +148,7 @@ def planting(dp_step: DPStep, plan: Plan, planted: Planted) -> PlantedStep:
     """The step of a loop with canaries."""
     if dp_step.ranks is not None:
         raise InvalidArgument("Expected a step of one process, got ranks. Audit the step with ranks=None.")
-    own = {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
-    return PlantedStep(**own | {"plan": plan}, planted=planted)
+    return PlantedStep(**settings_of(dp_step) | {"plan": plan}, planted=planted)
 
 
 def audit_loop(

@@ -13,6 +13,7 @@ from typing import Any
 
 from dpfunc._utils.validation import fail, signed, unique_json, unsigned
 from dpfunc.accounting.events import to_values
+from dpfunc.checkpoint._chain import sha256
 from dpfunc.errors import InvalidArgument
 
 REPLAY, AUDIT = "dpfunc.replay/1", "dpfunc.audit/1"
@@ -37,7 +38,7 @@ def _values_of(schema: str, source: Path, plan: Any, steps: int, found: Mapping[
         "schema": schema,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "of": "job" if source.suffix == ".json" else "script",
-        "source": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "source": sha256(source),
         "adjacency": plan.adjacency,
         "events": list(costs.values()),
         "versions": installed(),
@@ -52,7 +53,7 @@ def _cost(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str, Any]:
-    """What a certificate says of the result in a file.
+    """Entry of a certificate for the result in a file.
 
     Args:
         values: of the certificate. job: the job file of the run, if there is one.
@@ -73,7 +74,7 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     own = {
         "events": bool(found["events"]) and all(event in known for event in found["events"]),
         "adjacency": found["adjacency"] == values["claim"]["adjacency"],
-        "source": found["of"] == "script" or found["source"] == _digest_of(job),
+        "source": found["of"] == "script" or (job.is_file() and found["source"] == sha256(job)),
         "run": found.get("run") in (None, *values["digests"]["data_order"]),
         "weights": found.get("weights") in (None, values["digests"]["model"]),
     }
@@ -84,10 +85,6 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     public = {name: found[name] for name in _PUBLIC[kind]}
     name = "replay" if kind == REPLAY else "audit"
     return {"kind": name, "holds": bool(found["holds"]), **public, "file": hashlib.sha256(text).hexdigest()}
-
-
-def _digest_of(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,8 +153,12 @@ def watched_plan(plan: Plan, tape: Tape) -> Plan:
 
 def watching(dp_step: DPStep, tape: Tape) -> WatchedStep:
     """The step of a watched plan, with its tape."""
-    own = {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
-    return WatchedStep(**own, tape=tape)
+    return WatchedStep(**settings_of(dp_step), tape=tape)
+
+
+def settings_of(dp_step: DPStep) -> dict[str, Any]:
+    """The arguments that make the same step once more."""
+    return {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
 
 
 def _digests_of_rows(batch: Batch) -> list[bytes]:
@@ -196,7 +200,7 @@ def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, ob
 
 
 def _parts(value: Any) -> Mapping[str, object]:
-    """What a value consists of."""
+    """Parts of a value."""
     value = _state_of(value)
     if isinstance(value, Mapping):
         return {f"[{name!r}]": part for name, part in value.items()}

@@ -116,10 +116,10 @@ def certify(
         "earlier": [to_values(event) for event in earlier.events],
         "result": _result(record, ledger),
         "digests": {
-            "model": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _weights(folder)],
+            "model": [chain.sha256(path) for path in _weights(folder)],
             "data_order": list(runs),  # a fingerprint of the key, of which all draws are functions
             "journal": chain.read_chain(journal)[-1][0].digest,
-            "record": hashlib.sha256((folder / RECORD_FILE).read_bytes()).hexdigest(),
+            "record": chain.sha256(folder / RECORD_FILE),
         },
         "versions": dict(record.versions),
     }
@@ -350,7 +350,7 @@ def _of_model(values: Mapping[str, Any], model: Path) -> Finding:
     """Compare weights with the digests of those of the run."""
     if not model.is_file():
         raise fail("a file of weights", "model", str(model))
-    found = hashlib.sha256(model.read_bytes()).hexdigest()
+    found = chain.sha256(model)
     return Finding("model", found in values["digests"]["model"], found)
 
 

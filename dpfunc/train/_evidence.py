@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from transformers import TrainerCallback
 
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
+from dpfunc.checkpoint._chain import sha256
 from dpfunc.checkpoint._folder import newest_key
 from dpfunc.checkpoint.journal import Taken, read_steps
 from dpfunc.errors import InvalidArgument
@@ -161,7 +161,7 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
 def _weights(folder: Path) -> list[str]:
     """Digests of the files of a model."""
     files = sorted((folder / folders.MODEL).rglob("*.safetensors"))
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    return [sha256(path) for path in files]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import RESTORE, replace_file
+from dpfunc.checkpoint._chain import RESTORE, replace_file, sha256
 from dpfunc.checkpoint._format import Checkpoint, charged_for
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.loading import load
@@ -36,7 +36,7 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
     """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
     if (checkpoint / FOLDER).exists():
         names = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-        digests = {str(n): folder.sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER}
+        digests = {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER}
         folder.write_json(checkpoint / FOLDER / FILES, digests)
     if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
         return
