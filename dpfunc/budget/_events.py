@@ -113,7 +113,7 @@ class Account(NamedTuple):
         return {**about, "run": run, "number": number, "others": [to_values(event) for event in others.events]}
 
     def charged(self, without: str = "") -> Ledger:
-        """What all runs are charged, or all but one, with what came before the budget."""
+        """Ledger of all runs, or of all but one, with what came before the budget."""
         ledgers = [entry.charged for entry in self.entries.values() if entry.run != without]
         return self.facts.earlier.compose(*ledgers)
 
@@ -139,7 +139,7 @@ def damaged(what: str) -> CheckpointError:
 
 
 def read_account(about: tuple[Any, ...], rows: Iterable[tuple[Any, ...]]) -> Account:
-    """What the one row about a budget and its events say; what is missing, changed or in another order is found."""
+    """Read the row about a budget, and its events; what is missing, changed or in another order is found."""
     number, schema, text, head, found = about
     if schema != SCHEMA:
         raise fail(f"a budget of schema {SCHEMA!r}", "schema", schema, "Use the version of dpfunc that made it.")

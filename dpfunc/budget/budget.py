@@ -95,11 +95,11 @@ class Budget:
         return self
 
     def account(self) -> Account:
-        """What the database holds now: `facts` (epsilon, delta, unit, ...), `entries` by run, `charged()`."""
+        """Read the database: `facts` (epsilon, delta, unit, ...), `entries` by run, `charged()`."""
         return cast(Account, _store().read(self.url))
 
     def spent(self) -> Ledger:
-        """What a plan of this run counts as spent: all charges; of a run that has reserved, those of that time.
+        """Ledger that a plan of this run counts as spent: all charges; of a run that has reserved, those of that time.
 
         So a resumed run makes the plan that it was begun with.
         """

@@ -21,7 +21,7 @@ _spender = click.option("--spender", help="Who reserves. [default: the user]")
 
 @click.group()
 def budget() -> None:
-    """What all runs on the same records may cost together, in a database that they share.
+    """Budget of a data set: all runs on the same records share it, in a database.
 
     URL is the path of a SQLite file on a local disk, or postgresql://user@host/database. Nothing in it is private.
     """

@@ -73,7 +73,7 @@ class Replay:
 
 
 class Loop(Protocol):
-    """What is run on data and on their neighbours."""
+    """A loop that runs on data and on their neighbours."""
 
     @property
     def adjacency(self) -> str:
@@ -123,7 +123,7 @@ class _Loop:
 
 
 def left_in(folder: Path, lines: list[str]) -> dict[str, object]:
-    """What a run leaves: its lines, and its files."""
+    """Lines and files that a run leaves."""
     left = {f"line {number} of what it prints": line for number, line in enumerate(lines)}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {**left, **{f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}}
@@ -345,7 +345,7 @@ def _sum_differs(first: Tape, again: Tape) -> bool:
 
 
 def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
-    """What differs beside the sums, without what differs on the same data as well."""
+    """Differences beside the sums, without those that there are on the same data as well."""
     found: list[str] = []
     for number, (one, two) in enumerate(zip(first.releases, other.releases, strict=False)):
         found += [f"step {number}: {what}" for what in _public_facts(one, two)]
@@ -371,7 +371,7 @@ def _what(found: str) -> str:
 
 
 def _public_facts(one: Release, two: Release) -> list[str]:
-    """What a release must not take from records, beside its sum."""
+    """Parts of a release, beside its sum, that must not depend on records."""
     facts: Mapping[str, bool] = {
         "sensitivity": one.clipped.sensitivities == two.clipped.sensitivities,
         "clip groups": one.clipped.group_of == two.clipped.group_of,

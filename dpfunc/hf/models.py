@@ -81,7 +81,7 @@ def check_model(model: nn.Module) -> ModelCheck:
 
 
 def _problems(model: nn.Module, task: str | None) -> dict[str, bool]:
-    """What keeps models from being trained as they are, with what to change: if it is so of this one."""
+    """Problems of models, with what to change -> True if this one has it."""
     base, quantised = base_model(model), quantised_layers(model)
     config = getattr(base, "config", None)
     trained = [name for name, value in model.named_parameters() if value.requires_grad]

@@ -58,7 +58,7 @@ class RandomAllocation:
         return torch.from_numpy(np.flatnonzero(_batch_of(check_key(key), epoch, self) == number))
 
     def expected_batch_size(self, step: int) -> float:
-        """`n / num_batches`."""
+        """Mean number of records of a batch, `n / num_batches`."""
         integer("step", step)
         return self.dataset_size / self.num_batches
 

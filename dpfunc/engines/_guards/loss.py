@@ -62,7 +62,7 @@ def check_losses(losses: object, num_samples: int) -> Tensor:
 
 
 def split_aux(returned: object) -> tuple[Any, Any]:
-    """What a loss returned as losses and aux, which is None where it returned losses alone."""
+    """Split what a loss returned into losses and aux, which is None where it returned losses alone."""
     return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 

@@ -170,7 +170,7 @@ class PrivacyArguments:
         return Automatic(bound) if self.dp_clip == "automatic" else Flat(bound)
 
     def telemetry(self) -> Telemetry | None:
-        """What `dp_telemetry` names; the edges of a histogram of norms are 1/4, 1/2, 1, 2 and 4 times the bound."""
+        """Statistics of `dp_telemetry`. A histogram of norms has edges at 1/4, 1/2, 1, 2 and 4 times the bound."""
         if self.dp_telemetry is None:
             return None
         bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
