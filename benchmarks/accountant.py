@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.measure import timed
-from benchmarks.results import FOLDER, write
+from benchmarks.results import FOLDER, printed, write
 from dpfunc.accounting import Ledger, calibrate_noise, epsilon
 from dpfunc.accounting._rdp import step_curve
 from dpfunc.accounting.accountant import cached_epsilon
 from dpfunc.errors import DPFuncError
 from dpfunc.types import Event
 
-RESULT = FOLDER / "accountant.json"
 METHODS = ("tilted", "prv", "rdp")
 ROUNDS = 5
 SLOW = 5.0  # seconds; not repeated
@@ -64,25 +60,22 @@ def measure(ledger: Ledger, delta: float, method: str, truth: float | None) -> d
 
 def calibration(target: float, q: float, steps: int) -> dict[str, float]:
     """The noise of a budget, and the time that it takes to find it."""
-
-    def calibrate() -> float:
-        return calibrate_noise(epsilon=target, delta=1e-5, sampling_prob=q, num_steps=steps)
-
+    calibrate = lambda: calibrate_noise(epsilon=target, delta=1e-5, sampling_prob=q, num_steps=steps)
     return {"noise_multiplier": round(calibrate(), 5), "milliseconds": best_milliseconds(calibrate)}
 
 
 def main() -> None:
     """Measure, write the result file, print the table."""
     cases: dict[str, Any] = {}
-    table = Table("case", *(f"{method} {what}" for method in METHODS for what in ("epsilon", "ms")))
     for name, (events, delta, adjacency, truth) in CASES.items():
         ledger = Ledger(tuple(Event(*event) for event in events), adjacency)
         rows = {method: measure(ledger, delta, method, truth) for method in METHODS}
         cases[name] = {"delta": delta, "truth": truth} | rows
-        table.add_row(name, *(str(row.get(key, "-")) for row in rows.values() for key in ("epsilon", "milliseconds")))
     calibrated = {f"epsilon={e:g}, q={q:g}, T={steps}": calibration(e, q, steps) for e, q, steps in CALIBRATED}
-    write(RESULT, {"cases": cases, "calibration": calibrated}, digits=9)
-    Console(width=160).print(table)
+    write(FOLDER / "accountant.json", {"cases": cases, "calibration": calibrated}, digits=9)
+    keys = [(method, key) for method in METHODS for key in ("epsilon", "milliseconds")]
+    rows = [[name, *(case[method].get(key, "-") for method, key in keys)] for name, case in cases.items()]
+    printed(("case", *(f"{method} {key}" for method, key in keys)), rows, width=160)
 
 
 if __name__ == "__main__":

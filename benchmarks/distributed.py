@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import dpfunc
 from benchmarks.engines.cases import CASES
+from benchmarks.engines.contestants import plain
 from benchmarks.engines.problem import Problem
 from benchmarks.measure import in_turn, statistics_of, timed
 from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
@@ -50,29 +51,16 @@ HEADS = (
 )  # fmt: skip
 
 
-def plain_step(problem: Problem) -> Callable[[], object]:
-    """Forward, mean loss, backward; DDP adds the gradients of all processes where there are several."""
-    module: nn.Module = problem.copy().module
+def steps_of(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
+    """The plain step, in which DDP adds the gradients of several processes; the whole private step; its parts alone."""
+    whole = problem.copy()
     if dist.get_world_size() > 1:
-        module = nn.parallel.DistributedDataParallel(module)
-
-    def step() -> None:
-        module.zero_grad(set_to_none=True)
-        problem.losses(module(problem.inputs), problem.targets).mean().backward()
-
-    return step
-
-
-def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
-    """The whole step, and its parts alone."""
+        whole = replace(whole, module=nn.parallel.DistributedDataParallel(whole.module))
     loss_fn, params = problem.functional()
     ranks = distributed.data_parallel()
     batch = (problem.inputs, problem.targets)
-    whole = problem.batch_size * ranks.size
-    plan = dpfunc.Plan(
-        sampling.Poisson(100 * whole, 0.01), clipping.Flat(problem.clip_norm), 1.0, 10 * rounds + 10, delta=1e-7
-    )
-
+    sampler = sampling.Poisson(100 * problem.batch_size * ranks.size, 0.01)
+    plan = dpfunc.Plan(sampler, clipping.Flat(problem.clip_norm), 1.0, 10 * rounds + 10, delta=1e-7)
     dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="auto", ranks=ranks, verify_batch=False)
     states = [dp_step.init(params, distributed.shared_key(ranks))]
     sums = {name: torch.zeros_like(p) for name, p in params.items()}
@@ -84,6 +72,7 @@ def private_steps(problem: Problem, rounds: int) -> dict[str, Callable[[], objec
         states.append(dp_step(params, batch, states[-1]).state)
 
     return {
+        "plain": plain(whole).step,
         "dp_step": step,
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
         "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
@@ -125,7 +114,7 @@ def work(rank: int, size: int, folder: str, case: str, rounds: int, device: str,
     )
     problem = CASES[case].problem(quick=quick)
     share = replace(problem, inputs=problem.inputs[rank::size], targets=problem.targets[rank::size]).to(device)
-    steps = {"plain": plain_step(share), **private_steps(share, rounds)}
+    steps = steps_of(share, rounds)
     found = in_turn({name: partial(timed_together, step, device) for name, step in steps.items()}, rounds)
     counts = counted(steps["dp_step"])
     if rank == 0:

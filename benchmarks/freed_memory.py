@@ -8,17 +8,11 @@ sum run in processes as the system has it, and in others with the variables of `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import click
-from rich.console import Console
-from rich.progress import track
-
-from benchmarks.engines.__main__ import check_cases
 from benchmarks.engines.cases import ALL_CASES
 from benchmarks.measure import compete
-from benchmarks.results import FOLDER, show, write
+from benchmarks.results import FOLDER, question
 
 RESULT = FOLDER / "freed_memory.json"
 STEPS, MEMORIES = {"plain": "plain", "private": "auto"}, ("given back", "kept")
@@ -44,28 +38,14 @@ def rows(cases: Mapping[str, Any]) -> list[list[str]]:
     lines = []
     for case, record in cases.items():
         for step in STEPS:
-            one, other = (record["contestants"][f"{step}, {freed}"] for freed in MEMORIES)
-            seconds = [each["time"]["median_seconds"] for each in (one, other)]
-            counts = [each[number] for number in ("page_faults", "resident_mib") for each in (one, other)]
-            saved = f"{100 * (1 - seconds[1] / seconds[0]):.0f} %"
-            shown = [*(f"{1e3 * value:.0f}" for value in seconds), saved, *(f"{value:.0f}" for value in counts)]
-            lines.append([case, step, *shown])
+            both = [record["contestants"][f"{step}, {freed}"] for freed in MEMORIES]
+            given, kept = (1e3 * each["time"]["median_seconds"] for each in both)
+            counts = [f"{each[number]:.0f}" for number in ("page_faults", "resident_mib") for each in both]
+            lines.append([case, step, f"{given:.0f}", f"{kept:.0f}", f"{100 * (1 - kept / given):.0f} %", *counts])
     return lines
 
 
-@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--cases", default="w1,bert,w4,w2n,w3", callback=check_cases, help="Names with commas.")
-@click.option("--rounds", default=5, type=click.IntRange(1))
-@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
-@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
-def main(cases: list[str], rounds: int, quick: bool, out: Path) -> None:
-    """Measure, print and write."""
-    console, found = Console(), {}
-    for case in track(cases, "Cases", console=Console(stderr=True)):
-        found[case] = measure(case, rounds, quick)
-        console.print(show(case, found[case]))
-    write(out, {"quick": quick, "cases": found})
-
+main = question(__doc__, RESULT, ALL_CASES, measure, ("w1", "bert", "w4", "w2n", "w3"))
 
 if __name__ == "__main__":
     main()

@@ -7,19 +7,18 @@ exponent p says that cost grows as size^p: the slope of a line through the three
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from benchmarks import pictures
 from benchmarks.engines import nets
-from benchmarks.engines.__main__ import measure_cases, measures
 from benchmarks.engines.cases import Case
-from benchmarks.engines.runner import Settings
+from benchmarks.engines.runner import Settings, measure_cases, measures
 from benchmarks.results import DOCS, FOLDER, fill, markdown
 
 RESULT, PAGE, PICTURE = FOLDER / "growth.json", DOCS / "performance.md", DOCS / "results" / "growth.svg"
@@ -78,15 +77,8 @@ ALL_CASES = {
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Slope of the line through the last points, logarithms on both axes.
-
-    >>> round(exponent([1, 2, 4, 8], [5, 12, 48, 192]), 6)
-    2.0
-    """
-    x, y = ([math.log(number) for number in some[-FITTED:]] for some in (sizes, values))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - mean_x) ** 2 for a in x)
+    """Slope of the line through the last points, logarithms on both axes."""
+    return float(np.polyfit(np.log(sizes[-FITTED:]), np.log(values[-FITTED:]), 1)[0])
 
 
 def lines(cases: Mapping[str, Any]) -> Iterator[tuple[str, str, list[int], dict[str, list[list[float]]]]]:
@@ -104,11 +96,11 @@ def table(cases: Mapping[str, Any]) -> str:
     """A line for each axis and tuning: exponents, and the ratio to the plain step at the smallest and largest size."""
     rows = []
     for axis, tuning, sizes, values in lines(cases):
-        ends = f"{sizes[0]:.2g} - {sizes[-1]:.2g}" if sizes[-1] > 1e4 else f"{sizes[0]} - {sizes[-1]}"
+        ends = " - ".join(f"{size:.2g}" if sizes[-1] > 1e4 else str(size) for size in (sizes[0], sizes[-1]))
         row = [AXES[axis].title, tuning, ends]
         for before, private in values.values():
-            row += [f"{exponent(sizes, each):.2f}" for each in (before, private)]
-            row.append(f"{private[0] / before[0]:.2f} - {private[-1] / before[-1]:.2f}")
+            ratios = f"{private[0] / before[0]:.2f} - {private[-1] / before[-1]:.2f}"
+            row += [*(f"{exponent(sizes, each):.2f}" for each in (before, private)), ratios]
         rows.append(row)
     heads = (
         "what grows", "trained", "from - to", "time: plain", "private", "ratio, first - last", "memory: plain",
@@ -123,10 +115,9 @@ def picture(cases: Mapping[str, Any], path: Path) -> None:
         for axis, tuning, sizes, values in lines(cases):
             plain, private = values["time"]
             ratios = [after / before for before, after in zip(plain, private, strict=True)]
-            style = "o--" if TUNINGS[tuning] else "o-"
-            shares = [size / sizes[-1] for size in sizes]
-            label = f"{AXES[axis].title.split()[0]}, {'LoRA' if TUNINGS[tuning] else 'all'}"
-            axes.plot(shares, ratios, style, color=f"C{list(AXES).index(axis)}", label=label, markersize=4)
+            style, shares = "o--" if TUNINGS[tuning] else "o-", [size / sizes[-1] for size in sizes]
+            label, color = f"{AXES[axis].title.split()[0]}, {tuning.split()[0]}", f"C{list(AXES).index(axis)}"
+            axes.plot(shares, ratios, style, color=color, label=label, markersize=4)
         axes.axhline(1.0, color=pictures.PLAIN, linewidth=1)
         axes.set(xscale="log", xlabel="size, as a share of the largest")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, frameon=False)

@@ -11,20 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import dpfunc
 from benchmarks.measure import Contestant, Numbers, Spec, compete
-from benchmarks.results import FOLDER, write
+from benchmarks.results import FOLDER, question
 from dpfunc import clipping, sampling
 from dpfunc.rng import insecure_key
 
@@ -47,35 +42,26 @@ class Mapped(list[Any]):
     """Records that are made when they are read."""
 
     def __init__(self, stored: Iterable[Any], read: Callable[[Any], Any]) -> None:
-        """Keep what they are made of."""
         super().__init__(stored)
         self._read = read
 
     def __getitem__(self, index: Any) -> Any:
-        """One record."""
         return self._read(super().__getitem__(index))
 
 
 def tensors(size: int) -> Any:
-    """Views of one tensor."""
     return TensorDataset(torch.randn(size, 784), torch.arange(size))
 
 
-def arrays(size: int) -> Any:
-    """Views of one array."""
-    return list(zip(np.ones((size, 784), np.float32), range(size), strict=True))
-
-
-def tokens(number: int) -> dict[str, Any]:
-    """A text of 128 tokens."""
-    return {"input_ids": list(range(128)), "attention_mask": [1] * 128, "label": number}
+def tokens(size: int) -> list[dict[str, Any]]:
+    """Texts of 128 tokens."""
+    return [{"input_ids": list(range(128)), "attention_mask": [1] * 128, "label": number} for number in range(size)]
 
 
 def hugging_face(size: int) -> Any:
-    """Texts of 128 tokens in a table."""
     from datasets import Dataset
 
-    return Dataset.from_list([tokens(number) for number in range(size)])
+    return Dataset.from_list(tokens(size))
 
 
 def pixels(side: int, size: int) -> list[Any]:
@@ -91,26 +77,18 @@ def images(size: int) -> Any:
     return Mapped(pixels(128, size), Image.fromarray)
 
 
-def large_images(size: int) -> Any:
-    """Tensors of 512 x 512 pixels, which are made when they are read."""
-    return Mapped(pixels(512, size), lambda image: torch.from_numpy(image).permute(2, 0, 1).float())
-
-
 def of_images(records: list[Any]) -> torch.Tensor:
-    """A batch of pictures as numbers from 0 to 1."""
     return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255.0 for image in records])
 
 
 def of_lists(records: list[Any]) -> dict[str, torch.Tensor]:
-    """A batch of lists of one length."""
     return {name: torch.tensor([record[name] for record in records]) for name in records[0]}
 
 
 def columns(size: int) -> Any:
     """Many numbers by name, and a tensor for each ten of them."""
-    return [
-        {f"c{at}": torch.full((4,), 1.0 * at) if at % 10 == 0 else 1.0 * at for at in range(100)} for _ in range(size)
-    ]
+    number = lambda at: torch.full((4,), 1.0 * at) if at % 10 == 0 else 1.0 * at
+    return [{f"c{at}": number(at) for at in range(100)} for _ in range(size)]
 
 
 def nested(size: int) -> Any:
@@ -122,11 +100,15 @@ def nested(size: int) -> Any:
 CASES = {
     "tensors": Case(tensors, 60_000, 256),
     "small batch": Case(tensors, 60_000, 32),
-    "arrays": Case(arrays, 60_000, 256),
-    "token lists": Case(lambda size: [tokens(number) for number in range(size)], 20_000, 64, of_lists),
+    "arrays": Case(lambda size: list(zip(np.ones((size, 784), np.float32), range(size), strict=True)), 60_000, 256),
+    "token lists": Case(tokens, 20_000, 64, of_lists),
     "hugging_face": Case(hugging_face, 20_000, 64, of_lists),
     "images": Case(images, 5_000, 32, of_images),
-    "large images": Case(large_images, 1_000, 16),
+    "large images": Case(
+        lambda size: Mapped(pixels(512, size), lambda image: torch.from_numpy(image).permute(2, 0, 1).float()),
+        1_000,
+        16,
+    ),
     "columns": Case(columns, 5_000, 64),
     "nested": Case(nested, 20_000, 64),
 }
@@ -142,29 +124,24 @@ class _Batches:
         return (indices.tolist() for indices in self._plan.batches(self._state))
 
 
-def loaders(case: Case, quick: bool) -> dict[str, Callable[[], Iterable[Any]]]:
-    """The data set in torch's loader and in that of a plan."""
-    size, batch = (max(20, case.size // 200), 8) if quick else (case.size, case.batch)
+def contestant(spec: Spec) -> Contestant:
+    """For `measure`: all batches of one of the loaders; CPU seconds until those of `SPANS` are there."""
+    case = CASES[spec["case"]]
+    size, batch = (max(20, case.size // 200), 8) if spec["quick"] else (case.size, case.batch)
     dataset = case.make(size)
     plan = dpfunc.Plan(sampling.Poisson(size, batch / size), clipping.Flat(1.0), 1.0, STEPS, 1e-6)
     state = dpfunc.make_dp_step(lambda params, batch: batch, plan).init({"w": torch.zeros(1)}, insecure_key(0))
-    return {
+    both = {
         "plain": lambda: DataLoader(dataset, batch_sampler=_Batches(plan, state), collate_fn=case.collate),
         "dpfunc": lambda: plan.loader(dataset, state, collate_fn=case.collate),
     }
-
-
-def contestant(spec: Spec) -> Contestant:
-    """For `measure`: all batches of one of the loaders; CPU seconds until those of `SPANS` are there."""
-    both = loaders(CASES[spec["case"]], spec["quick"])
     if spec["contestant"] == "dpfunc":  # warms up, too
         for one, other in zip(*(make() for make in both.values()), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-    make = both[spec["contestant"]]
 
     def step() -> Numbers:
         start, times = time.process_time(), []
-        for _ in make():
+        for _ in both[spec["contestant"]]():
             times.append(time.process_time() - start)
         return Numbers({f"{span} steps": times[span - 1] for span in SPANS})
 
@@ -189,27 +166,13 @@ def ratios(case: Mapping[str, Any]) -> dict[str, float]:
 
 def rows(cases: Mapping[str, Any]) -> list[list[str]]:
     """One line for each case."""
+    found = {name: case for name, case in cases.items() if case["contestants"]}
     return [
-        [name, str(case["records"]), str(case["batch"]), *(f"{value:.2f}" for value in ratios(case).values())]
-        for name, case in cases.items()
-        if case["contestants"]
+        [n, str(c["records"]), str(c["batch"]), *(f"{x:.2f}" for x in ratios(c).values())] for n, c in found.items()
     ]
 
 
-@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--cases", default=",".join(CASES), help="Names with commas.")
-@click.option("--rounds", default=5, type=click.IntRange(1))
-@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works.")
-@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
-def main(cases: str, rounds: int, quick: bool, out: Path) -> None:
-    """Measure, print and write."""
-    found = {name: measure(name, rounds, quick) for name in track(cases.split(","), "Cases")}
-    table = Table(*HEADS)
-    for row in rows(found):
-        table.add_row(*row)
-    Console().print(table)
-    write(out, {"quick": quick, "cases": found})
-
+main = question(__doc__, RESULT, CASES, measure)
 
 if __name__ == "__main__":
     main()

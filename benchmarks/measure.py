@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -48,13 +49,9 @@ class TakesNoPart(RuntimeError):
 
 
 class Failed(RuntimeError):
-    """What a process answered in place of a result."""
+    """What a process answered in place of a result, and what is known of a contestant that is not timed."""
 
-
-class Wrong(Failed):
-    """A contestant that is not timed, and what is known of it."""
-
-    def __init__(self, status: str, record: dict[str, Any]) -> None:
+    def __init__(self, status: str, record: dict[str, Any] | None = None) -> None:
         super().__init__(status)
         self.record = record
 
@@ -84,10 +81,7 @@ class Allocated(NamedTuple):
 
 
 def allocated(function: Callable[[], T], device: str = "cpu") -> tuple[T, Allocated]:
-    """Run a function; its result, and what it allocated through torch.
-
-    Memory that libraries take without torch's allocator is not seen; `resident` sees it, with everything else.
-    """
+    """Run a function; its result, and what it allocated through torch (`resident` sees what others take, too)."""
     import torch
     from torch.autograd.profiler import profile
 
@@ -161,16 +155,12 @@ def timed_in_turn(
     steps: Mapping[str, Callable[[], Any]], rounds: int, base: str | None = None, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """Statistics of steps that share this process."""
-    calls = {name: lambda step=step: timed(step, device) for name, step in steps.items()}
-    return statistics_of(in_turn(calls, rounds), base)
+    return statistics_of(in_turn({name: partial(timed, step, device) for name, step in steps.items()}, rounds), base)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
     """The first and the third."""
-    if len(values) < 2:
-        return [values[0], values[0]]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return [first, third]
+    return [values[0]] * 2 if len(values) < 2 else statistics.quantiles(values, n=4, method="inclusive")[::2]
 
 
 def summary(seconds: Sequence[float], base: Sequence[float] | None = None) -> dict[str, Any]:
@@ -186,17 +176,22 @@ def summary(seconds: Sequence[float], base: Sequence[float] | None = None) -> di
 
 
 def statistics_of(found: Mapping[str, list[dict[str, float]]], base: str | None = None) -> dict[str, dict[str, Any]]:
-    """`time` and `cpu` of each contestant, page faults, and its own numbers; ratios are to `base`."""
+    """`time` and `cpu` of each contestant, page faults, and its own numbers; ratios are to `base`.
+
+    A contestant that has a twin with `AGAINST` after its name has the ratio to it in `against`.
+    """
     names = {"seconds": "time", "cpu_seconds": "cpu"}
     records: dict[str, dict[str, Any]] = {}
     for who, rows in found.items():
-        records[who] = {
+        record = records[who] = {
             "page_faults": statistics.median(row["page_faults"] for row in rows),
             "resident_mib": rows[-1]["resident_mib"],
         }
-        for number in rows[0].keys() - records[who].keys():
+        for number in rows[0].keys() - record.keys():
             theirs = None if base is None else [row.get(number, math.nan) for row in found[base]]
-            records[who][names.get(number, number)] = summary([row[number] for row in rows], theirs)
+            record[names.get(number, number)] = summary([row[number] for row in rows], theirs)
+        if who + AGAINST in found:
+            record["against"] = summary(*([row["seconds"] for row in found[each]] for each in (who, who + AGAINST)))
     return records
 
 
@@ -299,9 +294,9 @@ def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack
         found = record["relative_error_float64"] = error(name, wide.sums()[0], True)
     record["first_step_seconds"] = first  # engines look at a new loss and at new shapes
     if not found <= TOLERANCE:
-        raise Wrong(f"wrong: {found:.2g}", record)
+        raise Failed(f"wrong: {found:.2g}", record)
     if first > patience and (seconds := process.ask("step")["seconds"]) > patience:
-        raise Wrong(f"x: one step takes {seconds:.0f} s", record)
+        raise Failed(f"x: one step takes {seconds:.0f} s", record)
     return process, record
 
 
@@ -310,7 +305,7 @@ def compete(
     rounds: int,
     *,
     base: str,
-    error: Error | None = None,
+    error: Error = lambda *_: 0.0,
     memory: bool = False,
     patience: float = math.inf,
     say: Say = lambda text: None,
@@ -324,8 +319,7 @@ def compete(
         patience: seconds; a contestant whose step takes longer is not timed. say: told what was done.
 
     Returns:
-        A record of each: `status` is "ok", "wrong: <relative error>" or "x: <reason>"; `time`, `cpu` and `memory`. A
-        contestant that has a twin with `AGAINST` after its name has the ratio to it in `against`.
+        A record of each: `status` is "ok", "wrong: <relative error>" or "x: <reason>"; `time`, `cpu` and `memory`.
     """
     records: dict[str, dict[str, Any]] = {}
     admitted: dict[str, Process] = {}
@@ -334,31 +328,22 @@ def compete(
             try:
                 if isinstance(spec, TakesNoPart):
                     raise spec
-                admitted[name], record = admit(name, spec, error or (lambda *_: 0.0), patience, stack)
+                admitted[name], record = admit(name, spec, error, patience, stack)
                 records[name] = {"status": "ok", **record}
-            except Wrong as wrong:
-                records[name] = {**wrong.record, "status": str(wrong)}
             except (Failed, TakesNoPart) as caught:
-                records[name] = {"status": f"x: {reason(caught)}"}
+                known = getattr(caught, "record", None)
+                records[name] = (
+                    {"status": f"x: {reason(caught)}"} if known is None else {**known, "status": str(caught)}
+                )
             say(f"parity {name}")
         if rounds and base in admitted:
-            for name, numbers in race(admitted, rounds, base, say).items():
+            steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
+            found = in_turn(steps, rounds, lambda name: say(f"time {name}"))
+            for name, numbers in statistics_of(found, base).items():
                 records[name].update(numbers)
     if memory:
-        for name, found in weigh({name: specs[name] for name in admitted}, base, say).items():
-            records[name]["memory"] = found
-    return records
-
-
-def race(admitted: Mapping[str, Process], rounds: int, base: str, say: Say) -> dict[str, dict[str, Any]]:
-    """Time of each contestant, in interleaved rounds."""
-    steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
-    found = in_turn(steps, rounds, lambda name: say(f"time {name}"))
-    records = statistics_of(found, base)
-    for name in records:
-        if name + AGAINST in found:
-            both = ([row["seconds"] for row in found[each]] for each in (name, name + AGAINST))
-            records[name]["against"] = summary(*both)
+        for name, numbers in weigh({name: specs[name] for name in admitted}, base, say).items():
+            records[name]["memory"] = numbers
     return records
 
 
@@ -389,12 +374,9 @@ class Server:
 
     def __init__(self, spec: Spec) -> None:
         self.device = spec.get("device", "cpu")
-        make = importlib.import_module(spec["module"]).contestant
-        self.built = Allocated(0, 0)
-        if spec.get("memory") and needs_torch(spec):
-            self.contestant, self.built = allocated(lambda: make(spec), self.device)
-        else:
-            self.contestant = make(spec)
+        make = partial(importlib.import_module(spec["module"]).contestant, spec)
+        weighed = spec.get("memory") and "python" not in spec  # torch is in this interpreter
+        self.contestant, self.built = allocated(make, self.device) if weighed else (make(), Allocated(0, 0))
         gc.collect()
         gc.freeze()  # what is there now is not looked at again by the collections before each step
 
@@ -416,10 +398,10 @@ class Server:
         """Write the sums of a step; its seconds."""
         import numpy as np
 
-        start, of = time.perf_counter(), self.contestant.sums or (lambda result: {})
+        start = time.perf_counter()
         result = self.contestant.step()
         seconds = time.perf_counter() - start
-        np.savez(file, **of(result))
+        np.savez(file, **(self.contestant.sums or (lambda result: {}))(result))
         self.contestant.clear()
         return {"seconds": seconds}
 
@@ -433,11 +415,6 @@ class Server:
         return {name: value / MIB for name, value in numbers.items()}
 
 
-def needs_torch(spec: Spec) -> bool:
-    """Whether torch is in the interpreter of a contestant."""
-    return "python" not in spec
-
-
 def serve(spec: Spec) -> None:
     """Answer with a line of JSON to each line of the input, until that ends."""
     answers = os.fdopen(os.dup(1), "w")
@@ -445,30 +422,22 @@ def serve(spec: Spec) -> None:
     warnings.simplefilter("ignore")  # of contestants: only their results are read
     if spec.get("dpfunc"):
         sys.path.insert(0, spec["dpfunc"])
-    if needs_torch(spec):
+    if "python" not in spec:
         import torch
 
         torch.set_num_threads(spec.get("threads", 1))
         torch.backends.cudnn.allow_tf32 = False  # float32 for everybody, so that parity can be checked
-
-    def answer(command: Callable[[], Mapping[str, Any]]) -> bool:
+    server = None
+    for line in itertools.chain(["facts"], sys.stdin):
+        command, _, argument = line.strip().partition(" ")
         try:
-            found = command()
+            server = server or Server(spec)
+            found = getattr(server, command)(*([argument] if argument else []))
         except Exception as error:  # noqa: BLE001  (a contestant may fail in any way; that is its result)
             found = {"failed": reason(error)}
         print(json.dumps(found), file=answers, flush=True)
-        return "failed" not in found
-
-    servers: list[Server] = []
-
-    def begin() -> Mapping[str, Any]:
-        servers.append(Server(spec))
-        return servers[0].facts()
-
-    if answer(begin):
-        for line in sys.stdin:
-            command, _, file = line.strip().partition(" ")
-            answer(partial(getattr(servers[0], command), *([file] if file else [])))
+        if server is None:
+            return
 
 
 if __name__ == "__main__":

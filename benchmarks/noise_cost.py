@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-import click
 import numpy
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.measure import timed_in_turn
-from benchmarks.results import FOLDER, show, write
+from benchmarks.results import FOLDER, question
 from dpfunc.noise import add_gaussian
 from dpfunc.noise._streams import TILE, secure_normal
 from dpfunc.noise._ziggurat import words_for
@@ -27,8 +24,6 @@ from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import ClippedSum
 
 RESULT = FOLDER / "noise_cost.json"
-ROUNDS = 11
-KEY = insecure_key(0)
 BASE = "torch.randn float32"
 LAYOUTS = {
     "flat, 1e7": {"w": torch.zeros(10**7)},
@@ -65,7 +60,7 @@ def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[], object]]:
     """What is compared; each call has a key of its own, so that no draw is repeated."""
     double = {name: leaf.double() for name, leaf in like.items()}
     clipped = ClippedSum(like, dict.fromkeys(like, "all"), {"all": 1.0})
-    keys = (fold_in(KEY, number) for number in count())
+    keys = (fold_in(insecure_key(0), number) for number in count())
     return {
         BASE: lambda: torch_normal(like, torch.float32),
         "torch.randn float64": lambda: torch_normal(like, torch.float64),
@@ -79,28 +74,16 @@ def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(like: Mapping[str, Tensor], rounds: int) -> dict[str, Any]:
+def measure(layout: str, rounds: int, quick: bool) -> dict[str, Any]:
     """A layout: seconds of each source, and the nanoseconds of a number in the best round's CPU time."""
+    like = {name: leaf[: 1000 if quick else None] for name, leaf in LAYOUTS[layout].items()}
     elements, found = sum(leaf.numel() for leaf in like.values()), timed_in_turn(sources(like), rounds, BASE)
     for record in found.values():
-        record["status"] = "ok"
-        record["best_cpu_ns_per_element"] = 1e9 * record["cpu"]["best_seconds"] / elements
+        record |= {"status": "ok", "best_cpu_ns_per_element": 1e9 * record["cpu"]["best_seconds"] / elements}
     return {"elements": elements, "contestants": found}
 
 
-@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--rounds", default=ROUNDS, type=click.IntRange(1))
-@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
-@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
-def main(rounds: int, quick: bool, out: Path) -> None:
-    """Measure, print the tables, write the result file."""
-    console = Console(width=130)
-    found = {}
-    for layout, like in LAYOUTS.items():
-        found[layout] = measure({n: leaf[:1000] for n, leaf in like.items()} if quick else like, rounds)
-        console.print(show(layout, found[layout]))
-    write(out, {"quick": quick, "rounds": rounds, "cases": found}, threads=torch.get_num_threads())
-
+main = question(__doc__, RESULT, LAYOUTS, measure, rounds=11, threads=torch.get_num_threads())
 
 if __name__ == "__main__":
     main()

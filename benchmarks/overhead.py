@@ -9,20 +9,15 @@ the first step over a whole one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import click
 import torch
-from rich.console import Console
-from rich.progress import track
 
-from benchmarks.engines.__main__ import check_cases
-from benchmarks.engines.cases import ALL_CASES
+from benchmarks.engines.cases import ALL_CASES, CASES
 from benchmarks.engines.contestants import clipped_grad_of, plain, problem_of
 from benchmarks.engines.problem import Problem
 from benchmarks.measure import Contestant, Spec, compete
-from benchmarks.results import FOLDER, show, write
+from benchmarks.results import FOLDER, question
 
 RESULT = FOLDER / "overhead.json"
 HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / later step")
@@ -70,28 +65,14 @@ def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
 
 def rows(cases: dict[str, Any]) -> list[list[str]]:
     """What audits add to a step, by case."""
-    return [
-        [
-            name, *(f"{1e3 * case['contestants'][who]['time']['median_seconds']:.0f}" for who in ("plain", "whole")),
-            f"{100 * case['audits']:.1f} %", f"{case['first']:.1f}",
-        ]
-        for name, case in cases.items()
-    ]  # fmt: skip
+    shown = []
+    for name, case in cases.items():
+        plain, whole = (1e3 * case["contestants"][who]["time"]["median_seconds"] for who in ("plain", "whole"))
+        shown.append([name, f"{plain:.0f}", f"{whole:.0f}", f"{100 * case['audits']:.1f} %", f"{case['first']:.1f}"])
+    return shown
 
 
-@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--cases", default="all", callback=check_cases, help="Names with commas, or all.")
-@click.option("--rounds", default=5, type=click.IntRange(1))
-@click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
-@click.option("--out", default=RESULT, type=click.Path(dir_okay=False, path_type=Path))
-def main(cases: list[str], rounds: int, quick: bool, out: Path) -> None:
-    """Measure, print and write."""
-    console, found = Console(), {}
-    for case in track(cases, "Cases", console=Console(stderr=True)):
-        found[case] = measure(case, rounds, quick)
-        console.print(show(case, found[case]))
-    write(out, {"quick": quick, "cases": found})
-
+main = question(__doc__, RESULT, ALL_CASES, measure, CASES)
 
 if __name__ == "__main__":
     main()

@@ -10,12 +10,15 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import click
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import KEEPS, ROOT
@@ -75,14 +78,12 @@ def write(path: Path, content: Record, *, threads: int = 1, device: str = "cpu",
 
 def read(path: Path) -> dict[str, Any]:
     """A result file; empty if there is none."""
-    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    return found
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of a result file."""
-    found: list[dict[str, Any]] = read(path).get("rows", [])
-    return found
+    return read(path).get("rows", [])
 
 
 def keep(path: Path, row: Record, place: Callable[[Record], Any]) -> None:
@@ -91,51 +92,81 @@ def keep(path: Path, row: Record, place: Callable[[Record], Any]) -> None:
     write(path, {"rows": sorted([*kept, row], key=place)})
 
 
-def problems(record: Record) -> list[str]:
-    """Why figures of a contestant are missing, if they are."""
-    states = (record["status"], record.get("memory", {}).get("status", "ok"))
-    return [state for state in states if state != "ok"]
-
-
 def _cells(record: Record) -> list[str]:
     """A contestant: its error, time, CPU time and memory."""
-    cells = [f"{record['relative_error']:.0e}" if "relative_error" in record else ""]
-    for number in ("time", "cpu"):
-        found = record.get(number, {})
-        cells.append(f"{1e3 * found['median_seconds']:.2f}" if found else "")
-        cells.append(f"{found['ratio']:.2f}" if "ratio" in found else "")
-        if number == "time":
-            cells.append("{:.2f}..{:.2f}".format(*found["ratio_quartiles"]) if "ratio" in found else "")
-    memory, against = record.get("memory", {}), record.get("against", {})
-    cells += [
-        f"{memory[name]:.{digits}f}" if name in memory else "" for name, digits in (("peak_mib", 1), ("ratio", 2))
-    ]
-    return [*cells, "{ratio:.3f}".format(**against) if against else ""]
+    time, cpu, memory, against = (record.get(name, {}) for name in ("time", "cpu", "memory", "against"))
+    numbers = (
+        (record, "relative_error", "{:.0e}"), (time, "median_seconds", "{:.2f}"), (time, "ratio", "{:.2f}"),
+        (time, "ratio_quartiles", "{0[0]:.2f}..{0[1]:.2f}"), (cpu, "median_seconds", "{:.2f}"),
+        (cpu, "ratio", "{:.2f}"), (memory, "peak_mib", "{:.1f}"), (memory, "ratio", "{:.2f}"),
+        (against, "ratio", "{:.3f}"),
+    )  # fmt: skip
+    scale = {"median_seconds": 1e3}
+    return [form.format(scale.get(key, 1) * of[key]) if key in of else "" for of, key, form in numbers]
 
 
 def show(name: str, record: Record) -> Table:
-    """All contestants of a case, for the screen."""
-    heads = ("contestant", "error", "median ms", "x base", "quartiles", "CPU ms", "x base", "peak MiB", "x base",
-             "x old")  # fmt: skip
-    missing = [f"{who}: {why}" for who, found in record["contestants"].items() for why in problems(found)]
-    table = Table(
-        title=f"{name}: {record.get('title', '')}", caption=escape("\n".join(missing)), caption_justify="left"
-    )
-    for head in heads:
+    """All contestants of a case, for the screen; and why figures are missing, if they are."""
+    contestants = record["contestants"].items()
+    states = [
+        (who, state) for who, one in contestants for state in (one["status"], one.get("memory", {}).get("status"))
+    ]
+    missing = "\n".join(f"{who}: {state}" for who, state in states if state not in ("ok", None))
+    table = Table(title=f"{name}: {record.get('title', '')}", caption=escape(missing), caption_justify="left")
+    for head in ("contestant", "error", "median ms", "x base", "quartiles", "CPU ms", "x base", "peak MiB", "x base",
+                 "x old"):  # fmt: skip
         table.add_column(head, justify="left" if head == "contestant" else "right", no_wrap=True)
-    for contestant, found in record["contestants"].items():
-        table.add_row(contestant, *_cells(found))
+    for who, found in contestants:
+        table.add_row(who, *_cells(found))
     return table
 
 
-def row(cells: Iterable[object]) -> str:
-    """A row of a table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
+def printed(heads: Iterable[str], rows: Iterable[Iterable[object]], width: int | None = None) -> None:
+    """A table on the screen."""
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=width).print(table)
+
+
+def listed(text: str, known: Collection[str], every: Collection[str] = ()) -> list[str]:
+    """Names from `a,b,c`, all of them known; `all` are those of `every`."""
+    names = list(every) if text == "all" else [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise click.BadParameter(f"no case {', '.join(unknown)}. There are {', '.join(known)}.")
+    return names
+
+
+def question(
+    doc: str, result: Path, known: Collection[str], measure: Callable[[str, int, bool], Record],
+    every: Collection[str] = (), rounds: int = 5, threads: int = 1,
+) -> click.Command:  # fmt: skip
+    """A command that measures cases, each by `measure(case, rounds, quick)`, prints a table of each, and writes all.
+
+    Args:
+        doc: of the file. result: where the result goes. known: names of cases. every: those that are measured if none
+            is named; all if empty. rounds: timed ones. threads: of torch, for the result.
+    """
+
+    @click.command(help=doc.splitlines()[0], context_settings={"show_default": True})
+    @click.option("--cases", default="all", callback=lambda _, option, text: listed(text, known, every or known))
+    @click.option("--rounds", default=rounds, type=click.IntRange(1))
+    @click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures.")
+    @click.option("--out", default=result, type=click.Path(dir_okay=False, path_type=Path))
+    def main(cases: list[str], rounds: int, quick: bool, out: Path) -> None:
+        console, found = Console(), {}
+        for case in track(cases, "Cases", console=Console(stderr=True)):
+            found[case] = measure(case, rounds, quick)
+            console.print(show(case, found[case]))
+        write(out, {"quick": quick, "rounds": rounds, "cases": found}, threads=threads)
+
+    return main
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]], side: str = "---") -> str:
     """A table; `side` aligns all columns but the first."""
-    return "\n".join(map(row, [heads, ["---"] + [side] * (len(heads) - 1), *rows]))
+    lines = [heads, ["---"] + [side] * (len(heads) - 1), *rows]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
 def filled(text: str, tables: Mapping[str, str]) -> str:
@@ -149,8 +180,7 @@ def filled(text: str, tables: Mapping[str, str]) -> str:
         place = re.compile(re.escape(begin) + r"\n.*?" + re.escape(END), re.DOTALL)
         if not place.search(text):
             raise ValueError(f"Expected {begin} in the document.")
-        block = f"{begin}\n{table}\n{END}"
-        text = place.sub(block.replace("\\", r"\\"), text)  # a backslash would name a group
+        text = place.sub(lambda _, block=f"{begin}\n{table}\n{END}": block, text)
     return text
 
 

@@ -22,10 +22,9 @@ import click
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.measure import ROOT
-from benchmarks.results import FOLDER, write
+from benchmarks.results import FOLDER, printed, write
 from dpfunc import clipped_grad
 from dpfunc.clipping import Flat
 from dpfunc.engines import auto
@@ -37,43 +36,35 @@ RESULT = FOLDER / "rows.json"
 MUSEUM = "tests/**/test_museum*.py"
 
 
-def isolation(console: Console) -> dict[str, Any]:
-    """Outcomes of losses that mix rows, or seem to; and which honest ones are computed by the loop."""
-    from isolation.truth import outcomes, tolerance_of
-    from isolation.zoo import ZOO
-
-    counts: Counter[str] = Counter()
-    seen = Computed()
-    looped: list[str] = []
-    for loss in track(list(ZOO.values()), "losses", console=console):
-        seen.messages.clear()
-        told = [outcome.told(tolerance_of(loss)) for outcome in outcomes(loss, "auto")]
-        words = {text.split()[0] for text in told}
-        worst = next(word for word in ("WRONG", "RAISED", "refused", "equal") if word in words)
-        counts[f"{'honest' if loss.honest else 'mixing'}, {worst}"] += 1
-        if loss.honest and any("engine loop" in message for message in seen.messages):
-            looped.append(loss.name)
-    seen.close()
-    return {**dict(sorted(counts.items())), "honest, by the loop": len(looped), "names": looped}
-
-
-class Computed(logging.Handler):
+class Told(logging.Handler):
     """What the engine says of how it computes a loss."""
 
     def __init__(self) -> None:
-        """Listen to the engine."""
         super().__init__()
         self.messages: list[str] = []
-        logging.getLogger("dpfunc").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a message."""
         self.messages.append(record.getMessage())
 
-    def close(self) -> None:
-        """Listen no longer."""
-        logging.getLogger("dpfunc").removeHandler(self)
-        super().close()
+
+def isolation(every: int, console: Console) -> dict[str, Any]:
+    """Outcomes of losses that mix rows, or seem to; and which honest ones are computed by the loop."""
+    from isolation.truth import outcomes, tolerance_of
+    from isolation.zoo import ZOO
+
+    counts: Counter[str] = Counter()
+    told, looped = Told(), []
+    logging.getLogger("dpfunc").addHandler(told)
+    for loss in track(list(ZOO.values())[::every], "losses", console=console):
+        told.messages.clear()
+        words = {outcome.told(tolerance_of(loss)).split()[0] for outcome in outcomes(loss, "auto")}
+        worst = next(word for word in ("WRONG", "RAISED", "refused", "equal") if word in words)
+        counts[f"{'honest' if loss.honest else 'mixing'}, {worst}"] += 1
+        if loss.honest and any("engine loop" in message for message in told.messages):
+            looped.append(loss.name)
+    logging.getLogger("dpfunc").removeHandler(told)
+    return {**dict(sorted(counts.items())), "honest, by the loop": len(looped), "names": looped}
 
 
 def programs(count: int, first: int, console: Console) -> dict[str, Any]:
@@ -92,8 +83,8 @@ def programs(count: int, first: int, console: Console) -> dict[str, Any]:
 def museum() -> dict[str, Any]:
     """Outcomes of the tests of faults that other libraries have."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *map(str, sorted(ROOT.rglob(MUSEUM)))]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", printed)}
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", text)}
 
 
 def moved(count: int, first: int, console: Console) -> dict[str, Any]:
@@ -124,39 +115,31 @@ def moved(count: int, first: int, console: Console) -> dict[str, Any]:
 
 def survey(path: Path) -> dict[str, Any]:
     """Engines of the models of a survey, the largest difference, and why some are not in one pass or groups."""
-    rows = json.loads(path.read_text())["cases"]
-    rows = [row for row in rows if "engine" in row]
-    counts = Counter(row["engine"] for row in rows)
+    rows = [row for row in json.loads(path.read_text())["cases"] if "engine" in row]
     slow = {row["case"]: row["reason"][:160] for row in rows if row["engine"] in ("loop", "refused")}
-    return {**counts, "largest difference": max(row.get("parity") or 0.0 for row in rows), "reasons": slow}
+    largest = max(row.get("parity") or 0.0 for row in rows)
+    return {**Counter(row["engine"] for row in rows), "largest difference": largest, "reasons": slow}
 
 
 @click.command(help=__doc__, context_settings={"show_default": True})
 @click.option("--programs", "count", default=5000, type=click.IntRange(1), help="Random losses.")
 @click.option("--first", default=10_000, type=click.IntRange(0), help="Their first seed.")
+@click.option("--every", default=1, type=click.IntRange(1), help="Only every so many of the losses of the tests.")
 @click.option("--survey", "path", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A survey's file.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
-def main(count: int, first: int, path: Path | None, out: Path) -> None:
+def main(count: int, first: int, every: int, path: Path | None, out: Path) -> None:
     """Measure, print tables, and write the result file."""
     warnings.simplefilter("ignore")  # of torch, about the losses
     logging.getLogger("dpfunc").propagate = False
     torch.set_num_threads(1)
     console = Console()
     found = {
-        "losses": isolation(console),
-        "museum": museum(),
-        "programs": programs(count, first, console),
-        "records": moved(count // 10, first, console),
-    }
-    if path is not None:
-        found["survey"] = survey(path)
+        "losses": isolation(every, console), "museum": museum(), "programs": programs(count, first, console),
+        "records": moved(max(1, count // 10), first, console), **({"survey": survey(path)} if path else {}),
+    }  # fmt: skip
     for title, values in found.items():
-        table = Table(title=title)
-        table.add_column("outcome")
-        table.add_column("count")
-        for name, value in values.items():
-            table.add_row(name, json.dumps(value, indent=1) if isinstance(value, (list, dict)) else str(value))
-        console.print(table)
+        cells = {n: json.dumps(v, indent=1) if isinstance(v, (list, dict)) else v for n, v in values.items()}
+        printed((title, "count"), cells.items())
     write(out, found)
 
 

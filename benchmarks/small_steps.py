@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from benchmarks.engines import cases
-from benchmarks.engines.__main__ import measure_cases, measures
-from benchmarks.engines.cases import Case
+from benchmarks.engines.cases import CASES, Case
 from benchmarks.engines.problem import Problem, classification
-from benchmarks.engines.runner import Settings
+from benchmarks.engines.runner import Settings, measure_cases, measures
 from benchmarks.results import FOLDER, markdown, write
 
 RESULT = FOLDER / "small_steps.json"
@@ -68,8 +66,8 @@ def lstm(title: str, **sizes: Any) -> Case:
 
 
 ALL_CASES = {
-    "perceptron, 3 layers": cases.CASES["perceptron"],
-    "transformer, 2 layers, LoRA": cases.CASES["small"],
+    "perceptron, 3 layers": CASES["perceptron"],
+    "transformer, 2 layers, LoRA": CASES["small"],
     "LSTM": lstm("LSTM and a linear layer"),
     "LSTM in both directions": lstm("the same in both directions", bidirectional=True),
     "LSTM in both directions, packed": lstm("the same, packed", bidirectional=True, packed=True),
@@ -79,14 +77,13 @@ ALL_CASES = {
 
 def best(case: Mapping[str, Any], who: str) -> float:
     """CPU seconds of a step; of the default engine, or without privacy."""
-    seconds: float = case["contestants"][who]["cpu"]["best_seconds"]
-    return seconds
+    return case["contestants"][who]["cpu"]["best_seconds"]
 
 
 def section(found: Mapping[str, Any]) -> str:
     """The table of docs/performance.md, and what a use of a parameter takes."""
     pairs = {name: (best(case, "plain"), best(case, "auto")) for name, case in found.items() if name != "chain"}
-    cells = [[n, *(f"{1e3 * value:.1f}" for value in (a, b)), f"{b / a:.1f}"] for n, (a, b) in pairs.items()]
+    cells = [[n, f"{1e3 * a:.1f}", f"{1e3 * b:.1f}", f"{b / a:.1f}"] for n, (a, b) in pairs.items()]
     use = 1e6 * found["chain"]["seconds_a_use"]
     line = f"One more use of a parameter takes {use:.0f} microseconds there, norm and sum included."
     return markdown(("case", "plain step, ms", "private step, ms", "ratio"), cells) + "\n\n" + textwrap.fill(line, 130)

@@ -12,13 +12,12 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 from benchmarks.measure import in_turn
-from benchmarks.results import FOLDER, write
+from benchmarks.results import FOLDER, printed, write
 
 ROUNDS = 7
-RESULT = FOLDER / "startup.json"
 RUN = "import sys; from dpfunc.cli.main import main; sys.argv[0] = 'dpfunc'; main()"
 COMMANDS = (
     "--help",
@@ -44,33 +43,31 @@ print(between - before, time.process_time() - between)
 AFTER_TORCH = ("after torch: import dpfunc", "after torch: all public names")
 
 
-def seconds(command: list[str]) -> float:
+def seconds(command: list[str]) -> list[float]:
     """Processor seconds of a process."""
     before = os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = os.times()
-    return after.children_user - before.children_user + after.children_system - before.children_system
+    return [after.children_user - before.children_user + after.children_system - before.children_system]
 
 
 def parts() -> list[float]:
     """Seconds of both parts after torch."""
-    printed = subprocess.run([sys.executable, "-c", PARTS], check=True, capture_output=True, text=True).stdout
-    return list(map(float, printed.split()))
+    said = subprocess.run([sys.executable, "-c", PARTS], check=True, capture_output=True, text=True).stdout
+    return list(map(float, said.split()))
 
 
-def main(rounds: int = ROUNDS, result: Path = RESULT) -> None:
+def main() -> None:
     """Measure, print and write the result."""
-    steps = {name: lambda command=command: [seconds(command)] for name, command in PROGRAMS.items()}
-    found = in_turn({**steps, "parts": parts}, rounds)
+    found = in_turn({**{name: partial(seconds, each) for name, each in PROGRAMS.items()}, "parts": parts}, ROUNDS)
     values = {name: [each for (each,) in one] for name, one in found.items() if name != "parts"}
     values |= dict(zip(AFTER_TORCH, zip(*found["parts"], strict=True), strict=True))
     rows = {
         name: {"best_seconds": round(min(each), 4), "median_seconds": round(statistics.median(each), 4)}
         for name, each in values.items()
     }
-    for name, row in rows.items():
-        print(f"{name:34} {row['best_seconds']:8.3f} {row['median_seconds']:8.3f}")
-    write(result, {"rounds": rounds, "rows": rows})
+    printed(("program", "best seconds", "median seconds"), ([name, *row.values()] for name, row in rows.items()))
+    write(FOLDER / "startup.json", {"rounds": ROUNDS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import freed_memory, loader, overhead, small_steps
-from benchmarks.results import DOCS, FOLDER, fill, markdown, read
+from benchmarks.engines.contestants import JAX_PRIVACY, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
+from benchmarks.results import DOCS, FOLDER, fill, markdown, printed, read
 
 PAGE = DOCS / "performance.md"
-RATIO, MS, NS, SECONDS = "x", "ms", "ns", "s"
-_SCALE = {RATIO: 1.0, MS: 1e3, NS: 1.0, SECONDS: 1.0}
+SCALES = {"x": 1.0, "ms": 1e3, "ns": 1.0, "s": 1.0}
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Target:
     """A largest value, and where the measured one stands.
 
     Args:
-        title: one line for the table. limit: in the unit. unit: one of the constants above.
+        title: one line for the table. limit: in the unit. unit: one of `SCALES`.
         file: of benchmarks/results, without `.json`. path: keys that lead to the number in it.
         why: key of `REASONS`, for when it is missed.
     """
@@ -45,7 +43,7 @@ class Target:
         value: Any = reports.get(self.file)
         for key in self.path:
             value = value.get(key) if isinstance(value, dict) else None
-        return None if value is None else _SCALE[self.unit] * value
+        return None if value is None else SCALES[self.unit] * value
 
 
 def contestant(title: str, limit: float, unit: str, file: str, case: str, who: str, *path: str, why: str) -> Target:
@@ -53,49 +51,36 @@ def contestant(title: str, limit: float, unit: str, file: str, case: str, who: s
     return Target(title, limit, unit, file, ("cases", case, "contestants", who, *path), why)
 
 
-def engine(title: str, case: str, limit: float, why: str, number: str = "time") -> Target:
-    """A clipped sum of the default engine beside the step without privacy."""
-    return contestant(title, limit, RATIO, "engines", case, "auto", number, "ratio", why=why)
-
-
-def processes(title: str, case: str, limit: float) -> Target:
-    """CPU time of a whole step of two processes beside data parallel training without privacy."""
-    return contestant(title, limit, RATIO, "distributed", case, "dp_step", "cpu", "ratio", why="processes")
-
-
-def memory(case: str, limit: float) -> Target:
-    """Memory of a case."""
-    return engine(f"{case}: memory", case, limit, "memory", "memory")
-
-
-def noise(title: str, case: str) -> Target:
-    """CPU time of a number of noise."""
-    number = ("secure float32, 1 thread", "best_cpu_ns_per_element")
-    return contestant(title, 8.0, NS, "noise_cost", case, *number, why="noise")
-
-
+# (title, limit, unit, file, case, contestant, number, reason when it is missed): of the default engine, of a whole step
+# of two processes beside training without privacy, and of a number of noise.
+_CONTESTANTS = (
+    ("w1: decoder, LoRA", 1.00, "x", "engines", "w1", "auto", "time", "ratio", "lora"),
+    ("w2n: decoder, all parameters", 1.12, "x", "engines", "w2n", "auto", "time", "ratio", "full"),
+    ("w3: convolutional network", 1.30, "x", "engines", "w3", "auto", "time", "ratio", "convolution"),
+    ("w4: ViT, LoRA", 1.03, "x", "engines", "w4", "auto", "time", "ratio", "lora"),
+    ("BERT, LoRA", 1.03, "x", "engines", "bert", "auto", "time", "ratio", "lora"),
+    ("GPT-2, all parameters", 1.20, "x", "engines", "gpt2", "auto", "time", "ratio", "full"),
+    ("ResNet18", 1.30, "x", "engines", "resnet18", "auto", "time", "ratio", "convolution"),
+    ("VGG11", 1.40, "x", "engines", "vgg11", "auto", "time", "ratio", "convolution"),
+    ("VGG19", 1.40, "x", "engines", "vgg19", "auto", "time", "ratio", "convolution"),
+    ("ResNeXt", 1.40, "x", "engines", "resnext", "auto", "time", "ratio", "convolution"),
+    *((f"{case}: memory", limit, "x", "engines", case, "auto", "memory", "ratio", "memory")
+      for limit, cases in ((1.05, "w1 w2n gpt2 bert w4 w4f"), (1.10, "w3 resnet18 vgg11 vgg19 resnext"))
+      for case in cases.split()),
+    ("DP-MNIST, B = 256", 1.5, "x", "engines", "mnist", "auto", "time", "ratio", "mnist"),
+    ("LSTM", 2.0, "x", "engines", "layer:lstm", "auto", "time", "ratio", "lstm"),
+    ("LoRA, 2 processes (CPU time)", 1.05, "x", "distributed", "w1 x 2", "dp_step", "cpu", "ratio", "processes"),
+    ("all parameters, 2 processes (CPU time)", 1.20, "x", "distributed", "w2n x 2", "dp_step", "cpu", "ratio",
+     "processes"),
+    *((title, 8.0, "ns", "noise_cost", case, "secure float32, 1 thread", "best_cpu_ns_per_element", "noise")
+      for title, case in (("noise, a number, one thread (CPU time)", "flat, 1e7"),
+                          ("noise, 200 leaves of 32768", "LoRA, 200 x 32768"))),
+)  # fmt: skip
 TARGETS = (
-    engine("w1: decoder, LoRA", "w1", 1.00, "lora"),
-    engine("w2n: decoder, all parameters", "w2n", 1.12, "full"),
-    engine("w3: convolutional network", "w3", 1.30, "convolution"),
-    engine("w4: ViT, LoRA", "w4", 1.03, "lora"),
-    engine("BERT, LoRA", "bert", 1.03, "lora"),
-    engine("GPT-2, all parameters", "gpt2", 1.20, "full"),
-    engine("ResNet18", "resnet18", 1.30, "convolution"),
-    engine("VGG11", "vgg11", 1.40, "convolution"),
-    engine("VGG19", "vgg19", 1.40, "convolution"),
-    engine("ResNeXt", "resnext", 1.40, "convolution"),
-    *(memory(case, 1.05) for case in ("w1", "w2n", "gpt2", "bert", "w4", "w4f")),
-    *(memory(case, 1.10) for case in ("w3", "resnet18", "vgg11", "vgg19", "resnext")),
-    engine("DP-MNIST, B = 256", "mnist", 1.5, "mnist"),
-    engine("LSTM", "layer:lstm", 2.0, "lstm"),
-    processes("LoRA, 2 processes (CPU time)", "w1 x 2", 1.05),
-    processes("all parameters, 2 processes (CPU time)", "w2n x 2", 1.20),
-    noise("noise, a number, one thread (CPU time)", "flat, 1e7"),
-    noise("noise, 200 leaves of 32768", "LoRA, 200 x 32768"),
-    Target("import dpfunc", 150.0, MS, "startup", ("rows", "import dpfunc", "best_seconds")),
-    Target("import dpfunc.accounting", 0.4, SECONDS, "startup", ("rows", "import dpfunc.accounting", "best_seconds")),
-    *(Target(f"loader, {case}: {name}", 1.2, RATIO, "loader", ("ratios", case, name), "loader")
+    *(contestant(*numbers, why=why) for *numbers, why in _CONTESTANTS),
+    Target("import dpfunc", 150.0, "ms", "startup", ("rows", "import dpfunc", "best_seconds")),
+    Target("import dpfunc.accounting", 0.4, "s", "startup", ("rows", "import dpfunc.accounting", "best_seconds")),
+    *(Target(f"loader, {case}: {name}", 1.2, "x", "loader", ("ratios", case, name), "loader")
       for name in ("100 steps", "memory") for case in loader.CASES),
 )  # fmt: skip
 
@@ -165,17 +150,13 @@ def reports(folder: Path = FOLDER) -> dict[str, Any]:
     """All result files, by name; of loaders, the ratios too."""
     found = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
     cases = cases_of(found, "loader")
-    found["loader"] = {
-        "cases": cases,
-        "ratios": {n: loader.ratios(case) for n, case in cases.items() if case["contestants"]},
-    }
-    return found
+    ratios = {name: loader.ratios(case) for name, case in cases.items() if case["contestants"]}
+    return {**found, "loader": {"cases": cases, "ratios": ratios}}
 
 
 def cases_of(found: dict[str, Any], file: str) -> dict[str, Any]:
     """The cases of a result file; none if it is not there."""
-    cases: dict[str, Any] = found.get(file, {}).get("cases", {})
-    return cases
+    return found.get(file, {}).get("cases", {})
 
 
 def judged(found: dict[str, Any]) -> list[tuple[Target, float | None]]:
@@ -185,16 +166,14 @@ def judged(found: dict[str, Any]) -> list[tuple[Target, float | None]]:
         if name != "chain" and (plain := 1e3 * small_steps.best(case, "plain")) <= SMALL_STEP_MS:
             title, limit = f"{name}: a step of {plain:.1f} ms", SMALL_RATIO * plain + SMALL_ADDED_MS
             number = ("small_steps", name, "auto", "cpu", "best_seconds")
-            targets.append(contestant(title, limit, MS, *number, why="small"))
+            targets.append(contestant(title, limit, "ms", *number, why="small"))
     return [(target, target.measured(found)) for target in targets]
 
 
 def verdict(target: Target, value: float | None) -> str:
     """Met, or missed and by how much."""
-    if value is None:
-        return "not measured"
-    if value <= target.limit:
-        return "met"
+    if value is None or value <= target.limit:
+        return "not measured" if value is None else "met"
     percent = 100 * (value / target.limit - 1)
     return f"missed by {percent:.{0 if percent >= 1 else 1}f} %"
 
@@ -205,15 +184,10 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     def shown(target: Target, value: float | None) -> str:
         return "" if value is None else f"{value:.3g} {target.unit}".replace("x", "").strip()
 
-    return [
-        [target.title, shown(target, target.limit), shown(target, value), verdict(target, value)]
-        for target, value in judged(found)
-    ]
+    return [[t.title, shown(t, t.limit), shown(t, value), verdict(t, value)] for t, value in judged(found)]
 
 
 HEADS = ("target", "at most", "measured", "verdict")
-
-
 ENGINE_HEADS = (
     "case", "plain step, ms", "default engine: time", "memory", "vmap: time", "memory",
     "fastest mode of Opacus: time", "memory", "fastest mode of JAX Privacy: time", "memory",
@@ -223,6 +197,7 @@ JAX_HEADS = (
     "memory, MiB: plain PyTorch", "default engine", "plain JAX", "JAX Privacy, vmap", "fastest microbatch",
     "whole step / whole plain step: dpfunc", "JAX Privacy",
 )  # fmt: skip
+BEFORE_HEADS = ("case", "plain step, ms", "CPU time: before", "now", "now / before", "memory: before", "now")
 
 
 def number(one: dict[str, Any] | None, kind: str = "time", key: str = "ratio", digits: int = 2) -> str:
@@ -256,7 +231,7 @@ def engine_rows(cases: dict[str, Any]) -> list[list[str]]:
         cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
         for who in ("auto", "vmap"):
             cells += [number(timed.get(who)), number(timed.get(who), "memory")]
-        for peer in ("opacus-", "jax-privacy"):
+        for peer in ("opacus-", JAX_PRIVACY):
             best = _fastest(timed, peer)
             mode = best.removeprefix(peer).lstrip("/") or "vmap"
             cells.append(f"{number(timed[best])} ({mode})" if best else _why_not(case, peer))
@@ -277,12 +252,12 @@ def jax_rows(cases: dict[str, Any]) -> list[list[str]]:
     found = []
     for name, case in cases.items():
         timed = _timed(case)
-        best, parts = _fastest(timed, "jax-privacy"), _fastest(timed, "jax-privacy/")
+        best, parts = _fastest(timed, JAX_PRIVACY), _fastest(timed, f"{JAX_PRIVACY}/")
         if best:
             size = f" ({parts.partition('/')[2]})" if parts else ""
-            whole = [_over(timed, who, "whole-plain") for who in ("whole-dpfunc", _fastest(timed, "whole-jax"))]
-            times = [number(timed.get(who)) for who in ("jax-plain", "jax-privacy", parts)]
-            names = ("plain", "auto", "jax-plain", "jax-privacy", parts)
+            whole = [_over(timed, who, WHOLE_PLAIN) for who in (WHOLE_DPFUNC, _fastest(timed, WHOLE_JAX))]
+            times = [number(timed.get(who)) for who in ("jax-plain", JAX_PRIVACY, parts)]
+            names = ("plain", "auto", "jax-plain", JAX_PRIVACY, parts)
             mib = [number(timed.get(who), "memory", "peak_mib", 0) for who in names]
             found.append([name, *times[:2], times[2] + size, _over(timed, best, "jax-plain"), *mib, *whole])
     return found
@@ -292,24 +267,19 @@ def jax_section(cases: dict[str, Any]) -> str:
     """The table; or that JAX Privacy is not installed, if no case has it."""
     if rows := jax_rows(cases):
         return markdown(JAX_HEADS, rows)
-    reasons = {_why_not(case, "jax-privacy") for case in cases.values()} or {"not measured"}
+    reasons = {_why_not(case, JAX_PRIVACY) for case in cases.values()} or {"not measured"}
     return f"JAX Privacy: {', '.join(sorted(reasons))}."
-
-
-BEFORE_HEADS = ("case", "plain step, ms", "CPU time: before", "now", "now / before", "memory: before", "now")
 
 
 def before_rows(cases: dict[str, Any]) -> list[list[str]]:
     """Ratios to the plain step of the default engine, in another checkout and in this one, from one run."""
-    rows = []
+    found = []
     for name, case in cases.items():
         plain, old, new = (case["contestants"][who] for who in ("plain", "auto@against", "auto"))
-        share = new["cpu"]["median_seconds"] / old["cpu"]["median_seconds"]
-        times = [number(old, "cpu"), number(new, "cpu"), f"{share:.2f}"]
-        rows.append(
-            [name, f"{1e3 * plain['cpu']['median_seconds']:.0f}", *times, number(old, "memory"), number(new, "memory")]
-        )
-    return rows
+        first, before, now = (one["cpu"]["median_seconds"] for one in (plain, old, new))
+        times = [f"{1e3 * first:.0f}", number(old, "cpu"), number(new, "cpu"), f"{now / before:.2f}"]
+        found.append([name, *times, number(old, "memory"), number(new, "memory")])
+    return found
 
 
 def tables(found: dict[str, Any]) -> dict[str, str]:
@@ -329,8 +299,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 def section(found: dict[str, Any]) -> str:
     """The section of the page: the targets that are missed, and their arithmetic. The command prints all."""
-    pairs = judged(found)
-    measured = [(target, value) for target, value in pairs if value is not None]
+    measured = [(target, value) for target, value in judged(found) if value is not None]
     missed = [target for target, value in measured if value > target.limit]
     whys: dict[str, list[str]] = {}
     for target in missed:
@@ -349,10 +318,7 @@ def section(found: dict[str, Any]) -> str:
 def main(page: Path) -> None:
     """Print the table, and write it into the page."""
     found = reports()
-    table = Table(*HEADS)
-    for row in rows(found):
-        table.add_row(*row)
-    Console().print(table)
+    printed(HEADS, rows(found))
     fill(page, tables(found))
 
 

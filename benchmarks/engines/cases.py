@@ -39,68 +39,55 @@ class Case:
         return problem
 
 
-LLAMA = {"layers": 6, "width": 384, "hidden": 1024, "length": 128, "vocabulary": 8000, "norm": "rms"}
-TINY_LLAMA = {"layers": 2, "width": 16, "hidden": 32, "length": 8, "vocabulary": 50, "norm": "rms"}
+def case(title: str, build: Callable[..., Problem], batch_size: int, full: Any, quick: Any, **both: Any) -> Case:
+    """A case, and what both sizes have."""
+    return Case(title, build, batch_size, {**full, **both}, {**quick, **both})
+
+
+LLAMA = {"layers": 6, "width": 384, "hidden": 1024, "length": 128, "vocabulary": 8000, "norm": "rms", "lora": True}
+TINY_LLAMA = {"layers": 2, "width": 16, "hidden": 32, "length": 8, "vocabulary": 50, "norm": "rms", "lora": True}
+SMALL_LLAMA = {**LLAMA, "layers": 2, "width": 64, "hidden": 128, "length": 32, "vocabulary": 128}
 VIT = {"image": 224, "patch": 16, "width": 192, "layers": 6}
 TINY_VIT = {"image": 16, "patch": 8, "width": 16, "layers": 2}
 HF = {"layers": 6, "width": 384, "length": 128, "vocabulary": 8000}
 TINY_HF = {"layers": 2, "width": 16, "length": 8, "vocabulary": 50}
+BAG, TINY_BAG = {"vocabulary": 50000, "width": 256, "length": 64}, {"vocabulary": 100, "width": 8, "length": 6}
+RESNET = {"widths": (64, 128, 256, 512), "blocks": 2, "image": 32}
+RESNEXT = {"widths": (64, 128, 256), "blocks": 2, "image": 32}
 
 CASES: dict[str, Case] = {
-    "w1": Case(
-        "Llama-style decoder, LoRA on all linear layers", nets.decoder, 16, {**LLAMA, "lora": True},
-        {**TINY_LLAMA, "lora": True},
+    "w1": case("Llama-style decoder, LoRA on all linear layers", nets.decoder, 16, LLAMA, TINY_LLAMA),
+    "w2n": case(
+        "The decoder with LayerNorm, all parameters", nets.decoder, 16, LLAMA, TINY_LLAMA, norm="layer", lora=False
     ),
-    "w2n": Case(
-        "The decoder with LayerNorm, all parameters", nets.decoder, 16, {**LLAMA, "norm": "layer", "lora": False},
-        {**TINY_LLAMA, "norm": "layer", "lora": False},
-    ),
-    "w2": Case(
-        "The decoder with RMSNorm, all parameters", nets.decoder, 16, {**LLAMA, "lora": False},
-        {**TINY_LLAMA, "lora": False},
-    ),
-    "w3": Case(
+    "w2": case("The decoder with RMSNorm, all parameters", nets.decoder, 16, LLAMA, TINY_LLAMA, lora=False),
+    "w3": case(
         "Convolutional network, 32x32, all parameters", nets.plain_convnet, 64,
         {"widths": (64, 128, 256, 256), "image": 32}, {"widths": (8, 16), "image": 8},
     ),
-    "mnist": Case(
+    "mnist": case(
         "DP-MNIST network, 28x28, all parameters", nets.mnist_net, 256, {"widths": (16, 32, 32)}, {"widths": (4, 4, 4)}
     ),
-    "w4": Case("ViT-tiny, 224x224, LoRA", nets.vit, 16, {**VIT, "lora": True}, {**TINY_VIT, "lora": True}),
-    "w4f": Case("ViT-tiny, 224x224, all parameters", nets.vit, 16, {**VIT, "lora": False}, {**TINY_VIT, "lora": False}),
-    "gpt2": Case("GPT-2 of Hugging Face, tied head, all parameters", nets.gpt2, 8, HF, TINY_HF),
-    "bert": Case("BERT of Hugging Face, LoRA, classification", nets.bert, 16, HF, TINY_HF),
-    "t1024": Case(
-        "Llama-style decoder, LoRA, 1024 tokens", nets.decoder, 2, {**LLAMA, "length": 1024, "lora": True},
-        {**TINY_LLAMA, "length": 32, "lora": True},
+    "w4": case("ViT-tiny, 224x224, LoRA", nets.vit, 16, VIT, TINY_VIT, lora=True),
+    "w4f": case("ViT-tiny, 224x224, all parameters", nets.vit, 16, VIT, TINY_VIT, lora=False),
+    "gpt2": case("GPT-2 of Hugging Face, tied head, all parameters", nets.gpt2, 8, HF, TINY_HF),
+    "bert": case("BERT of Hugging Face, LoRA, classification", nets.bert, 16, HF, TINY_HF),
+    "t1024": case(
+        "Llama-style decoder, LoRA, 1024 tokens", nets.decoder, 2, {**LLAMA, "length": 1024},
+        {**TINY_LLAMA, "length": 32},
     ),
-    "embed": Case(
-        "Classifier on a table of 50000 embeddings, all parameters", nets.bag_of_words, 32,
-        {"vocabulary": 50000, "width": 256, "length": 64}, {"vocabulary": 100, "width": 8, "length": 6},
+    "embed": case("Classifier on a table of 50000 embeddings, all parameters", nets.bag_of_words, 32, BAG, TINY_BAG),
+    "perceptron": case("Perceptron, 3 layers, all parameters", nets.perceptron, 64, {"width": 256}, {"width": 8}),
+    "small": case("Llama-style decoder, 2 layers, 32 tokens, LoRA", nets.decoder, 8, SMALL_LLAMA, TINY_LLAMA),
+    "resnet18": case(
+        "ResNet18, 32x32, all parameters", nets.residual_net, 32, RESNET,
+        {"widths": (8, 16), "blocks": 1, "image": 8}, kind="basic",
     ),
-    "perceptron": Case("Perceptron, 3 layers, all parameters", nets.perceptron, 64, {"width": 256}, {"width": 8}),
-    "small": Case(
-        "Llama-style decoder, 2 layers, 32 tokens, LoRA", nets.decoder, 8,
-        {"layers": 2, "width": 64, "hidden": 128, "length": 32, "vocabulary": 128, "norm": "rms", "lora": True},
-        {**TINY_LLAMA, "lora": True},
-    ),
-    "resnet18": Case(
-        "ResNet18, 32x32, all parameters", nets.residual_net, 32,
-        {"kind": "basic", "widths": (64, 128, 256, 512), "blocks": 2, "image": 32},
-        {"kind": "basic", "widths": (8, 16), "blocks": 1, "image": 8},
-    ),
-    "vgg11": Case(
-        "VGG11, 32x32, all parameters", nets.vgg, 32, {"depth": 11, "image": 32, "divide": 1},
-        {"depth": 11, "image": 32, "divide": 16},
-    ),
-    "vgg19": Case(
-        "VGG19, 32x32, all parameters", nets.vgg, 32, {"depth": 19, "image": 32, "divide": 1},
-        {"depth": 19, "image": 32, "divide": 16},
-    ),
-    "resnext": Case(
-        "ResNeXt with 8 groups, 32x32, all parameters", nets.residual_net, 32,
-        {"kind": "grouped", "widths": (64, 128, 256), "blocks": 2, "image": 32},
-        {"kind": "grouped", "widths": (64, 128), "blocks": 1, "image": 8},
+    "vgg11": case("VGG11, 32x32, all parameters", nets.vgg, 32, {"divide": 1}, {"divide": 16}, depth=11, image=32),
+    "vgg19": case("VGG19, 32x32, all parameters", nets.vgg, 32, {"divide": 1}, {"divide": 16}, depth=19, image=32),
+    "resnext": case(
+        "ResNeXt with 8 groups, 32x32, all parameters", nets.residual_net, 32, RESNEXT,
+        {"widths": (64, 128), "blocks": 1, "image": 8}, kind="grouped",
     ),
 }  # fmt: skip
 
@@ -150,11 +137,8 @@ LAYERS: Mapping[str, tuple[Callable[[int], nn.Module], Callable[[int], tuple[int
 def layer_problem(batch_size: int, *, layer: str, divide: int) -> Problem:
     """One layer with a squared error on its output, all parameters trained."""
     make, shape_of = LAYERS[layer]
-    module, shape = make(divide), shape_of(divide)
-    if layer == "embedding":
-        inputs = torch.randint(10000 // divide, (batch_size, *shape))
-    else:
-        inputs = torch.randn(batch_size, *shape)
+    module, shape = make(divide), (batch_size, *shape_of(divide))
+    inputs = torch.randint(10000 // divide, shape) if layer == "embedding" else torch.randn(*shape)
     if layer.endswith("norm"):  # at the start scale is 1 and shift 0, which hides mistakes
         for param in module.parameters():
             nn.init.normal_(param, mean=0.5, std=0.2)
@@ -164,10 +148,8 @@ def layer_problem(batch_size: int, *, layer: str, divide: int) -> Problem:
     return Problem(module, inputs, targets, squared_error, stand_in, no_jax_model=why)
 
 
-LAYER_CASES: dict[str, Case] = {
-    f"layer:{name}": Case(
-        f"{name}, alone", layer_problem, 32, {"layer": name, "divide": 1}, {"layer": name, "divide": 8}
-    )
+LAYER_CASES = {
+    f"layer:{name}": case(f"{name}, alone", layer_problem, 32, {"divide": 1}, {"divide": 8}, layer=name)
     for name in LAYERS
 }
 ALL_CASES = {**CASES, **LAYER_CASES}

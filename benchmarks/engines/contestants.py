@@ -22,8 +22,7 @@ from benchmarks.measure import AGAINST, ROOT, Contestant, Spec, TakesNoPart
 PLAIN = "plain"
 ENGINES = ("vmap", "loop", "ghost", "auto")
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
-JAX_PLAIN = "jax-plain"
-JAX_PRIVACY = "jax-privacy"
+JAX_PLAIN, JAX_PRIVACY = "jax-plain", "jax-privacy"
 JAX = (JAX_PLAIN, JAX_PRIVACY, *(f"{JAX_PRIVACY}/{size}" for size in (1, 4, 8)))
 WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX = "whole-plain", "whole-dpfunc", "whole-jax"
 NAMES = (PLAIN, *ENGINES, *OPACUS, *JAX, WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
@@ -64,7 +63,7 @@ def plain(problem: Problem) -> Contestant:
 
 
 def clipped_grad_of(problem: Problem, engine: str, microbatch: str = "none") -> Callable[[], Mapping[str, Tensor]]:
-    """The clipped sum of one of dpfunc's engines."""
+    """The clipped sum of one of dpfunc's engines, by flat clipping."""
     if not hasattr(dpfunc.engines, engine):
         raise NotImplementedError(f"dpfunc has no engine {engine}")
     # the name of the file differs between the releases that are compared
@@ -75,11 +74,6 @@ def clipped_grad_of(problem: Problem, engine: str, microbatch: str = "none") -> 
     clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
     clipped_grad = make(loss_fn, clip, engine=getattr(dpfunc.engines, engine)(), microbatch_size=size)
     return lambda: clipped_grad(params, (problem.inputs, problem.targets))[0].sums
-
-
-def ours(problem: Problem, engine: str = "auto", microbatch: str = "none") -> Contestant:
-    """One of dpfunc's engines with flat clipping."""
-    return Contestant(clipped_grad_of(problem, engine, microbatch), arrays)
 
 
 def opacus_module(problem: Problem) -> nn.Module:
@@ -130,38 +124,22 @@ def opacus_ghost(problem: Problem) -> Contestant:
 def whole_plain(problem: Problem) -> Contestant:
     """The plain step, and SGD; its rate is zero, so that each step starts from the same weights."""
     inner, optimizer = plain(problem), torch.optim.SGD(trained(problem.module).values(), lr=0.0)
-
-    def step() -> None:
-        inner.step()
-        optimizer.step()
-
-    return inner._replace(step=step)
-
-
-def dp_step_of(problem: Problem, **options: Any) -> tuple[Callable[[], Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """The next private step of the default engine, with noise from a secure key and the ledger; and the parameters."""
-    loss_fn, params = problem.functional()
-    sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
-    clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
-    plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, **options)
-    state = dp_step.init(params, key=dpfunc.secure_key())
-
-    def step() -> Mapping[str, Tensor]:
-        nonlocal state
-        grads, state, _ = dp_step(params, (problem.inputs, problem.targets), state)
-        return grads
-
-    return step, params
+    return inner._replace(step=lambda: (inner.step(), optimizer.step()))
 
 
 def whole_dpfunc(problem: Problem) -> Contestant:
-    """A private step; then SGD."""
-    dp_step, params = dp_step_of(problem)
-    optimizer = torch.optim.SGD(params.values(), lr=0.0)
+    """A private step of the default engine, with noise from a secure key and the ledger; then SGD."""
+    loss_fn, params = problem.functional()
+    clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
+    sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
+    plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
+    dp_step, optimizer = dpfunc.make_dp_step(loss_fn, plan), torch.optim.SGD(params.values(), lr=0.0)
+    state = dp_step.init(params, key=dpfunc.secure_key())
 
     def step() -> None:
-        for name, grad in dp_step().items():
+        nonlocal state
+        grads, state, _ = dp_step(params, (problem.inputs, problem.targets), state)
+        for name, grad in grads.items():
             params[name].grad = grad
         optimizer.step()
 
@@ -169,21 +147,19 @@ def whole_dpfunc(problem: Problem) -> Contestant:
     return Contestant(step, lambda result: arrays(clipped_grad_of(problem, "auto")()), clear)
 
 
-def prepare(name: str, problem: Problem) -> Contestant:
-    """Set a contestant up; it raises whatever it does where it does not take the module.
+OTHERS: dict[str, Callable[[Problem], Contestant]] = {
+    PLAIN: plain, WHOLE_PLAIN: whole_plain, WHOLE_DPFUNC: whole_dpfunc, "opacus-ghost": opacus_ghost,
+    "opacus-hooks": partial(opacus_instantiated, functorch=False),
+    "opacus-functorch": partial(opacus_instantiated, functorch=True),
+}  # fmt: skip
 
-    Args:
-        name: one of NAMES but JAX, an engine with or without its microbatch. problem: its module is the contestant's.
-    """
+
+def prepare(name: str, problem: Problem) -> Contestant:
+    """Set a contestant up (not JAX); it raises whatever it does where it does not take the module, which is its own."""
     base, _, size = name.partition("/")
     if base in ENGINES:
-        return ours(problem, base, size or "none")
-    others: dict[str, Callable[[Problem], Contestant]] = {
-        PLAIN: plain, WHOLE_PLAIN: whole_plain, WHOLE_DPFUNC: whole_dpfunc, "opacus-ghost": opacus_ghost,
-        "opacus-hooks": partial(opacus_instantiated, functorch=False),
-        "opacus-functorch": partial(opacus_instantiated, functorch=True),
-    }  # fmt: skip
-    return others[name](problem)
+        return Contestant(clipped_grad_of(problem, base, size or "none"), arrays)
+    return OTHERS[name](problem)
 
 
 def case_of(spec: Spec) -> Case:
@@ -227,7 +203,7 @@ def jax_spec(name: str, problem: Problem, spec: Spec, folder: Path) -> dict[str,
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PYTHON"))}
     flags = {"XLA_FLAGS": ONE_THREAD} if spec["threads"] == 1 else {}
     return {
-        **spec, "module": "benchmarks.engines.jax_side", "python": named, "limit_seconds": LIMIT_SECONDS,
+        **spec, "module": "benchmarks.engines.jax_models", "python": named, "limit_seconds": LIMIT_SECONDS,
         "variables": {**kept, **flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
         "model": problem.jax_model, "arrays": str(file), "mode": JAX_MODES[base],
         "microbatch": int(size) if size else None,

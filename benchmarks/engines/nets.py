@@ -72,36 +72,25 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class MLP(nn.Module):
-    """Two linear layers with GELU."""
+    """Two linear layers with GELU; or three without biases, SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, *, gated: bool) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.gate = nn.Linear(width, hidden, bias=False) if gated else None
+        self.up, self.down = nn.Linear(width, hidden, bias=not gated), nn.Linear(hidden, width, bias=not gated)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    """Norm, attention, norm, MLP, with residuals."""
+    """Norm, attention, norm, MLP, with residuals; of a decoder, or of a model for images."""
 
-    def __init__(self, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, width: int, hidden: int, norm: partial[nn.Module], *, causal: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norms
-        self.attention, self.mlp = attention, mlp
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention, self.mlp = Attention(width, causal=causal), MLP(width, hidden, gated=causal)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -113,11 +102,8 @@ def decoder(
     rank: int = LORA_RANK,
 ) -> Problem:  # fmt: skip
     """A language model in the style of Llama."""
-    make_norm = {"rms": partial(nn.RMSNorm, eps=1e-6), "layer": nn.LayerNorm}[norm]
-    blocks = [
-        Block((make_norm(width), make_norm(width)), Attention(width, causal=True), GatedMLP(width, hidden))
-        for _ in range(layers)
-    ]
+    make_norm = {"rms": partial(nn.RMSNorm, eps=1e-6), "layer": partial(nn.LayerNorm)}[norm]
+    blocks = [Block(width, hidden, make_norm, causal=True) for _ in range(layers)]
     head = nn.Linear(width, vocabulary, bias=False)
     module: nn.Module = nn.Sequential(nn.Embedding(vocabulary, width), *blocks, make_norm(width), head)
     if lora:
@@ -128,16 +114,14 @@ def decoder(
 class ViT(nn.Module):
     """A vision transformer with a class token (Dosovitskiy et al. 2021)."""
 
-    def __init__(self, image: int, patch: int, width: int, layers: int, classes: int) -> None:
+    def __init__(self, image: int, patch: int, width: int, layers: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.positions = nn.Parameter(torch.randn(1, (image // patch) ** 2 + 1, width) * 0.02)
-        norms = [(nn.LayerNorm(width), nn.LayerNorm(width)) for _ in range(layers)]
-        self.blocks = nn.Sequential(
-            *(Block(both, Attention(width, causal=False), MLP(width, 4 * width)) for both in norms)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        norm = partial(nn.LayerNorm)
+        self.blocks = nn.Sequential(*(Block(width, 4 * width, norm, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         patches = self.patches(images_BCHW).flatten(2).transpose(1, 2)
@@ -146,21 +130,23 @@ class ViT(nn.Module):
 
 
 def vit(batch_size: int, *, image: int, patch: int, width: int, layers: int, lora: bool) -> Problem:
-    """A small vision transformer, 10 classes."""
-    module: nn.Module = ViT(image, patch, width, layers, 10)
+    """A small vision transformer."""
+    module: nn.Module = ViT(image, patch, width, layers)
     if lora:
         module = add_lora(module, r"\.(q|k|v|o|up|down)$")
-    return Problem(module, *images(batch_size, image, 10), classification, jax_model="vit")
+    return Problem(module, *images(batch_size, image, CLASSES), classification, jax_model="vit")
 
 
 class Logits(nn.Module):
-    """A Hugging Face model as `logits = module(ids)`; position ids have a row a sample, as some libraries need them."""
+    """A Hugging Face model as `logits = module(ids)`; position ids have a row a sample where a model is given them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, positions: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.positions = model, positions
 
     def forward(self, ids_BT: Tensor) -> Tensor:
+        if not self.positions:
+            return self.model(input_ids=ids_BT).logits
         positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return self.model(input_ids=ids_BT, position_ids=positions, use_cache=False).logits
 
@@ -173,15 +159,8 @@ def gpt2(batch_size: int, *, layers: int, width: int, length: int, vocabulary: i
         vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=layers, n_head=max(1, width // 64),
         embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    module = Logits(GPT2LMHeadModel(config))
+    module = Logits(GPT2LMHeadModel(config), positions=True)
     return Problem(module, *text(batch_size, length, vocabulary), next_token, no_jax_model=HUGGING_FACE)
-
-
-class BertLogits(Logits):
-    """BERT sorts positions out itself."""
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.model(input_ids=ids_BT).logits
 
 
 def bert(batch_size: int, *, layers: int, width: int, length: int, vocabulary: int) -> Problem:
@@ -193,8 +172,8 @@ def bert(batch_size: int, *, layers: int, width: int, length: int, vocabulary: i
         intermediate_size=4 * width, max_position_embeddings=length, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, num_labels=2,
     )  # fmt: skip
-    model = BertForSequenceClassification(config)
-    module = add_lora(BertLogits(model), r"encoder\.layer\..*(query|key|value|dense)$", also_train=r"classifier\.")
+    module = Logits(BertForSequenceClassification(config), positions=False)
+    module = add_lora(module, r"encoder\.layer\..*(query|key|value|dense)$", also_train=r"classifier\.")
     ids, targets = text(batch_size, length, vocabulary)[0], torch.randint(2, (batch_size,))
     return Problem(module, ids, targets, classification, no_jax_model=HUGGING_FACE)
 
@@ -213,16 +192,16 @@ class MeanEmbedding(nn.Module):
 
 def bag_of_words(batch_size: int, *, vocabulary: int, width: int, length: int) -> Problem:
     """A classifier most of which is its embedding table."""
-    module = nn.Sequential(MeanEmbedding(vocabulary, width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    layers = (MeanEmbedding(vocabulary, width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
     ids, _ = text(batch_size, length, vocabulary)
-    targets = torch.randint(10, (batch_size,))
-    return Problem(module, ids, targets, classification, jax_model="bag of words")
+    targets = torch.randint(CLASSES, (batch_size,))
+    return Problem(nn.Sequential(*layers), ids, targets, classification, jax_model="bag of words")
 
 
 def perceptron(batch_size: int, *, width: int) -> Problem:
     """Three linear layers with ReLU."""
-    layers = (nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    inputs, targets = torch.randn(batch_size, width), torch.randint(10, (batch_size,))
+    layers = (nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    inputs, targets = torch.randn(batch_size, width), torch.randint(CLASSES, (batch_size,))
     return Problem(nn.Sequential(*layers), inputs, targets, classification, jax_model="perceptron")
 
 
@@ -240,20 +219,18 @@ def conv(width_in: int, width: int, kernel: int, stride: int = 1, groups: int = 
     return [nn.Conv2d(width_in, width, kernel, stride, kernel // 2, groups=groups, bias=False), norm]
 
 
-def head(width: int) -> list[nn.Module]:
-    """Mean over the image, and a linear layer."""
-    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)]
+def classifier(layers: list[nn.Module], width: int, batch_size: int, image: int, **jax: str) -> Problem:
+    """Layers, the mean over the image, and a linear layer."""
+    body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
+    return Problem(body, *images(batch_size, image, CLASSES), classification, **jax)
 
 
 def plain_convnet(batch_size: int, *, widths: tuple[int, ...], image: int) -> Problem:
     """Two convolutions a width, the second with stride 2."""
     layers: list[nn.Module] = []
-    before = 3
-    for width in widths:
+    for before, width in zip((3, *widths), widths, strict=False):
         layers += [*conv(before, width, 3), nn.ReLU(), *conv(width, width, 3, stride=2), nn.ReLU()]
-        before = width
-    body = nn.Sequential(*layers, *head(before))
-    return Problem(body, *images(batch_size, image, CLASSES), classification, jax_model="convnet")
+    return classifier(layers, widths[-1], batch_size, image, jax_model="convnet")
 
 
 def vgg(batch_size: int, *, depth: int, image: int, divide: int) -> Problem:
@@ -264,11 +241,9 @@ def vgg(batch_size: int, *, depth: int, image: int, divide: int) -> Problem:
         if isinstance(entry, str):
             layers.append(nn.MaxPool2d(2))
         else:
-            width = entry // divide
-            layers += [*conv(before, width, 3), nn.ReLU()]
-            before = width
-    body = nn.Sequential(*layers, *head(before))
-    return Problem(body, *images(batch_size, image, CLASSES), classification, no_jax_model=LIKE_W3)
+            layers += [*conv(before, entry // divide, 3), nn.ReLU()]
+            before = entry // divide
+    return classifier(layers, before, batch_size, image, no_jax_model=LIKE_W3)
 
 
 def mnist_net(batch_size: int, *, widths: tuple[int, int, int]) -> Problem:
@@ -283,25 +258,24 @@ def mnist_net(batch_size: int, *, widths: tuple[int, int, int]) -> Problem:
 
 
 class Residual(nn.Module):
-    """`relu(x + body(x))`, with a 1x1 convolution beside the body where the shape changes."""
+    """`relu(x + body(x))`, with a 1x1 convolution beside the body where the shape changes.
 
-    def __init__(self, body: list[nn.Module], shortcut: list[nn.Module]) -> None:
+    `basic`: two 3x3 convolutions (He et al. 2016). `grouped`: 1x1, 3x3 in 8 groups, 1x1 (Xie et al. 2017).
+    """
+
+    def __init__(self, kind: str, before: int, width: int, stride: int) -> None:
         super().__init__()
+        if kind == "basic":
+            body = [*conv(before, width, 3, stride), nn.ReLU(), *conv(width, width, 3)]
+        else:
+            inner = width // 2
+            middle = [nn.ReLU(), *conv(inner, inner, 3, stride, groups=8), nn.ReLU()]
+            body = [*conv(before, inner, 1), *middle, *conv(inner, width, 1)]
+        shortcut = conv(before, width, 1, stride) if stride > 1 or before != width else []
         self.body, self.shortcut, self.last = nn.Sequential(*body), nn.Sequential(*shortcut), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(x) + self.shortcut(x))
-
-
-def block(kind: str, before: int, width: int, stride: int) -> Residual:
-    """`basic`: two 3x3 convolutions (He et al. 2016). `grouped`: 1x1, 3x3 in 8 groups, 1x1 (Xie et al. 2017)."""
-    if kind == "basic":
-        body = [*conv(before, width, 3, stride), nn.ReLU(), *conv(width, width, 3)]
-    else:
-        inner = width // 2
-        middle = [nn.ReLU(), *conv(inner, inner, 3, stride, groups=8), nn.ReLU()]
-        body = [*conv(before, inner, 1), *middle, *conv(inner, width, 1)]
-    return Residual(body, conv(before, width, 1, stride) if stride > 1 or before != width else [])
 
 
 def residual_net(batch_size: int, *, kind: str, widths: tuple[int, ...], blocks: int, image: int) -> Problem:
@@ -310,7 +284,6 @@ def residual_net(batch_size: int, *, kind: str, widths: tuple[int, ...], blocks:
     before = widths[0]
     for stage, width in enumerate(widths):
         for number in range(blocks):
-            layers.append(block(kind, before, width, 2 if stage > 0 and number == 0 else 1))
+            layers.append(Residual(kind, before, width, 2 if stage > 0 and number == 0 else 1))
             before = width
-    body = nn.Sequential(*layers, *head(before))
-    return Problem(body, *images(batch_size, image, CLASSES), classification, no_jax_model=LIKE_W3)
+    return classifier(layers, before, batch_size, image, no_jax_model=LIKE_W3)

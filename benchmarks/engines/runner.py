@@ -1,26 +1,29 @@
-"""One case, all contestants: what `measure.compete` is told, and the truth that sums are compared with."""
+"""Measure cases x contestants: what `measure.compete` is told, the truth, and the options of all such commands."""
 
 from __future__ import annotations
 
 import math
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.engines import contestants
 from benchmarks.engines.contestants import JAX_MODES, OURS, PLAIN
-from benchmarks.engines.parity import Truth
-from benchmarks.engines.problem import Problem
-from benchmarks.measure import AGAINST, Spec, TakesNoPart, compete
-
-Say = Callable[[str], object]
+from benchmarks.engines.problem import Problem, Truth
+from benchmarks.measure import AGAINST, Say, Spec, TakesNoPart, compete
+from benchmarks.results import read, show, write
 
 
 @dataclass(frozen=True)
@@ -74,21 +77,10 @@ def spec_of(name: str, problem: Problem, spec: Spec, folder: Path, against: Path
 
 
 def run_case(
-    case: str,
-    names: Sequence[str],
-    settings: Settings,
-    say: Say = lambda text: None,
+    case: str, names: Sequence[str], settings: Settings, say: Say = lambda text: None,
     cases: str = "benchmarks.engines.cases",
-) -> dict[str, Any]:
-    """Everything about one case.
-
-    Args:
-        case: a name in ALL_CASES of the module `cases`. names: contestants; the plain step is always among them.
-        say: told what was done, for a progress bar.
-
-    Returns:
-        The case's record for the result file.
-    """
+) -> dict[str, Any]:  # fmt: skip
+    """The record of a case, a name in ALL_CASES of the module `cases`, with contestants, the plain step among them."""
     torch.set_num_threads(settings.threads)
     spec: dict[str, Any] = {
         "module": "benchmarks.engines.contestants", "cases": cases, "case": case, "quick": settings.quick,
@@ -98,17 +90,82 @@ def run_case(
     # Half of the samples are clipped and half are not: both are in what is compared.
     spec["clip_norm"] = statistics.median_low(Truth.of(problem.module, problem, ()).norms)
     problem = replace(problem, clip_norm=spec["clip_norm"])
-    record: dict[str, Any] = {
-        "title": contestants.case_of(spec).title, "load_1min": round(os.getloadavg()[0], 2), **problem.sizes(),
-        "clip_norm": problem.clip_norm, "rounds": settings.rounds,
-    }  # fmt: skip
     names = list(dict.fromkeys([PLAIN, *names]))
     if settings.against is not None:
         names += [name + AGAINST for name in names if name.partition("/")[0] in OURS]
+    load = round(os.getloadavg()[0], 2)
     with tempfile.TemporaryDirectory() as folder:
         specs = {name: spec_of(name, problem, spec, Path(folder), settings.against) for name in names}
-        record["contestants"] = compete(
+        found = compete(
             specs, settings.rounds, base=PLAIN, error=Truths(problem).error, memory=settings.memory,
             patience=settings.patience, say=say,
         )  # fmt: skip
-    return record
+    return {
+        "title": contestants.case_of(spec).title, "load_1min": load, **problem.sizes(), "clip_norm": problem.clip_norm,
+        "rounds": settings.rounds, "contestants": found,
+    }  # fmt: skip
+
+
+def measures(result: Path, rounds: int = 5) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of all commands that measure engines; the command is called with `settings`, `out` and its own."""
+    options = (
+        click.option("--rounds", default=rounds, type=click.IntRange(0), help="Timed rounds; 0 measures no time."),
+        click.option("--threads", default=1, type=click.IntRange(1), help="Threads of torch."),
+        click.option("--memory/--no-memory", default=True, help="Memory, in a process for each contestant."),
+        click.option("--patience", default=30.0, help="Seconds: whose step takes longer is not timed."),
+        click.option("--device", default="cpu", type=click.Choice(["cpu", "cuda"])),
+        click.option("--against", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+                     help="A checkout of dpfunc: its engines take part in the same rounds."),
+        click.option("--quick", is_flag=True, help="Tiny sizes, to see that everything works; not for figures."),
+        click.option("--out", default=result, type=click.Path(path_type=Path, dir_okay=False)),
+    )  # fmt: skip
+
+    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
+        def called(
+            rounds: int, threads: int, memory: bool, patience: float, device: str, against: Path | None, quick: bool,
+            out: Path, **own: Any,
+        ) -> None:  # fmt: skip
+            if device == "cuda" and not torch.cuda.is_available():
+                raise click.UsageError("no GPU is there: leave out --device.")
+            if against is not None and not (against / "dpfunc").is_dir():
+                raise click.UsageError(f"{against} is no checkout of dpfunc: it has no folder dpfunc.")
+            if against is not None and out == result:
+                raise click.UsageError("A comparison with another dpfunc is no result to keep: name a file with --out.")
+            command(settings=Settings(rounds, threads, memory, quick, device, patience, against), out=out, **own)
+
+        for option in reversed(options):
+            called = option(called)
+        return called
+
+    return decorated
+
+
+def measure_cases(
+    names: Sequence[str], contestants: Sequence[str], settings: Settings, out: Path, *,
+    cases: str = "benchmarks.engines.cases", kept: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure cases, print a table of each, and write the result file after each; `kept` are records to keep."""
+    console, found = Console(width=None if sys.stdout.isatty() else 130), dict(kept or {})
+    each = len({PLAIN, *contestants}) * (2 + settings.rounds + settings.memory)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(names) * each)
+        for number, case in enumerate(names, 1):
+            say = partial(lambda case, what: progress.update(bar, advance=1, description=f"{case} {what}"), case)
+            record = run_case(case, contestants, settings, say, cases)
+            timed = None if settings.rounds else found.get(case)
+            found[case] = record if timed is None else with_memory_of(timed, record)
+            progress.update(bar, completed=number * each)
+            console.print(show(case, found[case]))
+            write(out, {"quick": settings.quick, "cases": found}, threads=settings.threads, device=settings.device)
+    console.print(f"Written to {out}")
+    return read(out)
+
+
+def with_memory_of(known: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """The record of a case with its times, and what a run without times measured: memory is the same on any day."""
+    contestants = dict(known["contestants"])
+    for name, found in measured["contestants"].items():
+        if name in contestants and "memory" in found:
+            contestants[name] = {**contestants[name], "memory": found["memory"]}
+    return {**known, "contestants": contestants}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import re
 import statistics
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from benchmarks.measure import Failed, Process
 from benchmarks.results import DOCS, FOLDER, markdown, read, versions, write
 from benchmarks.survey.case import Case
-from benchmarks.survey.cases import cases
+from benchmarks.survey.measure import cases
 
 RESULT, PAGE = FOLDER / "survey.json", DOCS / "survey.md"
 SAVE_EVERY = 20
@@ -26,43 +26,34 @@ LONGEST = 600  # letters of what an error goes on to list
 Row = dict[str, Any]
 
 
-def answers(waiting: queue.SimpleQueue[Case], limit: int, engine: str) -> Iterator[Row]:
-    """Rows of what waits, from a process that measures; one that does not answer in time, or dies, is replaced."""
+def run(wanted: Sequence[Case], workers: int, limit: int, engine: str = "auto") -> Iterator[Row]:
+    """Rows of all cases, as they come; a process that does not answer in time, or dies, is replaced."""
     spec = {"module": "benchmarks.survey.measure", "limit": limit, "engine": engine, "limit_seconds": limit + GRACE}
-    process = None
-    try:
-        while not waiting.empty():
-            case = waiting.get()
-            try:
-                process = process or Process(spec)
-                yield process.ask(f"answer {case.name}")
-            except (Failed, BrokenPipeError) as why:
-                if process is not None:
+    free: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
+    for _ in range(workers):
+        free.put(None)
+
+    def measured(case: Case) -> Row:
+        process = free.get()
+        try:
+            process = process or Process(spec)
+            return process.ask(f"answer {case.name}")
+        except (Failed, BrokenPipeError) as why:
+            if process is not None:
+                process.close()
+            process = None
+            return {**case.about, "left_out": f"the process ended: {why}"}
+        finally:
+            free.put(process)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            yield from pool.map(measured, wanted)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for _ in range(workers):
+                if (process := free.get()) is not None:
                     process.close()
-                process = None
-                yield {**case.about, "left_out": f"the process ended: {why}"}
-    finally:
-        if process is not None:
-            process.close()
-
-
-def run(wanted: Sequence[Case], workers: int, limit: int, found: Callable[[Row], object], engine: str = "auto") -> None:
-    """Measure all; `found` is called with each row, from one thread at a time."""
-    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
-    for case in wanted:
-        waiting.put(case)
-    one_at_a_time = threading.Lock()
-
-    def work() -> None:
-        for row in answers(waiting, limit, engine):
-            with one_at_a_time:
-                found(row)
-
-    threads = [threading.Thread(target=work) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def saved(path: Path) -> dict[str, Row]:
@@ -74,12 +65,12 @@ def saved(path: Path) -> dict[str, Row]:
 def save(path: Path, rows: Iterable[Row]) -> None:
     """Write the rows, sorted; what is left out apart."""
     short = [
-        {name: value[:LONGEST] if isinstance(value, str) else value for name, value in row.items()} for row in rows
+        {name: value[:LONGEST] if isinstance(value, str) else value for name, value in row.items()}
+        for row in sorted(rows, key=lambda row: row["case"])
     ]
     counted, left_out = ([row for row in short if ("left_out" in row) == out] for out in (False, True))
     engines = dict(Counter(row["engine"] for row in counted).most_common())
-    ordered = (sorted(each, key=lambda row: row["case"]) for each in (counted, left_out))
-    write(path, {"engines": engines, **dict(zip(("cases", "left_out"), ordered, strict=True))})
+    write(path, {"engines": engines, "cases": counted, "left_out": left_out})
 
 
 def shortened(text: str, length: int = 160) -> str:
@@ -170,14 +161,11 @@ def main(
     own = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
     with Progress(*Progress.get_default_columns(), *own) as progress:
         task = progress.add_task("cases", total=len(wanted), last="")
-
-        def found(row: Row) -> None:
+        for number, row in enumerate(run(wanted, workers, limit, engine), 1):
             rows[row["case"]] = row
             progress.update(task, advance=1, last=f"{row['case']}: {row.get('engine', 'left out')}")
-            if len(rows) % SAVE_EVERY == 0:
+            if number % SAVE_EVERY == 0:
                 keep()
-
-        run(wanted, workers, limit, found, engine)
     keep()
 
 

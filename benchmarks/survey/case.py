@@ -17,7 +17,7 @@ Batch = dict[str, Tensor]
 LossFn = Callable[[Mapping[str, Tensor], Batch], Tensor]
 LossOf = Callable[[Callable[..., Any]], LossFn]
 
-BATCH, VOCAB, LENGTH, CLASSES = 4, 50, 8, 3
+BATCH, VOCAB, CLASSES = 4, 50, 3
 PAD, START, END, IMAGE, FIRST_WORD = 0, 1, 2, 3, 4
 
 
@@ -83,11 +83,7 @@ def classes(count: int = CLASSES, *shape: int) -> Tensor:
 
 
 def text(
-    padding: str = "right",
-    lengths: Sequence[int] = (8, 3, 6, 2),
-    length: int = LENGTH,
-    vocab: int = VOCAB,
-    seed: int = 0,
+    padding: str = "right", lengths: Sequence[int] = (8, 3, 6, 2), length: int = 8, vocab: int = VOCAB, seed: int = 0
 ) -> Batch:
     """Ids and mask of samples of several lengths, the first one whole."""
     mask_BT = (torch.arange(length)[None] < torch.tensor(lengths)[:, None]).long()
@@ -162,29 +158,3 @@ def hugging_face(module: nn.Module, batch: Batch, loss: str, **options: Any) -> 
         return loss_fn
 
     return Subject(module, batch, loss_of)
-
-
-def plain_net(make: Callable[[], nn.Module], loss: Callable[..., Tensor], **batch: Tensor) -> Callable[[], Subject]:
-    """A net in plain torch; `loss(call, batch)` gives the losses, `call` is the module."""
-
-    def build() -> Subject:
-        def loss_of(forward: Callable[..., Any]) -> LossFn:
-            return lambda params, rows: loss(lambda *args, **options: forward(params, *args, **options), rows)
-
-        return Subject(make(), batch, loss_of)
-
-    return build
-
-
-def class_loss(call: Callable[..., Tensor], batch: Batch) -> Tensor:
-    return F.cross_entropy(call(batch["x"]), batch["y"], reduction="none")
-
-
-def lambda_net(parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any]) -> Callable[[], nn.Module]:
-    """Make a module of named parts; `run(parts, *inputs)` is its forward pass."""
-
-    class Net(nn.ModuleDict):
-        def forward(self, *inputs: Tensor, **options: Any) -> Any:
-            return run(self, *inputs, **options)
-
-    return lambda: Net(dict(parts()))

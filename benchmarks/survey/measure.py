@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,19 +18,28 @@ from torch import Tensor, nn
 
 import dpfunc
 from benchmarks.measure import Contestant, Spec
+from benchmarks.survey import audio, decoders, encoders, multimodal, other_nets, peft_methods, vision
 from benchmarks.survey.case import Batch, Case, LossFn, Subject
-from benchmarks.survey.cases import cases
 from dpfunc import engines
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
 
+FIELDS = (decoders, encoders, vision, multimodal, audio, peft_methods, other_nets)
 REPEATS, WARMUP, TRIES = 3, 1, 8
 ROUGH = 0.05
 FILES = re.compile(r"(?:/[\w.+-]+){2,}/")  # folders of this machine
 NORMS = "norm|ln_"
-WHOLE = ("full", "LoRA", "biases", "GroupNorm")
 Step, Forward = Callable[[], object], Callable[..., Any]
+
+
+def cases() -> dict[str, Case]:
+    """By name, in the order of the fields."""
+    found = [case for field in FIELDS for case in field.cases()]
+    named = {case.name: case for case in found}
+    if len(named) != len(found):
+        raise ValueError("Two cases have the same name.")
+    return named
 
 
 class OutOfTime(BaseException):
@@ -60,15 +69,18 @@ def measure(case: Case, limit: int = 60, engine: str = "auto") -> dict[str, Any]
     try:
         with limited(limit), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of models: the survey lists errors
-            seed()
+            torch.manual_seed(0)
+            np.random.seed(0)  # masks of speech models are drawn with it
+            random.seed(0)
             subject = prepared(case)
-            row["model"] = class_name(subject.module)
-            row["trained"] = "norms" if chosen(case, subject.module) == NORMS else case.trained
+            inside = subject.module.get_base_model() if hasattr(subject.module, "peft_config") else subject.module
+            pattern = trained_names(case, subject.module)
+            row |= {"model": type(inside).__name__, "trained": "norms" if pattern == NORMS else case.trained}
             targets = adapted_layers(subject.module) if case.trained == "LoRA" else []
             blamed = "error"
-            forward, params = functions(case, subject, targets)
+            forward, params = functions(case, subject, targets, pattern)
             blamed = "left_out"
-            row["plain_ms"] = milliseconds(plain_step(case, subject, forward, params))
+            row["plain_ms"] = milliseconds(plain_step(case, subject, forward, params, pattern))
             blamed = "error"
             row.update(private(subject, forward, params, row["plain_ms"], engine))
     except OutOfTime:
@@ -84,17 +96,6 @@ def contestant(spec: Spec) -> Contestant:
     """For `benchmarks.measure`: it answers with the row of a case."""
     known = cases()
     return Contestant(lambda: None, answer=lambda name: measure(known[name], spec["limit"], spec["engine"]))
-
-
-def seed() -> None:
-    torch.manual_seed(0)
-    np.random.seed(0)  # masks of speech models are drawn with it
-    random.seed(0)
-
-
-def class_name(module: nn.Module) -> str:
-    inside = module.get_base_model() if hasattr(module, "peft_config") else module
-    return type(inside).__name__
 
 
 def prepared(case: Case) -> Subject:
@@ -113,12 +114,11 @@ def prepared(case: Case) -> Subject:
 def adapted_layers(module: nn.Module) -> list[str]:
     """Layers that get an adapter: linear ones and convolutions that are large enough, without heads."""
     heads = ("lm_head", "classifier", "score", "head", "proj_out")
+    fits = lambda layer: isinstance(layer, nn.Linear | nn.Conv2d) or type(layer).__name__ == "Conv1D"
     found = [
         name
         for name, layer in module.named_modules()
-        if (isinstance(layer, nn.Linear | nn.Conv2d) or type(layer).__name__ == "Conv1D")
-        and min(layer.weight.shape[:2]) >= 4
-        and not name.endswith(heads)
+        if fits(layer) and min(layer.weight.shape[:2]) >= 4 and not name.endswith(heads)
         if getattr(layer, "groups", 1) == 1
     ]
     if not found:
@@ -126,23 +126,19 @@ def adapted_layers(module: nn.Module) -> list[str]:
     return found
 
 
-def chosen(case: Case, module: nn.Module) -> str | None:
+def trained_names(case: Case, module: nn.Module) -> str | None:
     """A pattern for what is trained: of biases, or of norms where there are none; None is everything."""
     if case.trained != "biases":
         return None
     return BIASES if any(re.search(BIASES, name) for name, _ in module.named_parameters()) else NORMS
 
 
-def trained_parameters(case: Case, module: nn.Module) -> list[nn.Parameter]:
-    pattern = chosen(case, module) or ""
-    return [p for name, p in module.named_parameters() if p.requires_grad and re.search(pattern, name)]
-
-
-def plain_step(case: Case, subject: Subject, forward: Forward, params: Mapping[str, Tensor]) -> Step:
+def plain_step(case: Case, subject: Subject, forward: Forward, params: Mapping[str, Tensor], names: str | None) -> Step:
     """Gradients of the mean loss, as a step without privacy computes them: of the module itself where it can be."""
     if case.trained in ("full", "biases", "GroupNorm"):
-        loss_fn = subject.loss(lambda params, *args, **options: subject.module(*args, **options))
-        leaves, wanted = {}, trained_parameters(case, subject.module)
+        loss_fn, leaves = subject.loss(lambda params, *args, **options: subject.module(*args, **options)), {}
+        found = [(name, p) for name, p in subject.module.named_parameters() if p.requires_grad]
+        wanted = [p for name, p in found if re.search(names or "", name)]
     else:
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
         loss_fn, wanted = subject.loss(forward), list(leaves.values())
@@ -156,22 +152,17 @@ def plain_step(case: Case, subject: Subject, forward: Forward, params: Mapping[s
     return step
 
 
-def functions(case: Case, subject: Subject, targets: Sequence[str]) -> tuple[Forward, dict[str, Tensor]]:
+def functions(case: Case, subject: Subject, targets: list[str], names: str | None) -> tuple[Forward, dict[str, Tensor]]:
     """The forward function and its parameters; those of adapters moved away from where they start."""
     if case.trained == "LoRA":
-        adapter = attach(
-            subject.module, insecure_key(0), targets=targets, rank=2, alpha=4,
-            dropout=0.1 if case.mode == "train" else 0.0,
-        )  # fmt: skip
-        moved = {name: p + 0.1 * torch.randn(p.shape) for name, p in adapter.params.items()}
-        return adapter.forward, moved
-    if case.trained in WHOLE:
-        return functionalize(subject.module, chosen(case, subject.module))
-    if hasattr(subject.module, "peft_config"):
+        dropout = 0.1 if case.mode == "train" else 0.0
+        adapter = attach(subject.module, insecure_key(0), targets=targets, rank=2, alpha=4, dropout=dropout)
+        return adapter.forward, {name: p + 0.1 * torch.randn(p.shape) for name, p in adapter.params.items()}
+    if hasattr(subject.module, "peft_config") and case.trained not in ("full", "biases", "GroupNorm"):
         from dpfunc.hf import peft
 
         return peft.functionalize(subject.module)
-    return functionalize(subject.module)
+    return functionalize(subject.module, names)
 
 
 def private(
@@ -179,10 +170,16 @@ def private(
 ) -> dict[str, Any]:
     """What an engine does with it: `auto`, or another that says how it computed a step."""
     loss_fn, engine = subject.loss(forward), getattr(engines, name)()
+
+    def step() -> None:
+        """Per-sample norms and a clipped sum."""
+        result = engine(loss_fn, params, subject.batch)
+        norms_B = torch.stack(list(result.sq_norms().values())).sum(0).sqrt()
+        result.weighted_sum(dict.fromkeys(params, 1.0 / norms_B.clamp(min=1.0)))
+
     start = time.perf_counter()
-    take_step(engine, loss_fn, params, subject.batch)
-    first_ms = 1e3 * (time.perf_counter() - start)
-    step_ms = milliseconds(lambda: take_step(engine, loss_fn, params, subject.batch))
+    step()
+    first_ms, step_ms = 1e3 * (time.perf_counter() - start), milliseconds(step)
     decision: Any = engine.decision(loss_fn)
     found = {
         "engine": getattr(decision, "engine", "undecided"),
@@ -192,23 +189,14 @@ def private(
     return {**found, **compared(engine, loss_fn, params, subject)}
 
 
-def take_step(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], batch: Batch) -> None:
-    """Per-sample norms and a clipped sum."""
-    result = engine(loss_fn, params, batch)
-    norms_B = torch.stack(list(result.sq_norms().values())).sum(0).sqrt()
-    factors_B = 1.0 / norms_B.clamp(min=1.0)
-    result.weighted_sum(dict.fromkeys(params, factors_B))
-
-
 def milliseconds(step: Step) -> float:
     """Median of a few repetitions."""
     times = []
-    for repeat in range(WARMUP + REPEATS):
+    for _ in range(WARMUP + REPEATS):
         start = time.perf_counter()
         step()
-        if repeat >= WARMUP:
-            times.append(time.perf_counter() - start)
-    return round(1e3 * statistics.median(times), 3)
+        times.append(time.perf_counter() - start)
+    return round(1e3 * statistics.median(times[WARMUP:]), 3)
 
 
 def compared(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], subject: Subject) -> dict[str, Any]:
@@ -216,25 +204,19 @@ def compared(engine: Any, loss_fn: LossFn, params: Mapping[str, Tensor], subject
 
     A model that draws random numbers is compared in eval mode; not at all if it draws them there too, as a VAE does.
     """
-    random_numbers = not repeatable(loss_fn, params, subject.batch)
-    if random_numbers:
+    if not repeatable(loss_fn, params, subject.batch):
         subject.module.eval()
         if not differentiable(loss_fn, params, subject.batch) or not repeatable(loss_fn, params, subject.batch):
             return {}
     found = engine(loss_fn, params, subject.batch).sq_norms()
     single = engines.loop()(loss_fn, params, subject.batch).sq_norms()
     total_B = torch.stack([sq_B.double() for sq_B in single.values()]).sum(0).sqrt()
-    largest = max(float((found[name].double().sqrt() - sq_B.double().sqrt()).abs().div(total_B + 1e-12).max())
-                  for name, sq_B in single.items())  # fmt: skip
-    without = sum(not bool(sq_B.any()) for sq_B in single.values())
+    off = lambda name: (found[name].double().sqrt() - single[name].double().sqrt()).abs().div(total_B + 1e-12).max()
     return {
-        "parity": float(f"{largest:.2g}"), "parity_mode": "eval" if random_numbers else case_mode(subject),
-        "parameters": len(single), "without_gradient": without,
+        "parity": float(f"{max(float(off(name)) for name in single):.2g}"),
+        "parity_mode": "train" if subject.module.training else "eval", "parameters": len(single),
+        "without_gradient": sum(not bool(sq_B.any()) for sq_B in single.values()),
     }  # fmt: skip
-
-
-def case_mode(subject: Subject) -> str:
-    return "train" if subject.module.training else "eval"
 
 
 def differentiable(loss_fn: LossFn, params: Mapping[str, Tensor], batch: Batch) -> bool:

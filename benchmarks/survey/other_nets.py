@@ -10,27 +10,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from benchmarks.survey import forward_passes as passes
-from benchmarks.survey import generative_nets
-from benchmarks.survey.case import (
-    BATCH,
-    CLASSES,
-    Case,
-    Subject,
-    cases_of,
-    class_loss,
-    classes,
-    images,
-    lambda_net,
-    mean_square,
-    plain_net,
-    randn,
-)  # fmt: skip
+from benchmarks.survey.case import BATCH, CLASSES, Batch, Case, Subject, cases_of, classes, images, mean_square, randn
 
 Loss = Callable[..., Tensor]
+Make = Callable[[], Any]
+X, X12, SEQUENCE, Y = randn(BATCH, 6), randn(BATCH, 12), randn(BATCH, 7, 6), classes()
+TOKENS, POINTS, LENGTHS = randn(BATCH, 7, 16), randn(BATCH, 9, 3), torch.tensor([7, 3, 5, 2])
+PADDING = torch.arange(7)[None] >= LENGTHS[:, None]
+ADJACENCY = (randn(BATCH, 7, 7) > 0).float() + torch.eye(7)
+head = lambda width: nn.Linear(width, CLASSES)
+
+
+def plain_net(make: Make, loss: Loss, **batch: Tensor) -> Callable[[], Subject]:
+    """A net in plain torch; `loss(call, batch)` gives the losses, `call` is the module."""
+
+    def build() -> Subject:
+        def loss_of(forward: Callable[..., Any]) -> Callable[[Any, Batch], Tensor]:
+            return lambda params, rows: loss(lambda *args, **options: forward(params, *args, **options), rows)
+
+        return Subject(make(), batch, loss_of)
+
+    return build
+
+
+def net_of(parts: Make, run: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """Make a module of named parts; `run(parts, *inputs)` is its forward pass."""
+
+    class Net(nn.ModuleDict):
+        def forward(self, *inputs: Tensor, **options: Any) -> Any:
+            return run(self, *inputs, **options)
+
+    return lambda: Net(dict(parts()))
+
+
+def on(make: Make, x: Tensor = X, run: Callable[..., Any] | None = None, **more: Tensor) -> Callable[[], Subject]:
+    """A classifier of x and more inputs; with `run`, `make` gives its parts."""
+    names = ("x", *more)
+    loss = lambda call, b: F.cross_entropy(call(*(b[name] for name in names)), b["y"], reduction="none")
+    return plain_net(make if run is None else net_of(make, run), loss, x=x, **more, y=Y)
+
+
+# Classifiers: what is made, and how it runs.
 
 
 def linear(*widths: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -40,60 +63,59 @@ def linear(*widths: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequentia
     return nn.Sequential(*layers[:-1])
 
 
-def recurrent(kind: str, **options: Any) -> Callable[[], nn.Module]:
+def mlp(*after: Callable[[], nn.Module]) -> Callable[[], Subject]:
+    """A layer, what comes after it, and the head."""
+    return on(lambda: nn.Sequential(nn.Linear(6, 16), *(make() for make in after), head(16)))
+
+
+def recurrent(kind: str, **options: Any) -> Callable[[], Subject]:
     width = 8 * (2 if options.get("bidirectional") else 1)
-    return lambda_net(
-        lambda: {"rnn": getattr(nn, kind)(6, 8, batch_first=True, **options), "head": nn.Linear(width, CLASSES)},
-        lambda net, x: net["head"](net["rnn"](x)[0].mean(1)),
-    )
+    parts = lambda: {"rnn": getattr(nn, kind)(6, 8, batch_first=True, **options), "head": head(width)}
+    return on(parts, SEQUENCE, lambda net, x: net["head"](net["rnn"](x)[0].mean(1)))
 
 
-def packed(kind: str) -> Callable[[], nn.Module]:
+def packed(kind: str) -> Callable[[], Subject]:
     def run(net: Any, x: Tensor, lengths_B: Tensor) -> Tensor:
         rows = pack_padded_sequence(x, lengths_B.cpu(), batch_first=True, enforce_sorted=False)
         out, _ = pad_packed_sequence(net["rnn"](rows)[0], batch_first=True, total_length=x.shape[1])
         return net["head"](out.sum(1) / lengths_B[:, None])
 
-    return lambda_net(lambda: {"rnn": getattr(nn, kind)(6, 8, batch_first=True), "head": nn.Linear(8, CLASSES)}, run)
+    return on(lambda: {"rnn": getattr(nn, kind)(6, 8, batch_first=True), "head": head(8)}, SEQUENCE, run, n=LENGTHS)
 
 
-def cells(kind: str) -> Callable[[], nn.Module]:
+def cells(kind: str) -> Callable[[], Subject]:
     def run(net: Any, x: Tensor) -> Tensor:
         state: Any = None
         for step in range(x.shape[1]):
             state = net["cell"](x[:, step], state)
         return net["head"](state[0] if isinstance(state, tuple) else state)
 
-    return lambda_net(lambda: {"cell": getattr(nn, kind)(6, 8), "head": nn.Linear(8, CLASSES)}, run)
+    return on(lambda: {"cell": getattr(nn, kind)(6, 8), "head": head(8)}, SEQUENCE, run)
 
 
-def encoder(**options: Any) -> Callable[[], nn.Module]:
+def encoder(first: bool = True, inputs: Mapping[str, Tensor] | None = None, **options: Any) -> Callable[[], Subject]:
     def parts() -> dict[str, nn.Module]:
-        layer = nn.TransformerEncoderLayer(
-            16, 2, 24, batch_first=options.get("first", True), **options.get("layer", {})
-        )
-        stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        return {"stack": stack, "head": nn.Linear(16, CLASSES)}
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=first, **options)
+        return {"stack": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "head": head(16)}
 
     def run(net: Any, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        if not options.get("first", True):
+        if not first:
             return net["head"](net["stack"](x.transpose(0, 1)).mean(0))
         return net["head"](net["stack"](x, src_key_padding_mask=hidden)[:, 0])
 
-    return lambda_net(parts, run)
+    return on(parts, TOKENS, run, **(inputs or {}))
 
 
-def convolutional(norm: Callable[[int], nn.Module], last: Callable[[], nn.Module] = nn.ReLU) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), norm(8), last(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2), norm(8), last(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
+def convolutional(norm: Callable[[int], nn.Module]) -> Callable[[], Subject]:
+    make = lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2), norm(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head(8),
     )  # fmt: skip
+    return on(make, images(8))
 
 
-def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(
-        wrap(nn.Linear(6, 8)), nn.Tanh(), wrap(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, CLASSES)
-    )
+def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Subject]:
+    return on(lambda: nn.Sequential(wrap(nn.Linear(6, 8)), nn.Tanh(), wrap(nn.Linear(8, 8)), nn.Tanh(), head(8)))
 
 
 def old_weight_norm(layer: nn.Module) -> nn.Module:
@@ -111,26 +133,102 @@ class Symmetric(nn.Module):
 
 def symmetric() -> nn.Module:
     layer = nn.Linear(6, 6)
-    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
-    return nn.Sequential(layer, nn.Tanh(), nn.Linear(6, CLASSES))
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return nn.Sequential(layer, nn.Tanh(), head(6))
 
 
-def blocks(*names: str) -> dict[str, nn.Module]:
-    return {**{name: nn.Linear(6, 6) for name in names}, "head": nn.Linear(6, CLASSES)}
+def blocks(*names: str) -> Callable[[], dict[str, nn.Module]]:
+    return lambda: {**{name: nn.Linear(6, 6) for name in names}, "head": head(6)}
 
 
-def siamese(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
-    return (F.cosine_similarity(call(b["x"]), call(b["other"])) - b["same"]).square()
+def graph(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:
+    hidden = F.relu(adjacency_BNN @ net["first"](x_BND))
+    return net["head"](F.relu(adjacency_BNN @ net["second"](hidden)).mean(1))
+
+
+def graph_attention(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:
+    hidden = net["first"](x_BND)
+    scores = (hidden @ net["left"].weight[0])[:, :, None] + (hidden @ net["right"].weight[0])[:, None]
+    weights = F.leaky_relu(scores).masked_fill(adjacency_BNN == 0, -1e9).softmax(-1)
+    return net["head"]((weights @ hidden).mean(1))
+
+
+def point_net(net: Any, x_BND: Tensor) -> Tensor:
+    turn = net["turn"](x_BND.max(1).values).view(-1, 3, 3)
+    return net["head"](net["line"]((x_BND @ turn).transpose(1, 2)).amax(2))
+
+
+def capsules(net: Any, x_BD: Tensor) -> Tensor:
+    primary, routes = net["primary"](x_BD).view(-1, 4, 4), net["routes"].weight.view(4, CLASSES, 4, 4)
+    votes = torch.einsum("bnd,nced->bnce", primary, routes)
+    scores = torch.zeros(votes.shape[:3])
+    out = votes.mean(1)
+    for _ in range(2):
+        out = torch.einsum("bnc,bnce->bce", scores.softmax(2), votes)
+        norm = out.norm(dim=-1, keepdim=True)
+        out = out * norm / (1 + norm.square())
+        scores = scores + torch.einsum("bnce,bce->bnc", votes, out)
+    return out.norm(dim=-1)
+
+
+def perceiver(net: Any, x_BTD: Tensor) -> Tensor:
+    latents = net["latents"].weight.expand(len(x_BTD), -1, -1)
+    latents = latents + net["cross"](latents, x_BTD, x_BTD)[0]
+    return net["head"]((latents + net["own"](latents, latents, latents)[0]).mean(1))
+
+
+def experts(dense: bool) -> Callable[[], Subject]:
+    """Mixture of experts: all of them weighted, or each token sent to its best by index."""
+
+    def run(net: Any, x_BTD: Tensor) -> Tensor:
+        weights = net["gate"](x_BTD).softmax(-1)
+        parts = [net[f"expert{i}"] for i in range(3)]
+        if dense:
+            return net["head"](sum(weights[..., i : i + 1] * part(x_BTD) for i, part in enumerate(parts)).mean(1))
+        best, out = weights.argmax(-1), torch.zeros_like(x_BTD)
+        for i, part in enumerate(parts):
+            chosen = best == i
+            out[chosen] = part(x_BTD[chosen]) * weights[chosen][:, i : i + 1]
+        return net["head"](out.mean(1))
+
+    parts = lambda: {"gate": nn.Linear(6, 3), **{f"expert{i}": linear(6, 8, 6) for i in range(3)}, "head": head(6)}
+    return on(parts, SEQUENCE, run)
+
+
+def layer_drop(net: Any, x: Tensor) -> Tensor:
+    for name in ("a", "b", "c"):
+        if not (net.training and torch.rand(()) < 0.3):
+            x = x + torch.tanh(net[name](x))
+    return net["head"](x)
+
+
+def drop_path(net: Any, x: Tensor) -> Tensor:
+    for name in ("a", "b", "c"):
+        keep = torch.rand(len(x), 1).lt(0.8).float() / 0.8 if net.training else 1.0
+        x = x + keep * torch.tanh(net[name](x))
+    return net["head"](x)
+
+
+def spec_augment(net: Any, x_BTD: Tensor) -> Tensor:
+    if net.training:
+        start_B1 = torch.randint(0, 4, (len(x_BTD), 1))
+        steps = torch.arange(x_BTD.shape[1])[None]
+        x_BTD = x_BTD.masked_fill(((steps >= start_B1) & (steps < start_B1 + 2))[..., None], 0.0)
+    return net["head"](net["rnn"](x_BTD)[0].mean(1))
+
+
+def early_exit(net: Any, x: Tensor) -> Tensor:
+    hidden = net["a"](x)
+    return net["head"](net["b"](hidden) if bool(hidden.sum() > 0) else hidden)
+
+
+# Losses of their own.
 
 
 def triplet(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     anchor, near, far = call(b["x"]), call(b["near"]), call(b["far"])
     distance = torch.cdist(anchor[:, None], torch.stack((near, far), 1))[:, 0]
     return F.relu(distance[:, 0] - distance[:, 1] + 1.0)
-
-
-def factors(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
-    return (call(b["user"], b["items"]) - b["rating"]).square()
 
 
 def factorised(net: Any, user_B: Tensor, items_BK: Tensor) -> Tensor:
@@ -144,12 +242,6 @@ def ctc(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     return F.ctc_loss(scores, b["labels"], b["frames"], b["lengths"], reduction="none")
 
 
-def mixed_up(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
-    """Mixes the samples of a batch; a row alone is mixed with itself."""
-    other = b["x"].flip(0)
-    return F.cross_entropy(call(0.7 * b["x"] + 0.3 * other), b["y"], reduction="none")
-
-
 def penalised(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     """The gradient with respect to the input is in the loss."""
     x = b["x"].detach().requires_grad_()
@@ -158,131 +250,257 @@ def penalised(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(out, b["y"], reduction="none") + slope.square().sum(1)
 
 
-def gnn() -> dict[str, nn.Module]:
-    return {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8), "head": nn.Linear(8, CLASSES)}
+# Nets that make things: autoencoders, diffusion, flows, and nets of sounds and of equations.
 
 
-X, SEQUENCE, Y = randn(BATCH, 6), randn(BATCH, 7, 6), classes()
-TOKENS_, POINTS = randn(BATCH, 7, 16), randn(BATCH, 9, 3)
-PADDING = torch.arange(7)[None] >= torch.tensor([7, 3, 5, 2])[:, None]
-ADJACENCY = (randn(BATCH, 7, 7) > 0).float() + torch.eye(7)
+def u_net(net: Any, x: Tensor, t_B: Tensor | None = None) -> Tensor:
+    """Two levels, optionally with a time."""
+    skip = F.silu(net["down"](x))
+    hidden = net["norm"](net["middle"](skip))
+    if t_B is not None:
+        hidden = hidden + net["time"](t_B[:, None])[..., None, None]
+    return net["out"](torch.cat((skip, F.silu(net["up"](F.silu(hidden)))), 1))
 
 
-def on(make: Callable[[], nn.Module], x: Tensor = X) -> Callable[[], Subject]:
-    return plain_net(make, class_loss, x=x, y=Y)
+U_NET = net_of(lambda: {
+    "down": nn.Conv2d(3, 8, 3, padding=1), "middle": nn.Conv2d(8, 8, 3, padding=1, stride=2),
+    "norm": nn.GroupNorm(2, 8), "time": nn.Linear(1, 8), "up": nn.ConvTranspose2d(8, 8, 2, stride=2),
+    "out": nn.Conv2d(16, 3, 3, padding=1),
+}, u_net)  # fmt: skip
 
 
-def two(make: Callable[[], nn.Module], **inputs: Tensor) -> Callable[[], Subject]:
-    """Class losses of nets with several inputs."""
-
-    def loss(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(call(*(b[name] for name in inputs)), b["y"], reduction="none")
-
-    return plain_net(make, loss, **inputs, y=Y)
-
-
-def with_two(
-    parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any], **inputs: Tensor
-) -> Callable[[], Subject]:
-    return two(lambda_net(parts, run), **inputs)
+def autoencoder(net: Any, x: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Variational; it draws the code if it is given no noise."""
+    mean, log_var = net["encoder"](x).chunk(2, 1)
+    noise = torch.randn_like(mean) if noise is None else noise
+    rebuilt = net["decoder"](mean + noise * (0.5 * log_var).exp())
+    return (rebuilt - x).square().sum(1) - 0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1)
 
 
-def net_of(parts: Callable[[], Mapping[str, nn.Module]], run: Callable[..., Any], x: Tensor) -> Callable[[], Subject]:
-    return on(lambda_net(parts, run), x)
+VAE = net_of(lambda: {"encoder": nn.Linear(12, 8), "decoder": nn.Linear(4, 12)}, autoencoder)
 
 
-def same_norm(kind: str, *before: int) -> Callable[[int], nn.Module]:
-    return lambda width: getattr(nn, kind)(*before, width)
+def quantised(net: Any, x: Tensor) -> Tensor:
+    """The nearest of eight codes, straight through."""
+    z = net["encoder"](x)
+    nearest = net["codes"](torch.cdist(z, net["codes"].weight).argmin(1))
+    through = z + (nearest - z).detach()
+    return (net["decoder"](through) - x).square().mean(1) + (nearest - z.detach()).square().mean(1)
 
 
-def moe_parts() -> dict[str, nn.Module]:
-    return {"gate": nn.Linear(6, 3), **{f"expert{i}": linear(6, 8, 6) for i in range(3)}, "head": nn.Linear(6, CLASSES)}
+class Flow(nn.Module):
+    """Affine couplings; the loss is minus the log likelihood."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 12)) for _ in range(2))
+        self.log_scale = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.log_scale.sum().expand(len(x))
+        x = x * self.log_scale.exp()
+        for part in self.parts:
+            left, right = x.chunk(2, 1)
+            shift, scale = part(left).chunk(2, 1)
+            scale = torch.tanh(scale)
+            x, total = torch.cat((right * scale.exp() + shift, left), 1), total + scale.sum(1)
+        return 0.5 * x.square().sum(1) - total
 
 
+class Masked(nn.Module):
+    """An autoregressive net: a mask on the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.register_buffer("mask", torch.tril(torch.ones(12, 12), -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(F.linear(x, self.first.weight * self.mask, self.first.bias))
+        return F.linear(hidden, self.second.weight * self.mask, self.second.bias)
+
+
+def ode(net: Any, x: Tensor) -> Tensor:
+    """Runge-Kutta with fixed steps."""
+    field, step = net["field"], 0.25
+    for _ in range(4):
+        a = field(x)
+        b = field(x + 0.5 * step * a)
+        c = field(x + 0.5 * step * b)
+        x = x + step / 6 * (a + 2 * b + 2 * c + field(x + step * c))
+    return x
+
+
+def wave_net(net: Any, x: Tensor) -> Tensor:
+    """Dilated causal convolutions with gates."""
+    hidden, skips = net["start"](x), torch.zeros(())
+    for i, (gate, out) in enumerate(zip(net["gates"], net["outs"], strict=True)):
+        signal, door = gate(F.pad(hidden, (2**i, 0))).chunk(2, 1)
+        part = out(torch.tanh(signal) * torch.sigmoid(door))
+        hidden, skips = hidden + part, skips + part
+    return net["end"](F.relu(skips))
+
+
+def mixer(net: Any, x: Tensor) -> Tensor:
+    """Tokens and channels in turn."""
+    hidden = net["patch"](x).flatten(2)
+    hidden = hidden + F.gelu(net["tokens"](hidden))
+    return net["channels"](hidden.transpose(1, 2)).mean(1)
+
+
+class Fourier(nn.Module):
+    """A layer in the frequencies, complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(4, 5, 2))
+        self.line = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x) * torch.view_as_complex(self.weight)
+        return torch.fft.irfft(waves, n=x.shape[-1]) + self.line(x)
+
+
+class Gaussian(nn.Module):
+    """A kernel machine: distances to learned centres."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres, self.widths = nn.Parameter(torch.randn(5, 12)), nn.Parameter(torch.zeros(5))
+        self.out = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((-torch.cdist(x, self.centres).square() * self.widths.exp()).exp())
+
+
+def tuned(net: Any, x: Tensor, z: Tensor) -> Tensor:
+    """Features of an image scaled and shifted by another input."""
+    scale, shift = net["film"](z)[..., None, None].chunk(2, 1)
+    return (1 + scale) * net["conv"](x) + shift
+
+
+def diffusion(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
+    """Times and noise are drawn inside of the loss, or are part of the batch."""
+    t_B = b["t"] if "t" in b else torch.rand(len(b["x"]))
+    noise = b["noise"] if "t" in b else torch.randn_like(b["x"])
+    t_B111 = t_B[:, None, None, None]
+    return mean_square(call((1 - t_B111) * b["x"] + t_B111 * noise, t_B) - noise)
+
+
+def made(make: Make, run: Callable[..., Any] | None = None, x: Tensor = X12) -> Callable[[], Subject]:
+    """The output is pulled to 0.1."""
+    return plain_net(make if run is None else net_of(make, run), lambda call, b: mean_square(call(b["x"]) - 0.1), x=x)
+
+
+own = lambda call, b: call(b["x"])
 NETS: dict[str, Callable[[], Subject]] = {
     "MLP": on(lambda: linear(6, 16, 16, CLASSES)),
-    "MLP dropout": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))),
-    "MLP BatchNorm": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))),
-    "MLP LayerNorm": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, CLASSES))),
-    "MLP RMSNorm PReLU": on(lambda: nn.Sequential(nn.Linear(6, 16), nn.RMSNorm(16), nn.PReLU(16), nn.Linear(16,
-        CLASSES))),
-    "logistic regression": on(lambda: nn.Linear(6, CLASSES)),
-    "bilinear": with_two(lambda: {"b": nn.Bilinear(6, 6, CLASSES)}, lambda net, x, z: net["b"](x, z), x=X,
-        z=randn(BATCH, 6, seed=9)),
-    "CNN": on(convolutional(lambda width: nn.Identity()), images(8)),
-    "CNN GroupNorm": on(convolutional(same_norm("GroupNorm", 2)), images(8)),
-    "CNN BatchNorm": on(convolutional(same_norm("BatchNorm2d")), images(8)),
-    "CNN InstanceNorm": on(convolutional(lambda width: nn.InstanceNorm2d(width, affine=True)), images(8)),
-    "CNN Dropout2d": on(convolutional(lambda width: nn.Dropout2d(0.2)), images(8)),
+    "MLP dropout": mlp(nn.ReLU, lambda: nn.Dropout(0.2)),
+    "MLP BatchNorm": mlp(lambda: nn.BatchNorm1d(16), nn.ReLU),
+    "MLP LayerNorm": mlp(lambda: nn.LayerNorm(16), nn.GELU),
+    "MLP RMSNorm PReLU": mlp(lambda: nn.RMSNorm(16), lambda: nn.PReLU(16)),
+    "logistic regression": on(lambda: head(6)),
+    "bilinear": on(lambda: {"b": nn.Bilinear(6, 6, CLASSES)}, X, lambda net, x, z: net["b"](x, z),
+                   z=randn(BATCH, 6, seed=9)),
+    "CNN": convolutional(lambda width: nn.Identity()),
+    "CNN GroupNorm": convolutional(lambda width: nn.GroupNorm(2, width)),
+    "CNN BatchNorm": convolutional(nn.BatchNorm2d),
+    "CNN InstanceNorm": convolutional(lambda width: nn.InstanceNorm2d(width, affine=True)),
+    "CNN Dropout2d": convolutional(lambda width: nn.Dropout2d(0.2)),
     "conv 3d": on(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.ConvTranspose3d(4, 2, 2), nn.Flatten(),
-        nn.Linear(128, CLASSES)), randn(BATCH, 1, 5, 5, 5)),
-    "LSTM": on(recurrent("LSTM"), SEQUENCE),
-    "LSTM two layers dropout": on(recurrent("LSTM", num_layers=2, dropout=0.1), SEQUENCE),
-    "GRU": on(recurrent("GRU"), SEQUENCE),
-    "RNN": on(recurrent("RNN"), SEQUENCE),
-    "BiLSTM": on(recurrent("LSTM", bidirectional=True), SEQUENCE),
-    "BiGRU two layers": on(recurrent("GRU", bidirectional=True, num_layers=2), SEQUENCE),
-    "LSTM packed": two(packed("LSTM"), x=SEQUENCE, n=torch.tensor([7, 3, 5, 2])),
-    "GRU packed": two(packed("GRU"), x=SEQUENCE, n=torch.tensor([7, 3, 5, 2])),
-    "LSTM cells": on(cells("LSTMCell"), SEQUENCE),
-    "GRU cells": on(cells("GRUCell"), SEQUENCE),
-    "transformer encoder": on(encoder(), TOKENS_),
-    "transformer encoder pre-norm": on(encoder(layer={"norm_first": True, "activation": "gelu"}), TOKENS_),
-    "transformer encoder (T, B)": on(encoder(first=False), TOKENS_),
-    "transformer encoder padded": two(encoder(), x=TOKENS_, hidden=PADDING),
+                                        head(128)), randn(BATCH, 1, 5, 5, 5)),
+    "LSTM": recurrent("LSTM"),
+    "LSTM two layers dropout": recurrent("LSTM", num_layers=2, dropout=0.1),
+    "GRU": recurrent("GRU"),
+    "RNN": recurrent("RNN"),
+    "BiLSTM": recurrent("LSTM", bidirectional=True),
+    "BiGRU two layers": recurrent("GRU", bidirectional=True, num_layers=2),
+    "LSTM packed": packed("LSTM"),
+    "GRU packed": packed("GRU"),
+    "LSTM cells": cells("LSTMCell"),
+    "GRU cells": cells("GRUCell"),
+    "transformer encoder": encoder(),
+    "transformer encoder pre-norm": encoder(norm_first=True, activation="gelu"),
+    "transformer encoder (T, B)": encoder(first=False),
+    "transformer encoder padded": encoder(inputs={"hidden": PADDING}),
     "transformer": plain_net(
-        lambda: nn.Transformer(16, 2, 1, 1, 24, batch_first=True), lambda call, b: mean_square(call(b["x"],
-            b["z"]) - b["z"]),
-        x=TOKENS_, z=randn(BATCH, 3, 16, seed=7)),
-    "graph convolution": with_two(gnn, passes.graph, x=SEQUENCE, a=ADJACENCY),
-    "graph attention": with_two(lambda: {"first": nn.Linear(6, 8), "left": nn.Linear(8, 1), "right": nn.Linear(8, 1),
-                                         "head": nn.Linear(8, CLASSES)}, passes.graph_attention, x=SEQUENCE,
-                                             a=ADJACENCY),
-    "DeepSets": net_of(lambda: {"inner": linear(6, 8, 8), "outer": linear(8, 8, CLASSES)}, passes.set_net, SEQUENCE),
-    "PointNet": net_of(lambda: {"turn": nn.Linear(3, 9), "line": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU()),
-                                "head": nn.Linear(8, CLASSES)}, passes.point_net, POINTS),
-    "capsules": net_of(lambda: {"primary": nn.Linear(6, 16), "routes": nn.Linear(12, 16, bias=False)},
-        passes.capsules, X),
-    "Perceiver": net_of(lambda: {"latents": nn.Embedding(3, 16), "cross": nn.MultiheadAttention(16, 2,
-        batch_first=True),
-                                 "own": nn.MultiheadAttention(16, 2, batch_first=True), "head": nn.Linear(16, CLASSES)},
-                        passes.perceiver, TOKENS_),
-    "experts, dense": net_of(moe_parts, passes.experts(True), SEQUENCE),
-    "experts, selected": net_of(moe_parts, passes.experts(False), SEQUENCE),
-    "hypernetwork": with_two(lambda: {"hyper": linear(4, 8, 6 * CLASSES)}, passes.hypernetwork, x=X, code=randn(BATCH,
-        4,
-        seed=8)),
-    "LayerDrop": net_of(lambda: blocks("a", "b", "c"), passes.layer_drop, X),
-    "drop path": net_of(lambda: blocks("a", "b", "c"), passes.drop_path, X),
-    "SpecAugment": net_of(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, CLASSES)},
-        passes.spec_augment, SEQUENCE),
-    "early exit by value": net_of(lambda: blocks("a", "b"), passes.early_exit, X),
-    "spectral norm": on(wrapped(spectral_norm)),
-    "weight norm": on(wrapped(weight_norm)),
-    "weight norm, old": on(wrapped(old_weight_norm)),
-    "orthogonal": on(wrapped(orthogonal)),
+        lambda: nn.Transformer(16, 2, 1, 1, 24, batch_first=True),
+        lambda call, b: mean_square(call(b["x"], b["z"]) - b["z"]), x=TOKENS, z=randn(BATCH, 3, 16, seed=7)),
+    "graph convolution": on(lambda: {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8), "head": head(8)}, SEQUENCE,
+                            graph, a=ADJACENCY),
+    "graph attention": on(lambda: {"first": nn.Linear(6, 8), "left": nn.Linear(8, 1), "right": nn.Linear(8, 1),
+                                   "head": head(8)}, SEQUENCE, graph_attention, a=ADJACENCY),
+    "DeepSets": on(lambda: {"inner": linear(6, 8, 8), "outer": linear(8, 8, CLASSES)}, SEQUENCE,
+                   lambda net, x: net["outer"](net["inner"](x).sum(1))),
+    "PointNet": on(lambda: {"turn": nn.Linear(3, 9), "line": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU()),
+                            "head": head(8)}, POINTS, point_net),
+    "capsules": on(lambda: {"primary": nn.Linear(6, 16), "routes": nn.Linear(12, 16, bias=False)}, X, capsules),
+    "Perceiver": on(lambda: {"latents": nn.Embedding(3, 16), "cross": nn.MultiheadAttention(16, 2, batch_first=True),
+                             "own": nn.MultiheadAttention(16, 2, batch_first=True), "head": head(16)},
+                    TOKENS, perceiver),
+    "experts, dense": experts(True),
+    "experts, selected": experts(False),
+    "hypernetwork": on(lambda: {"hyper": linear(4, 8, 6 * CLASSES)}, X, lambda net, x, code: torch.einsum(
+        "bcd,bd->bc", net["hyper"](code).view(-1, CLASSES, 6), x), code=randn(BATCH, 4, seed=8)),
+    "LayerDrop": on(blocks("a", "b", "c"), X, layer_drop),
+    "drop path": on(blocks("a", "b", "c"), X, drop_path),
+    "SpecAugment": on(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": head(8)}, SEQUENCE, spec_augment),
+    "early exit by value": on(blocks("a", "b"), X, early_exit),
+    "spectral norm": wrapped(parametrizations.spectral_norm),
+    "weight norm": wrapped(parametrizations.weight_norm),
+    "weight norm, old": wrapped(old_weight_norm),
+    "orthogonal": wrapped(parametrizations.orthogonal),
     "parametrized symmetric": on(symmetric),
-    "Siamese": plain_net(lambda: linear(6, 16, 8), siamese, x=X, other=randn(BATCH, 6, seed=9),
-        same=torch.tensor([1.0, 0.0, 1.0, 0.0])),
-    "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9), far=randn(BATCH, 6,
-        seed=10)),
+    "Siamese": plain_net(
+        lambda: linear(6, 16, 8),
+        lambda call, b: (F.cosine_similarity(call(b["x"]), call(b["other"])) - b["same"]).square(),
+        x=X, other=randn(BATCH, 6, seed=9), same=torch.tensor([1.0, 0.0, 1.0, 0.0])),
+    "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9),
+                         far=randn(BATCH, 6, seed=10)),
     "matrix factorisation": plain_net(
-        lambda_net(lambda: {"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"),
-            "bias": nn.Embedding(9, 1)}, factorised),
-        factors, user=classes(9), items=torch.randint(9, (BATCH, 3), generator=torch.Generator().manual_seed(2)),
-            rating=randn(BATCH)),
-    "CTC": plain_net(lambda_net(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, 5)},
-                                        lambda net, x: net["head"](net["rnn"](x)[0])), ctc, x=SEQUENCE,
+        net_of(lambda: {"user": nn.Embedding(9, 4), "bag": nn.EmbeddingBag(9, 4, mode="mean"),
+                        "bias": nn.Embedding(9, 1)}, factorised),
+        lambda call, b: (call(b["user"], b["items"]) - b["rating"]).square(), user=classes(9),
+        items=torch.randint(9, (BATCH, 3), generator=torch.Generator().manual_seed(2)), rating=randn(BATCH)),
+    "CTC": plain_net(net_of(lambda: {"rnn": nn.GRU(6, 8, batch_first=True), "head": nn.Linear(8, 5)},
+                            lambda net, x: net["head"](net["rnn"](x)[0])), ctc, x=SEQUENCE,
                      labels=torch.tensor([[1, 2], [3, 3], [4, 1], [2, 0]]), frames=torch.tensor([7, 6, 7, 5]),
                      lengths=torch.tensor([2, 2, 2, 1])),
-    "mixup in the batch": plain_net(lambda: linear(6, 16, CLASSES), mixed_up, x=X, y=Y),
+    # mixes the samples of a batch; a row alone is mixed with itself
+    "mixup in the batch": plain_net(
+        lambda: linear(6, 16, CLASSES),
+        lambda call, b: F.cross_entropy(call(0.7 * b["x"] + 0.3 * b["x"].flip(0)), b["y"], reduction="none"),
+        x=X, y=Y),
     "gradient penalty": plain_net(lambda: linear(6, 16, CLASSES, act=nn.Tanh), penalised, x=X, y=Y),
-    **generative_nets.NETS,
+    "U-Net": made(U_NET, x=images(8)),
+    "diffusion": plain_net(U_NET, diffusion, x=images(8)),
+    "diffusion, draws in the batch": plain_net(
+        U_NET, diffusion, x=images(8), noise=randn(BATCH, 3, 8, 8, seed=7), t=randn(BATCH, seed=8).sigmoid()),
+    "VAE": plain_net(VAE, own, x=X12),
+    "VAE, draws in the batch": plain_net(VAE, lambda call, b: call(b["x"], b["noise"]), x=X12,
+                                         noise=randn(BATCH, 4, seed=9)),
+    "VQ-VAE": plain_net(net_of(lambda: {"encoder": nn.Linear(12, 4), "codes": nn.Embedding(8, 4),
+                                        "decoder": nn.Linear(4, 12)}, quantised), own, x=X12),
+    "flow": plain_net(Flow, own, x=X12),
+    "masked autoregressive": made(Masked),
+    "neural ODE": made(lambda: {"field": nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))}, ode),
+    "WaveNet": made(lambda: {
+        "start": nn.Conv1d(1, 8, 1), "gates": nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3)),
+        "outs": nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3)), "end": nn.Conv1d(8, 1, 1)},
+        wave_net, randn(BATCH, 1, 16)),
+    "coordinates": made(lambda: {"net": nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))},
+                        lambda net, x: net["net"](torch.sin(3 * x)), randn(BATCH, 9, 2)),
+    "MLP-Mixer": made(lambda: {"patch": nn.Conv2d(3, 8, 4, 4), "tokens": nn.Linear(4, 4), "channels": nn.Linear(8, 8)},
+                      mixer, images(8)),
+    "Fourier layer": made(Fourier, x=randn(BATCH, 4, 8)),
+    "radial basis": made(Gaussian),
+    "FiLM": plain_net(net_of(lambda: {"conv": nn.Conv2d(3, 8, 3), "film": nn.Linear(12, 16)}, tuned),
+                      lambda call, b: mean_square(call(b["x"], b["z"])), x=images(8), z=X12),
 }  # fmt: skip
 TRAINED_TOO = (
     "MLP dropout", "MLP BatchNorm", "CNN BatchNorm", "CNN InstanceNorm", "CNN Dropout2d", "LSTM two layers dropout",
-        "LayerDrop",
-    "drop path", "SpecAugment", "spectral norm", "transformer encoder", "transformer encoder padded", "LSTM packed",
+    "LayerDrop", "drop path", "SpecAugment", "spectral norm", "transformer encoder", "transformer encoder padded",
+    "LSTM packed",
 )  # fmt: skip
 WITH_LORA = ("MLP", "transformer encoder", "graph convolution", "U-Net", "Siamese", "experts, selected", "Perceiver")
 

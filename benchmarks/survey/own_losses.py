@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.results import FOLDER, write
 from benchmarks.survey.case import BATCH, Case
-from benchmarks.survey.cases import cases
+from benchmarks.survey.measure import cases
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf._facts import facts_of

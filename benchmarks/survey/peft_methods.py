@@ -7,21 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.survey.case import (
-    CLASSES,
-    Case,
-    LossFn,
-    Subject,
-    cases_of,
-    class_loss,
-    classes,
-    images,
-    lambda_net,
-    plain_net,
-    randn,
-    text,
-    token_labels,
-)  # fmt: skip
+from benchmarks.survey.case import CLASSES, Case, LossFn, Subject, cases_of, classes, images, randn, text, token_labels
+from benchmarks.survey.other_nets import net_of, on
 from benchmarks.survey.tiny import built
 
 BASES: dict[str, tuple[str, str, str, list[str]]] = {
@@ -132,11 +119,11 @@ def with_second(active: bool) -> Change:
     return change
 
 
-ATTENTION = lambda_net(
+ATTENTION = net_of(
     lambda: {"attention": nn.MultiheadAttention(16, 2, batch_first=True), "head": nn.Linear(16, CLASSES)},
     lambda net, x: net["head"](net["attention"](x, x, x)[0].mean(1)),
 )
-CONVS = lambda_net(
+CONVS = net_of(
     lambda: {"conv": nn.Conv2d(3, 8, 3), "line": nn.Conv1d(8, 8, 3), "head": nn.Linear(8, CLASSES)},
     lambda net, x: net["head"](net["line"](net["conv"](x).relu().flatten(2)).relu().mean(2)),
 )
@@ -150,7 +137,7 @@ def on_net(
 
         return get_peft_model(make(), configured(kind, {"target_modules": targets, "r": 2, **options}))
 
-    return plain_net(wrapped, class_loss, x=x, y=classes())
+    return on(wrapped, x)
 
 
 def cases() -> list[Case]:

@@ -1,21 +1,26 @@
-"""What a private step needs on many GPUs, from published shapes: bytes on a GPU, and bytes that it sends.
+"""What a private step needs on many GPUs: `python -m benchmarks.scaling`. A model, from published shapes, not measured.
 
-A model, not a measurement. It follows what the engines and the step do (`dpfunc/engines/vmap_grad.py`,
+Bytes on a GPU, and bytes that it sends. It follows what the engines and the step do (`dpfunc/engines/vmap_grad.py`,
 `dpfunc/clipped.py`, `dpfunc/distributed/`); the rule by which book-keeping forms gradients is the engine's own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import click
+
+from benchmarks.results import DOCS, FOLDER, fill, markdown, read, write
 from dpfunc.distributed._agreement import RankSummary
 from dpfunc.engines._cost import BUDGET
 from dpfunc.engines._cost import matrix as matrix_costs
 
-Split = Literal["column", "row"]
+RESULT, DOCUMENT = FOLDER / "scaling.json", DOCS / "scaling.md"
 EngineName = Literal["vmap", "auto", "ghost"]
 ENGINES: tuple[EngineName, ...] = ("vmap", "auto", "ghost")
 HALF, SINGLE = 2, 4
@@ -40,7 +45,7 @@ class Matrix(NamedTuple):
     name: str
     inputs: int
     outputs: int
-    split: Split
+    split: Literal["column", "row"]
     source: str
 
     @property
@@ -55,11 +60,9 @@ class Matrix(NamedTuple):
 
     def lora(self, rank: int, tensor: int) -> tuple[Matrix, Matrix]:
         """A and B of its adapter on one rank: the side that the layer divides is divided, the other is whole."""
-        mine = self.part(tensor)
-        return (
-            Matrix(f"{self.name}.A", mine.inputs, rank, "row", self.source),
-            Matrix(f"{self.name}.B", rank, mine.outputs, "column", f"{self.name}.A"),
-        )
+        mine, between = self.part(tensor), f"{self.name}.A"
+        down = Matrix(between, mine.inputs, rank, "row", self.source)
+        return down, Matrix(f"{self.name}.B", rank, mine.outputs, "column", between)
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,13 @@ class Shape:
     @property
     def layer(self) -> tuple[Matrix, ...]:
         """The linear layers of one block, in the order of the forward pass."""
-        attention = (
-            Matrix("q", self.width, self.width, "column", "norm1"),
-            Matrix("k", self.width, self.kv_width, "column", "norm1"),
-            Matrix("v", self.width, self.kv_width, "column", "norm1"),
+        column = lambda name, outputs, source: Matrix(name, self.width, outputs, "column", source)
+        return (
+            column("q", self.width, "norm1"), column("k", self.kv_width, "norm1"), column("v", self.kv_width, "norm1"),
             Matrix("o", self.width, self.width, "row", "mixed"),
-        )
-        gate = (Matrix("gate", self.width, self.hidden, "column", "norm2"),) if self.gated else ()
-        up = Matrix("up", self.width, self.hidden, "column", "norm2")
-        return (*attention, *gate, up, Matrix("down", self.hidden, self.width, "row", "activated"))
+            *((column("gate", self.hidden, "norm2"),) if self.gated else ()), column("up", self.hidden, "norm2"),
+            Matrix("down", self.hidden, self.width, "row", "activated"),
+        )  # fmt: skip
 
     @property
     def head(self) -> Matrix:
@@ -184,11 +185,6 @@ class Job:
         return math.ceil(self.expected_batch / self.data_ranks / self.microbatch)
 
     @property
-    def checkpointing(self) -> bool:
-        """Activations of one block at a time; vmap cannot."""
-        return self.engine != "vmap"
-
-    @property
     def trained(self) -> int:
         """Trained numbers that one data rank works on: all, but for the matrices that tensor parallelism divides.
 
@@ -203,13 +199,6 @@ class Job:
     def trained_held(self) -> int:
         """Trained numbers that a GPU is responsible for."""
         return self.trained // self.data_ranks if self.layout.cut_trained else self.trained
-
-    @property
-    def frozen_held(self) -> int:
-        """Frozen numbers that a GPU holds between steps."""
-        if self.lora_rank is None:
-            return 0
-        return self.shape.parameters // (self.gpus if self.layout.cut_frozen else self.layout.tensor)
 
     @property
     def possible(self) -> bool:
@@ -227,6 +216,11 @@ class Job:
     def tokens(self) -> int:
         """Of a microbatch."""
         return self.microbatch * self.length
+
+    @property
+    def passes(self) -> int:
+        """How often a microbatch needs the parameters: forward, and backward (with its repetition) once or twice."""
+        return 3 if self.engine == "ghost" else 2
 
 
 def trained_matrices(job: Job) -> Iterator[Matrix]:
@@ -246,15 +240,14 @@ def layer_activations(job: Job) -> int:
     """
     shape, tensor = job.shape, job.layout.tensor
     wide = 4 * shape.width + (2 * shape.width + 2 * shape.kv_width) // tensor
-    inner = (4 if shape.gated else 2) * shape.hidden // tensor
-    return HALF * job.tokens * (wide + inner)
+    return HALF * job.tokens * (wide + (4 if shape.gated else 2) * shape.hidden // tensor)
 
 
 def activations(job: Job) -> int:
-    """Bytes of activations of a microbatch: inputs of all blocks and one block, or all blocks; and the loss."""
-    block = layer_activations(job)
-    blocks = job.shape.layers * HALF * job.tokens * job.shape.width + block
-    return (blocks if job.checkpointing else job.shape.layers * block) + LOSS * job.tokens * job.shape.vocabulary
+    """Of a microbatch: with checkpoints (not for vmap) inputs of all blocks and one block; or all blocks; the loss."""
+    block, layers = layer_activations(job), job.shape.layers
+    blocks = layers * block if job.engine == "vmap" else layers * HALF * job.tokens * job.shape.width + block
+    return blocks + LOSS * job.tokens * job.shape.vocabulary
 
 
 def formed(job: Job) -> list[bool]:
@@ -269,15 +262,15 @@ def formed(job: Job) -> list[bool]:
         whole = SINGLE * job.microbatch * matrix.numbers
         sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)
         choice = matrix_costs(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch)
-        dense = choice.representation == "formed"
-        decided.append(dense and (whole <= budget or sides >= whole))
+        decided.append(choice.representation == "formed" and (whole <= budget or sides >= whole))
         budget -= whole if decided[-1] else 0
     return decided
 
 
 def auto_bytes(job: Job) -> int:
     """What book-keeping keeps until the factors are known. An input counts once for all layers that read it."""
-    total = 0
+    # without adapters the embedding keeps the gradients of its rows
+    total = HALF * job.tokens * job.shape.width if job.lora_rank is None else 0
     seen: set[tuple[int, str]] = set()
     in_a_block = len(job.shape.layer) * (1 if job.lora_rank is None else 2)
     for number, (matrix, dense) in enumerate(zip(trained_matrices(job), formed(job), strict=True)):
@@ -287,18 +280,16 @@ def auto_bytes(job: Job) -> int:
         else:
             total += HALF * job.tokens * (matrix.outputs + (0 if source in seen else matrix.inputs))
             seen.add(source)
-    if job.lora_rank is None:  # the embedding keeps the gradients of its rows
-        total += HALF * job.tokens * job.shape.width
     return total
 
 
 def engine_bytes(job: Job) -> int:
     """What the engine needs on top of activations and sums."""
-    largest = max(trained_matrices(job), key=lambda matrix: matrix.inputs + matrix.outputs)
-    scratch = SINGLE * job.tokens * (largest.inputs + largest.outputs)  # both sides in float32, one matrix at a time
     if job.engine == "vmap":
         most = max(matrix.numbers for matrix in trained_matrices(job))
         return job.microbatch * (HALF * job.trained + SINGLE * most)
+    widest = max(matrix.inputs + matrix.outputs for matrix in trained_matrices(job))
+    scratch = SINGLE * job.tokens * widest  # both sides in float32, one matrix at a time
     return scratch + (auto_bytes(job) if job.engine == "auto" else 0)
 
 
@@ -322,9 +313,7 @@ def sums_bytes(job: Job) -> int:
 def releasing_bytes(job: Job) -> int:
     """Sums and the message; then the sum, the noise and the released gradient."""
     whole, mine = SINGLE * job.trained, SINGLE * job.trained_held
-    if job.layout.cut_trained and not job.layout.streamed:
-        return max(whole + mine, 3 * mine)
-    return 3 * mine
+    return max(whole + mine, 3 * mine) if job.layout.cut_trained and not job.layout.streamed else 3 * mine
 
 
 def parts(job: Job) -> dict[str, int]:
@@ -333,27 +322,23 @@ def parts(job: Job) -> dict[str, int]:
     - frozen, trained, optimizer: bfloat16 parameters; AdamW with a float32 copy.
     - computing: gathered parameters, activations, the engine, float32 sums.
     """
+    frozen = job.shape.parameters // (job.gpus if job.layout.cut_frozen else job.layout.tensor)
     computing = {
-        "gathered": gathered_bytes(job),
-        "activations": activations(job),
-        "engine": engine_bytes(job),
+        "gathered": gathered_bytes(job), "activations": activations(job), "engine": engine_bytes(job),
         "sums": sums_bytes(job),
-    }
+    }  # fmt: skip
     return {
-        "frozen": HALF * job.frozen_held,
+        "frozen": 0 if job.lora_rank is None else HALF * frozen,
         "trained": HALF * job.trained_held * (2 if job.layout.streamed else 1),  # the module's parts, and the caller's
         "optimizer": OPTIMIZER * job.trained_held,
-        **computing,
-        "computing": sum(computing.values()),
-        "releasing": releasing_bytes(job),
-    }
+        **computing, "computing": sum(computing.values()), "releasing": releasing_bytes(job),
+    }  # fmt: skip
 
 
 def peak(job: Job) -> int:
     """The most bytes on one GPU at a time."""
     found = parts(job)
-    held = found["frozen"] + found["trained"] + found["optimizer"]
-    return held + max(found["computing"], found["releasing"])
+    return found["frozen"] + found["trained"] + found["optimizer"] + max(found["computing"], found["releasing"])
 
 
 def all_reduce(num_bytes: float, ranks: int) -> float:
@@ -366,53 +351,37 @@ def all_gather(num_bytes: float, ranks: int) -> float:
     return num_bytes * (ranks - 1) / ranks
 
 
-def model_passes(job: Job) -> int:
-    """How often a microbatch needs the parameters: forward, and backward (with its repetition) once or twice."""
-    return 3 if job.engine == "ghost" else 2
-
-
 def sent(job: Job) -> dict[str, float]:
     """Bytes that one GPU sends in a step, by what they are for."""
     ranks, tensor = job.data_ranks, job.layout.tensor
-    frozen = 0.0
+    frozen = norms = activations = 0.0
     if job.lora_rank is not None and job.layout.cut_frozen:
-        once = all_gather(HALF * job.shape.parameters / tensor, ranks)
-        frozen = once * model_passes(job) * job.microbatches
+        frozen = all_gather(HALF * job.shape.parameters / tensor, ranks) * job.passes * job.microbatches
     # Block by block, parameters and sums travel in each microbatch and not once a step.
     times = job.microbatches if job.layout.streamed else 1
-    gathers = times * model_passes(job) if job.layout.streamed else 1
+    gathers = times * job.passes if job.layout.streamed else 1
     gather = gathers * all_gather(HALF * job.trained, ranks) if job.layout.cut_trained else 0.0
     whole = SINGLE * job.trained
     sums = times * all_gather(whole, ranks) if job.layout.cut_trained else all_reduce(whole, ranks)
-    norms = activations = 0.0
     if tensor > 1:
         # of a layer's adapter, one side is divided
         matrices = job.shape.layers * len(job.shape.layer) + (job.lora_rank is None)
         norms = job.microbatches * all_reduce(8 * matrices * job.microbatch, tensor)
         # two all-reduces of activations in each forward and each backward pass of a block, and in its repetition
-        passes = 2 * model_passes(job) - 1
         once = 2 * all_reduce(HALF * job.tokens * job.shape.width, tensor)
-        activations = job.microbatches * job.shape.layers * passes * once
+        activations = job.microbatches * job.shape.layers * (2 * job.passes - 1) * once
     return {
-        "frozen parameters": frozen,
-        "trained parameters": gather,
-        "sums": sums,
-        "activations": activations,
-        "norms": norms,
-        "handshake": float(SUMMARY * (ranks - 1) + (SUMMARY * (tensor - 1))),
-    }
+        "frozen parameters": frozen, "trained parameters": gather, "sums": sums, "activations": activations,
+        "norms": norms, "handshake": float(SUMMARY * (ranks - 1) + (SUMMARY * (tensor - 1))),
+    }  # fmt: skip
 
 
 def jobs() -> Iterator[tuple[str, str, str, Job]]:
     """`(model, tuning, layout, job)` of each combination that exists."""
-    for model, shape in MODELS.items():
-        for tuning, rank in TUNINGS.items():
-            for layout, where in LAYOUTS.items():
-                for gpus in GPUS:
-                    for engine in ENGINES:
-                        job = Job(shape, rank, where, gpus, engine)
-                        if job.possible:
-                            yield model, tuning, layout, job
+    for model, tuning, layout, gpus, engine in itertools.product(MODELS, TUNINGS, LAYOUTS, GPUS, ENGINES):
+        job = Job(MODELS[model], TUNINGS[tuning], LAYOUTS[layout], gpus, engine)
+        if job.possible:
+            yield model, tuning, layout, job
 
 
 def fits(num_bytes: float) -> int | None:
@@ -436,6 +405,122 @@ def modelled() -> dict[str, Any]:
         for name, shape in MODELS.items()
     }
     example = next(jobs())[3]
-    work = {"length": example.length, "microbatch": example.microbatch, "expected_batch": example.expected_batch}
+    work = {name: getattr(example, name) for name in ("length", "microbatch", "expected_batch")}
     work |= {"lora_rank": RANK, "reserve": RESERVE}
     return {"work": work, "models": models, "jobs": [record(*each) for each in jobs()]}
+
+
+# The tables of the document.
+
+Report = Mapping[str, Any]
+# Jobs that are shown in full: model, tuning, layout, GPUs, engine.
+SHOWN = (
+    ("7B", "LoRA", "frozen cut", 8, "auto"), ("70B", "LoRA", "frozen cut", 64, "auto"),
+    ("405B", "LoRA", "frozen cut", 512, "auto"), ("405B", "LoRA", "tensor", 512, "auto"),
+    ("7B", "full", "all cut", 8, "ghost"), ("70B", "full", "tensor", 512, "ghost"),
+    ("100B", "full", "tensor", 512, "ghost"), ("100B", "full", "streamed", 512, "ghost"),
+)  # fmt: skip
+
+
+def amount(value: float) -> str:
+    """Two significant digits, or three above 100."""
+    rounded = float(f"{value:.3g}" if abs(value) >= 100 else f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded == 0 or abs(rounded) >= 10 else f"{rounded:g}"
+
+
+def in_bytes(value: float) -> str:
+    """In the largest unit that is not larger than the value, decimal as in data sheets of memory and networks."""
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1}
+    name = next((name for name, size in units.items() if value >= size), "B")
+    return f"{amount(value / units[name])} {name}"
+
+
+def jobs_of(report: Report, *place: Any) -> list[Any]:
+    """The records of a model, a tuning, a layout, a number of GPUs, an engine, or of the first of these."""
+    names = ("model", "tuning", "layout", "gpus", "engine")
+    return [job for job in report["jobs"] if all(job[key] == value for key, value in zip(names, place, strict=False))]
+
+
+def models(report: Report) -> str:
+    """Shapes."""
+    rows = [
+        [s["title"], s["layers"], s["width"], s["hidden"], f"{s['heads']} / {s['kv_heads']}", s["vocabulary"],
+         f"{s['parameters'] / 1e9:.2f}e9", f"{s['lora'] / 1e6:.0f}e6"]
+        for s in report["models"].values()
+    ]  # fmt: skip
+    rank = report["work"]["lora_rank"]
+    heads = ("model", "layers", "width", "MLP", "heads / kv", "vocabulary", "parameters", f"LoRA, rank {rank}")
+    return markdown(heads, rows)
+
+
+def cell(report: Report, *place: Any) -> str:
+    """GB with each engine: bold fits into the small GPU, plain into the large one, in brackets into none."""
+    shown = []
+    for engine in ENGINES:
+        for job in jobs_of(report, *place, engine):
+            size, text = job["fits"], amount(job["bytes"]["peak"] / 1e9)
+            shown.append(f"({text})" if size is None else f"**{text}**" if size == CAPACITIES[0] else text)
+            break
+        else:
+            shown.append("-")
+    return " / ".join(shown)
+
+
+def memory(report: Report, tuning: str) -> str:
+    """A table of one kind of training."""
+    rows = [
+        [model, where.title, *(cell(report, model, tuning, layout, count) for count in GPUS)]
+        for model in report["models"] for layout, where in LAYOUTS.items() if jobs_of(report, model, tuning, layout)
+    ]  # fmt: skip
+    return markdown(["model", "layout", *(f"{count} GPUs" for count in GPUS)], rows)
+
+
+def columns(report: Report, entry: str, names: Sequence[str]) -> str:
+    """One row a job that is shown in full, one column a part."""
+    rows = []
+    for model, tuning, layout, gpus, engine in SHOWN:
+        (job,) = jobs_of(report, model, tuning, layout, gpus, engine)
+        where = LAYOUTS[layout].title.replace(", LoRA replicated", "")
+        values = [in_bytes(job[entry][name]) if job[entry][name] or entry == "bytes" else "0" for name in names]
+        rows.append([f"{model} {tuning}, {where}, {gpus} GPUs, {engine}", *values])
+    return markdown(["job", *names], rows)
+
+
+def workload(report: Report) -> str:
+    """What a step is."""
+    work = report["work"]
+    return (
+        f"Records of {work['length']} tokens, {work['microbatch']} in a microbatch, {work['expected_batch']} expected "
+        f"in a step on all GPUs together; {work['reserve']:.0%} of a GPU's memory is left free."
+    )
+
+
+PARTS = ("frozen", "trained", "optimizer", "gathered", "activations", "engine", "sums", "releasing", "peak")
+SENT = ("frozen parameters", "trained parameters", "sums", "activations", "norms", "handshake")
+TABLES: Mapping[str, Callable[[Report], str]] = {
+    "workload": workload,
+    "models": models,
+    "memory LoRA": lambda report: memory(report, "LoRA"),
+    "memory full": lambda report: memory(report, "full"),
+    "breakdown": lambda report: columns(report, "bytes", PARTS),
+    "sent": lambda report: columns(report, "sent", SENT),
+}
+
+
+def filled_in(report: Report) -> dict[str, str]:
+    """All tables of the document."""
+    return {name: table(report) for name, table in TABLES.items()}
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--out", type=click.Path(path_type=Path), default=RESULT, help="The result file.")
+@click.option("--document", type=click.Path(path_type=Path), default=DOCUMENT, help="Where the tables go.")
+def main(out: Path, document: Path) -> None:
+    """Compute, and write the result file and the tables of the document."""
+    write(out, modelled())
+    fill(document, filled_in(read(out)))
+    click.echo(f"{out}, {document}")
+
+
+if __name__ == "__main__":
+    main()
