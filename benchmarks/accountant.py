@@ -39,7 +39,6 @@ CALIBRATED = ((0.1, 0.01, 1000), (1.0, 0.01, 1000), (8.0, 0.04, 2000))  # epsilo
 
 
 def best_milliseconds(compute: Callable[[], object]) -> float:
-    """Processor time of the best round."""
     times: list[float] = []
     while len(times) < ROUNDS and (not times or times[-1] < SLOW):
         cached_epsilon.cache_clear()
@@ -65,7 +64,6 @@ def calibration(target: float, q: float, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, write the result file, print the table."""
     cases: dict[str, Any] = {}
     for name, (events, delta, adjacency, truth) in CASES.items():
         ledger = Ledger(tuple(Event(*event) for event in events), adjacency)

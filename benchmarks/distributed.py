@@ -149,11 +149,10 @@ def rows(cases: Mapping[str, Any]) -> list[list[str]]:
 
 
 def tables(cases: Mapping[str, Any]) -> dict[str, str]:
-    """Of the guide."""
     return {"processes": markdown(HEADS, rows(cases))}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--cases", default="w1,w2n", help="Names of benchmarks.engines.cases, with commas.")
 @click.option("--processes", default="1,2", help="Numbers of processes, with commas.")
 @click.option("--rounds", default=8, help="Rounds that count; one more warms up.")
@@ -162,7 +161,6 @@ def tables(cases: Mapping[str, Any]) -> dict[str, str]:
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="Result file.")
 @click.option("--document", default=GUIDE, type=click.Path(path_type=Path), help="Where the table goes.")
 def main(cases: str, processes: str, rounds: int, device: str, quick: bool, out: Path, document: Path) -> None:
-    """Measure, print a table, write the result file and the table of the guide."""
     found, console = {}, Console()
     for case in cases.split(","):
         for size in map(int, processes.split(",")):

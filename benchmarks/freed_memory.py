@@ -20,7 +20,6 @@ HEADS = ("case", "step", "given back, ms", "kept, ms", "saved", "page faults", "
 
 
 def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
-    """Both steps with both kinds of memory, in turn."""
     spec = {
         "module": "benchmarks.engines.contestants", "cases": "benchmarks.engines.cases", "case": case, "quick": quick,
         "device": "cpu",
@@ -34,7 +33,6 @@ def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def rows(cases: Mapping[str, Any]) -> list[list[str]]:
-    """One line for each step of each case."""
     lines = []
     for case, record in cases.items():
         for step in STEPS:

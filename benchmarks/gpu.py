@@ -34,7 +34,6 @@ NUMBERS = (10**5, 10**7)
 
 
 def commands(results: Path, pages: Path) -> dict[str, list[str]]:
-    """Programs that are run, by name, in their order."""
     python, engines = sys.executable, results / "engines_gpu.json"
     measure = ["--device", "cuda", "--cases", CASES, "--engines", CONTESTANTS, "--rounds", "7", "--out", str(engines)]
     return {
@@ -69,7 +68,6 @@ def noise(device: str, numbers: Sequence[int] = NUMBERS, rounds: int = ROUNDS) -
 
 
 def page(report: dict[str, Any]) -> str:
-    """What was run, and what noise costs."""
     parts = [[name, part["status"], f"{part['seconds']:.0f}"] for name, part in report["parts"].items()]
     costs = [[f"{row['numbers']:,}", row["source"], f"{row['best_ns']:.2f}"] for row in report["noise"]]
     lines = [
@@ -104,7 +102,6 @@ def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], floa
 @click.option("--results", default=FOLDER, type=click.Path(file_okay=False, path_type=Path), help="For JSON files.")
 @click.option("--pages", default=DOCS / "results", type=click.Path(file_okay=False, path_type=Path))
 def main(results: Path, pages: Path) -> None:
-    """Run everything that needs a GPU, or say that there is none."""
     if not torch.cuda.is_available():
         build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", which is built without CUDA")
         click.echo(

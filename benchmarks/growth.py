@@ -43,7 +43,6 @@ class Axis:
     tunings: tuple[str, ...] = tuple(TUNINGS)
 
     def case(self, size: int, tuning: str) -> Case:
-        """The model and the batch of one point."""
         numbers = {"vocabulary": 500, **self.fixed, **self.sizes[size]}
         samples, hidden = numbers.pop("samples"), 16 * round(numbers["width"] / 6)  # 8 / 3 of it, as in Llama
         sizes = {"hidden": hidden, "norm": "rms", "lora": TUNINGS[tuning], **numbers}
@@ -52,23 +51,14 @@ class Axis:
 
 WIDTHS = ((128, 5), (256, 4), (384, 6), (640, 6), (1024, 8), (1536, 11))
 AXES = {
-    "T": Axis(
-        "positions", {size: {"length": size} for size in (128, 256, 512, 1024, 2048, 4096)},
-        {"samples": 2, "layers": 2, "width": 256},
-    ),
-    "B": Axis(
-        "samples", {size: {"samples": size} for size in (1, 4, 16, 64, 256, 1024)},
-        {"length": 32, "layers": 2, "width": 128},
-    ),
-    "P": Axis(
-        "parameters of the layers",
-        {12 * width * width * layers: {"width": width, "layers": layers} for width, layers in WIDTHS},
-        {"samples": 2, "length": 32},
-    ),
-    "r": Axis(
-        "rank", {size: {"rank": size} for size in (1, 4, 16, 64)},
-        {"samples": 8, "length": 128, "layers": 4, "width": 384}, ("LoRA",),
-    ),
+    "T": Axis("positions", {size: {"length": size} for size in (128, 256, 512, 1024, 2048, 4096)},
+        {"samples": 2, "layers": 2, "width": 256}),
+    "B": Axis("samples", {size: {"samples": size} for size in (1, 4, 16, 64, 256, 1024)},
+        {"length": 32, "layers": 2, "width": 128}),
+    "P": Axis("parameters of the layers", {12 * width * width * layers: {"width": width, "layers": layers} for width,
+        layers in WIDTHS}, {"samples": 2, "length": 32}),
+    "r": Axis("rank", {size: {"rank": size} for size in (1, 4, 16, 64)}, {"samples": 8, "length": 128, "layers": 4,
+        "width": 384}, ("LoRA",)),
 }  # fmt: skip
 ALL_CASES = {
     f"{name}/{tuning}/{size}": axis.case(size, tuning)

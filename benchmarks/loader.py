@@ -54,7 +54,6 @@ def tensors(size: int) -> Any:
 
 
 def tokens(size: int) -> list[dict[str, Any]]:
-    """Texts of 128 tokens."""
     return [{"input_ids": list(range(128)), "attention_mask": [1] * 128, "label": number} for number in range(size)]
 
 
@@ -92,7 +91,6 @@ def columns(size: int) -> Any:
 
 
 def nested(size: int) -> Any:
-    """Records in records."""
     values = torch.randn(size, 64)
     return [{"facts": {"x": values[at], "parts": [{"y": values[at, :8], "n": at}] * 3}} for at in range(size)]
 
@@ -165,7 +163,6 @@ def ratios(case: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rows(cases: Mapping[str, Any]) -> list[list[str]]:
-    """One line for each case."""
     found = {name: case for name, case in cases.items() if case["contestants"]}
     return [
         [n, str(c["records"]), str(c["batch"]), *(f"{x:.2f}" for x in ratios(c).values())] for n, c in found.items()

@@ -154,12 +154,10 @@ def in_turn(steps: Mapping[str, Callable[[], T]], rounds: int, after: Say = lamb
 def timed_in_turn(
     steps: Mapping[str, Callable[[], Any]], rounds: int, base: str | None = None, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
-    """Statistics of steps that share this process."""
     return statistics_of(in_turn({name: partial(timed, step, device) for name, step in steps.items()}, rounds), base)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third."""
     return [values[0]] * 2 if len(values) < 2 else statistics.quantiles(values, n=4, method="inclusive")[::2]
 
 
@@ -241,7 +239,6 @@ class Process:
         return found
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Send a command; its answer."""
         with suppress(BrokenPipeError):  # it has ended, which is its answer
             self.process.stdin.write(command + "\n")
             self.process.stdin.flush()
@@ -257,7 +254,6 @@ class Process:
             return {name: found[name] for name in found.files}, seconds
 
     def close(self) -> None:
-        """End the process."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.errors):
@@ -381,17 +377,14 @@ class Server:
         gc.freeze()  # what is there now is not looked at again by the collections before each step
 
     def facts(self) -> dict[str, Any]:
-        """Facts, and whether there are sums."""
         return {**self.contestant.facts, "compared": self.contestant.sums is not None}
 
     def step(self) -> dict[str, float]:
-        """Take a step; what it took."""
         found = timed(self.contestant.step, self.device)
         self.contestant.clear()
         return found
 
     def answer(self, question: str) -> dict[str, Any]:
-        """What the contestant says."""
         return self.contestant.answer(question)
 
     def sums(self, file: str) -> dict[str, float]:

@@ -38,7 +38,6 @@ def one_audit(problem: Problem) -> Callable[[], object]:
 
 
 def contestant(spec: Spec) -> Contestant:
-    """For `measure`."""
     problem, kind = problem_of(spec), spec["contestant"]
     if kind == "plain":
         return plain(problem)
@@ -51,7 +50,6 @@ def contestant(spec: Spec) -> Contestant:
 
 
 def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
-    """Seconds of each kind of step of one case, and the ratios."""
     from dpfunc.engines._guards.audit import ROWS_IN, TIME_SHARE
 
     spec = {"module": "benchmarks.overhead", "cases": "benchmarks.engines.cases", "case": case, "quick": quick}
@@ -64,7 +62,6 @@ def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def rows(cases: dict[str, Any]) -> list[list[str]]:
-    """What audits add to a step, by case."""
     shown = []
     for name, case in cases.items():
         plain, whole = (1e3 * case["contestants"][who]["time"]["median_seconds"] for who in ("plain", "whole"))

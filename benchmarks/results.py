@@ -31,7 +31,6 @@ END = "<!-- end -->"
 
 
 def machine(threads: int = 1, device: str = "cpu") -> dict[str, Any]:
-    """What the numbers depend on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -48,7 +47,6 @@ def machine(threads: int = 1, device: str = "cpu") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are measured."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -77,12 +75,10 @@ def write(path: Path, content: Record, *, threads: int = 1, device: str = "cpu",
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file; empty if there is none."""
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a result file."""
     return read(path).get("rows", [])
 
 
@@ -122,7 +118,6 @@ def show(name: str, record: Record) -> Table:
 
 
 def printed(heads: Iterable[str], rows: Iterable[Iterable[object]], width: int | None = None) -> None:
-    """A table on the screen."""
     table = Table(*heads)
     for row in rows:
         table.add_row(*map(str, row))
@@ -185,5 +180,4 @@ def filled(text: str, tables: Mapping[str, str]) -> str:
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
-    """Write tables into a document."""
     page.write_text(filled(page.read_text("utf-8"), tables), "utf-8")

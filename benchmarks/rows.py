@@ -44,7 +44,6 @@ class Told(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
         self.messages.append(record.getMessage())
 
 
@@ -128,7 +127,6 @@ def survey(path: Path) -> dict[str, Any]:
 @click.option("--survey", "path", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A survey's file.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
 def main(count: int, first: int, every: int, path: Path | None, out: Path) -> None:
-    """Measure, print tables, and write the result file."""
     warnings.simplefilter("ignore")  # of torch, about the losses
     logging.getLogger("dpfunc").propagate = False
     torch.set_num_threads(1)

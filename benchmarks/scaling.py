@@ -112,7 +112,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All."""
         return self.layers * self.layer_parameters + 2 * self.head.numbers + self.width
 
     def lora_parameters(self, rank: int, tensor: int = 1) -> int:
@@ -214,7 +213,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
         return self.microbatch * self.length
 
     @property
@@ -241,13 +239,6 @@ def layer_activations(job: Job) -> int:
     shape, tensor = job.shape, job.layout.tensor
     wide = 4 * shape.width + (2 * shape.width + 2 * shape.kv_width) // tensor
     return HALF * job.tokens * (wide + (4 if shape.gated else 2) * shape.hidden // tensor)
-
-
-def activations(job: Job) -> int:
-    """Of a microbatch: with checkpoints (not for vmap) inputs of all blocks and one block; or all blocks; the loss."""
-    block, layers = layer_activations(job), job.shape.layers
-    blocks = layers * block if job.engine == "vmap" else layers * HALF * job.tokens * job.shape.width + block
-    return blocks + LOSS * job.tokens * job.shape.vocabulary
 
 
 def formed(job: Job) -> list[bool]:
@@ -293,50 +284,45 @@ def engine_bytes(job: Job) -> int:
     return scratch + (auto_bytes(job) if job.engine == "auto" else 0)
 
 
-def gathered_bytes(job: Job) -> int:
-    """What is gathered while gradients are computed: what FSDP2 has of a model at a time, and all trained parameters.
+def computing(job: Job) -> dict[str, int]:
+    """Bytes while gradients are computed.
 
-    FSDP2 has two blocks, the embedding and the head.
+    - gathered: of frozen parameters two blocks, the embedding and the head, as FSDP2 has them; all trained ones.
+    - activations: with checkpoints (not for vmap) inputs of all blocks and one block; or all blocks; and the loss.
+    - sums in float32: of all trained parameters, twice with several microbatches; or the own part, and one unit more.
     """
-    at_a_time = HALF * (2 * job.shape.layer_parameters + 2 * job.shape.head.numbers) // job.layout.tensor
-    by_fsdp = at_a_time if job.layout.streamed or (job.lora_rank is not None and job.layout.cut_frozen) else 0
-    return by_fsdp + (HALF * job.trained if job.layout.cut_trained and not job.layout.streamed else 0)
-
-
-def sums_bytes(job: Job) -> int:
-    """Float32 sums while gradients are computed: of all trained parameters, twice with several microbatches."""
-    if job.layout.streamed:  # the own part, and one unit on its way
-        return SINGLE * (job.trained_held + max(job.shape.layer_parameters, job.shape.head.numbers))
-    return SINGLE * job.trained * (2 if job.microbatches > 1 else 1)
-
-
-def releasing_bytes(job: Job) -> int:
-    """Sums and the message; then the sum, the noise and the released gradient."""
-    whole, mine = SINGLE * job.trained, SINGLE * job.trained_held
-    return max(whole + mine, 3 * mine) if job.layout.cut_trained and not job.layout.streamed else 3 * mine
+    shape, layout, layers = job.shape, job.layout, job.shape.layers
+    at_a_time = HALF * (2 * shape.layer_parameters + 2 * shape.head.numbers) // layout.tensor
+    gathered = at_a_time if layout.streamed or (job.lora_rank is not None and layout.cut_frozen) else 0
+    sums = SINGLE * job.trained * (2 if job.microbatches > 1 else 1)
+    if layout.streamed:
+        sums = SINGLE * (job.trained_held + max(shape.layer_parameters, shape.head.numbers))
+    elif layout.cut_trained:
+        gathered += HALF * job.trained
+    block = layer_activations(job)
+    blocks = layers * block if job.engine == "vmap" else layers * HALF * job.tokens * shape.width + block
+    activations = blocks + LOSS * job.tokens * shape.vocabulary
+    return {"gathered": gathered, "activations": activations, "engine": engine_bytes(job), "sums": sums}
 
 
 def parts(job: Job) -> dict[str, int]:
     """Bytes on one GPU, by what they are for. `computing` and `releasing` are never there together.
 
-    - frozen, trained, optimizer: bfloat16 parameters; AdamW with a float32 copy.
-    - computing: gathered parameters, activations, the engine, float32 sums.
+    Frozen and trained parameters are in bfloat16, AdamW has a float32 copy. Releasing: sums and the message; then the
+    sum, the noise and the released gradient.
     """
     frozen = job.shape.parameters // (job.gpus if job.layout.cut_frozen else job.layout.tensor)
-    computing = {
-        "gathered": gathered_bytes(job), "activations": activations(job), "engine": engine_bytes(job),
-        "sums": sums_bytes(job),
-    }  # fmt: skip
+    found, whole, mine = computing(job), SINGLE * job.trained, SINGLE * job.trained_held
+    cut = job.layout.cut_trained and not job.layout.streamed
     return {
         "frozen": 0 if job.lora_rank is None else HALF * frozen,
         "trained": HALF * job.trained_held * (2 if job.layout.streamed else 1),  # the module's parts, and the caller's
-        "optimizer": OPTIMIZER * job.trained_held,
-        **computing, "computing": sum(computing.values()), "releasing": releasing_bytes(job),
+        "optimizer": OPTIMIZER * job.trained_held, **found, "computing": sum(found.values()),
+        "releasing": max(whole + mine, 3 * mine) if cut else 3 * mine,
     }  # fmt: skip
 
 
 def peak(job: Job) -> int:
-    """The most bytes on one GPU at a time."""
     found = parts(job)
     return found["frozen"] + found["trained"] + found["optimizer"] + max(found["computing"], found["releasing"])
 
@@ -390,7 +376,6 @@ def fits(num_bytes: float) -> int | None:
 
 
 def record(model: str, tuning: str, layout: str, job: Job) -> dict[str, Any]:
-    """One job: bytes on a GPU, and bytes that it sends."""
     return {
         "model": model, "tuning": tuning, "layout": layout, "gpus": job.gpus, "engine": job.engine,
         "microbatches": job.microbatches, "bytes": {**parts(job), "peak": peak(job)}, "fits": fits(peak(job)),
@@ -399,7 +384,6 @@ def record(model: str, tuning: str, layout: str, job: Job) -> dict[str, Any]:
 
 
 def modelled() -> dict[str, Any]:
-    """What the result file holds."""
     models = {
         name: {**asdict(shape), "parameters": shape.parameters, "lora": shape.lora_parameters(RANK)}
         for name, shape in MODELS.items()
@@ -442,7 +426,6 @@ def jobs_of(report: Report, *place: Any) -> list[Any]:
 
 
 def models(report: Report) -> str:
-    """Shapes."""
     rows = [
         [s["title"], s["layers"], s["width"], s["hidden"], f"{s['heads']} / {s['kv_heads']}", s["vocabulary"],
          f"{s['parameters'] / 1e9:.2f}e9", f"{s['lora'] / 1e6:.0f}e6"]
@@ -455,19 +438,14 @@ def models(report: Report) -> str:
 
 def cell(report: Report, *place: Any) -> str:
     """GB with each engine: bold fits into the small GPU, plain into the large one, in brackets into none."""
-    shown = []
+    form, shown = {None: "({})", CAPACITIES[0]: "**{}**", CAPACITIES[1]: "{}"}, []
     for engine in ENGINES:
-        for job in jobs_of(report, *place, engine):
-            size, text = job["fits"], amount(job["bytes"]["peak"] / 1e9)
-            shown.append(f"({text})" if size is None else f"**{text}**" if size == CAPACITIES[0] else text)
-            break
-        else:
-            shown.append("-")
+        found = jobs_of(report, *place, engine)
+        shown += [form[job["fits"]].format(amount(job["bytes"]["peak"] / 1e9)) for job in found] or ["-"]
     return " / ".join(shown)
 
 
 def memory(report: Report, tuning: str) -> str:
-    """A table of one kind of training."""
     rows = [
         [model, where.title, *(cell(report, model, tuning, layout, count) for count in GPUS)]
         for model in report["models"] for layout, where in LAYOUTS.items() if jobs_of(report, model, tuning, layout)
@@ -487,7 +465,6 @@ def columns(report: Report, entry: str, names: Sequence[str]) -> str:
 
 
 def workload(report: Report) -> str:
-    """What a step is."""
     work = report["work"]
     return (
         f"Records of {work['length']} tokens, {work['microbatch']} in a microbatch, {work['expected_batch']} expected "
@@ -508,7 +485,6 @@ TABLES: Mapping[str, Callable[[Report], str]] = {
 
 
 def filled_in(report: Report) -> dict[str, str]:
-    """All tables of the document."""
     return {name: table(report) for name, table in TABLES.items()}
 
 
@@ -516,7 +492,6 @@ def filled_in(report: Report) -> dict[str, str]:
 @click.option("--out", type=click.Path(path_type=Path), default=RESULT, help="The result file.")
 @click.option("--document", type=click.Path(path_type=Path), default=DOCUMENT, help="Where the tables go.")
 def main(out: Path, document: Path) -> None:
-    """Compute, and write the result file and the tables of the document."""
     write(out, modelled())
     fill(document, filled_in(read(out)))
     click.echo(f"{out}, {document}")

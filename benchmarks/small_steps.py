@@ -61,7 +61,6 @@ def chain(batch_size: int) -> Problem:
 
 
 def lstm(title: str, **sizes: Any) -> Case:
-    """An LSTM; it is small in any size."""
     return Case(title, recurrent, 32, sizes, sizes)
 
 
@@ -92,7 +91,6 @@ def section(found: Mapping[str, Any]) -> str:
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @measures(RESULT, rounds=30)
 def main(settings: Settings, out: Path) -> None:
-    """Measure, print and write."""
     found = measure_cases(list(ALL_CASES), ["plain", "auto"], settings, out, cases="benchmarks.small_steps")
     long = found["cases"]["chain"]
     long["seconds_a_use"] = (best(long, "auto") - best(long, "plain")) / (CHAIN + 1)

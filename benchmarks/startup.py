@@ -44,7 +44,6 @@ AFTER_TORCH = ("after torch: import dpfunc", "after torch: all public names")
 
 
 def seconds(command: list[str]) -> list[float]:
-    """Processor seconds of a process."""
     before = os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = os.times()
@@ -52,13 +51,11 @@ def seconds(command: list[str]) -> list[float]:
 
 
 def parts() -> list[float]:
-    """Seconds of both parts after torch."""
     said = subprocess.run([sys.executable, "-c", PARTS], check=True, capture_output=True, text=True).stdout
     return list(map(float, said.split()))
 
 
 def main() -> None:
-    """Measure, print and write the result."""
     found = in_turn({**{name: partial(seconds, each) for name, each in PROGRAMS.items()}, "parts": parts}, ROUNDS)
     values = {name: [each for (each,) in one] for name, one in found.items() if name != "parts"}
     values |= dict(zip(AFTER_TORCH, zip(*found["parts"], strict=True), strict=True))

@@ -1,12 +1,11 @@
 """Targets beside what was measured: `python -m benchmarks.targets`, which `make bench` runs last.
 
-Nothing is measured here: each target names a number in a committed result file. The table, and why targets are missed,
-go into docs/performance.md.
+Nothing is measured here: each target names a number in a committed result file. The table goes into
+docs/performance.md, which says why targets are missed.
 """
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class Target:
     Args:
         title: one line for the table. limit: in the unit. unit: one of `SCALES`.
         file: of benchmarks/results, without `.json`. path: keys that lead to the number in it.
-        why: key of `REASONS`, for when it is missed.
+        why: a word that the page explains, for when it is missed.
     """
 
     title: str
@@ -47,7 +46,6 @@ class Target:
 
 
 def contestant(title: str, limit: float, unit: str, file: str, case: str, who: str, *path: str, why: str) -> Target:
-    """A number of a contestant of a case."""
     return Target(title, limit, unit, file, ("cases", case, "contestants", who, *path), why)
 
 
@@ -87,64 +85,6 @@ TARGETS = (
 # Steps of at most this many milliseconds have a target of their own: 1.5 x plain + 3 ms.
 SMALL_STEP_MS, SMALL_RATIO, SMALL_ADDED_MS = 5.0, 1.5, 3.0
 
-REASONS = {
-    "lora": (
-        "the arithmetic is nearly that of the plain step: the gradient of a factor of rank r at T positions takes "
-        "2 T d r operations for a sample, r / d of the layer's own product, and frozen weights need no gradient. "
-        "What is left is Python: for each use of a parameter (about 0.1 ms), and for each function."
-    ),
-    "full": (
-        "the norm of a sample's gradient of a p x d matrix at T positions takes min(1, T (p + d) / (p d)) of a "
-        "product, on top of the three of the plain step. With T = 128 that is 0.35 (384 x 8000) to 0.67 (384 x "
-        "384) of a product, so 1.12 to 1.22 times the plain step is the least if norms come from factors. Tried: "
-        "forming gradients, ghost norms, and the cheaper of both for each use."
-    ),
-    "convolution": (
-        "as for matrices, the norm is at most one product more, of three: 1.33. torch's kernels for weight "
-        "gradients are slower for one sample than for a batch, which is the rest. Tried: one grouped convolution "
-        "for all samples, unfolded windows, ghost norms by cells and by taps, pieces of a bounded size."
-    ),
-    "memory": (
-        "gradients of layers' outputs are kept until the factors are known, since there is no second backward "
-        'pass; in a convolutional network they are as large as the activations. `engine="ghost"` keeps none and '
-        "is slower."
-    ),
-    "small": (
-        "a step of some milliseconds shows what Python costs for each use and each function, see above. Tried: "
-        "marks of the device that are read together, small gradients of equal shapes as one."
-    ),
-    "mnist": (
-        "the weight gradients of 256 samples are formed by one grouped convolution for each layer; with 1 and 16 "
-        "channels torch's kernels are slower for many small ones than for their sum. Ghost norms take 30 times the "
-        "operations at 169 positions, by the cost model. The rest is Python. Tried: unfolded windows and a batched "
-        "product, which are as slow."
-    ),
-    "lstm": (
-        "torch runs the plain LSTM as one fused operation. The gradients of its weights for single samples need "
-        "the gradient of each gate at each position, which that operation does not give, so positions are gone "
-        "through one by one. Tried: the fused operation forward, one product for all gates and positions before and "
-        "after that, norms that share it, gates that are overwritten, sums in the memory order of the larger side."
-    ),
-    "processes": (
-        "clipped sums take most of it, 1.05 of the plain step's CPU time for LoRA; each process draws half of the "
-        "noise (0.01), agrees on the step (0.004) and reads its parameters and what it releases once for checksums "
-        "(0.003). "
-        "Tried: one message for all sums, noise included; "
-        "noise divided over processes; checksums of sums over rows and columns; as many threads as a process has "
-        "cores."
-    ),
-    "noise": (
-        "a number needs 1.02 words of AES (1.5-1.8 ns) and about ten passes over numbers in the cache, of 0.14 "
-        "ns, and 0.4 for the two that look into tables (decision 0014). Tried: Box-Muller and inverse "
-        "distribution functions, whose bits differ between processors; words by OpenSSL, one more compiled "
-        "dependency."
-    ),
-    "loader": (
-        "a check takes three collations of up to 64 records, their copies and seeds, about two milliseconds; batches "
-        "that are read in a fraction of one show it. Beside decoding or a step of training it is lost."
-    ),
-}
-
 
 def reports(folder: Path = FOLDER) -> dict[str, Any]:
     """All result files, by name; of loaders, the ratios too."""
@@ -155,7 +95,6 @@ def reports(folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def cases_of(found: dict[str, Any], file: str) -> dict[str, Any]:
-    """The cases of a result file; none if it is not there."""
     return found.get(file, {}).get("cases", {})
 
 
@@ -171,7 +110,6 @@ def judged(found: dict[str, Any]) -> list[tuple[Target, float | None]]:
 
 
 def verdict(target: Target, value: float | None) -> str:
-    """Met, or missed and by how much."""
     if value is None or value <= target.limit:
         return "not measured" if value is None else "met"
     percent = 100 * (value / target.limit - 1)
@@ -179,8 +117,6 @@ def verdict(target: Target, value: float | None) -> str:
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    """Cells of the table."""
-
     def shown(target: Target, value: float | None) -> str:
         return "" if value is None else f"{value:.3g} {target.unit}".replace("x", "").strip()
 
@@ -283,7 +219,6 @@ def before_rows(cases: dict[str, Any]) -> list[list[str]]:
 
 
 def tables(found: dict[str, Any]) -> dict[str, str]:
-    """The tables of the page, by their places."""
     engines = cases_of(found, "engines")
     places = {
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
@@ -298,25 +233,18 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 
 def section(found: dict[str, Any]) -> str:
-    """The section of the page: the targets that are missed, and their arithmetic. The command prints all."""
+    """The section of the page: the targets that are missed, and a word for why, which the page explains."""
     measured = [(target, value) for target, value in judged(found) if value is not None]
-    missed = [target for target, value in measured if value > target.limit]
-    whys: dict[str, list[str]] = {}
-    for target in missed:
-        whys.setdefault(target.why, []).append(target.title)
-    reasons = [
-        textwrap.fill(f"- **{'; '.join(titles)}**: {REASONS[why]}", 130, subsequent_indent="  ", break_on_hyphens=False)
-        for why, titles in whys.items()
+    met = sum(value <= target.limit for target, value in measured)
+    others = [
+        [*row, target.why] for row, (target, _) in zip(rows(found), judged(found), strict=True) if row[-1] != "met"
     ]
-    counts = f"{len(measured) - len(missed)} of {len(measured)} measured targets are met; the others:"
-    others = [row for row in rows(found) if row[-1] != "met"]
-    return "\n\n".join([counts, markdown(HEADS, others), "\n".join(reasons)])
+    return f"{met} of {len(measured)} measured targets are met; the others:\n\n" + markdown((*HEADS, "why"), others)
 
 
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--page", default=PAGE, type=click.Path(dir_okay=False, path_type=Path), help="Where the table goes.")
 def main(page: Path) -> None:
-    """Print the table, and write it into the page."""
     found = reports()
     printed(HEADS, rows(found))
     fill(page, tables(found))

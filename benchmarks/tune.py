@@ -53,13 +53,11 @@ def one_run(candidate: Candidate) -> float:
 
 
 def tested(candidate: Candidate, model: Any) -> float:
-    """Accuracy of a model on the records of a candidate."""
     records = candidate.prepared.records.evaluation
     return score(candidate.prepared, model, records) / len(records)
 
 
 def summary(found: Sequence[float]) -> dict[str, Any]:
-    """Mean, lowest and highest."""
     return {"accuracy": list(found), "mean": statistics.mean(found), "low": min(found), "high": max(found)}
 
 
@@ -114,7 +112,6 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
 @click.option("--seeds", default=5, show_default=True, help="Runs of each.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
 def main(seeds: int, out: Path) -> None:
-    """Measure, print, and keep the results."""
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
 

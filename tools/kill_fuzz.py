@@ -7,6 +7,7 @@ tests/checkpoint/test_kills.py is short.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[1]
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: its forks are to have one thread
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "_support")]
 
 from kills import KINDS, first_problems, fuzz, summary, warm

@@ -57,38 +57,28 @@ RESNEXT = {"widths": (64, 128, 256), "blocks": 2, "image": 32}
 
 CASES: dict[str, Case] = {
     "w1": case("Llama-style decoder, LoRA on all linear layers", nets.decoder, 16, LLAMA, TINY_LLAMA),
-    "w2n": case(
-        "The decoder with LayerNorm, all parameters", nets.decoder, 16, LLAMA, TINY_LLAMA, norm="layer", lora=False
-    ),
+    "w2n": case("The decoder with LayerNorm, all parameters", nets.decoder, 16, LLAMA, TINY_LLAMA, norm="layer",
+        lora=False),
     "w2": case("The decoder with RMSNorm, all parameters", nets.decoder, 16, LLAMA, TINY_LLAMA, lora=False),
-    "w3": case(
-        "Convolutional network, 32x32, all parameters", nets.plain_convnet, 64,
-        {"widths": (64, 128, 256, 256), "image": 32}, {"widths": (8, 16), "image": 8},
-    ),
-    "mnist": case(
-        "DP-MNIST network, 28x28, all parameters", nets.mnist_net, 256, {"widths": (16, 32, 32)}, {"widths": (4, 4, 4)}
-    ),
+    "w3": case("Convolutional network, 32x32, all parameters", nets.plain_convnet, 64,
+        {"widths": (64, 128, 256, 256), "image": 32}, {"widths": (8, 16), "image": 8}),
+    "mnist": case("DP-MNIST network, 28x28, all parameters", nets.mnist_net, 256, {"widths": (16, 32, 32)},
+        {"widths": (4, 4, 4)}),
     "w4": case("ViT-tiny, 224x224, LoRA", nets.vit, 16, VIT, TINY_VIT, lora=True),
     "w4f": case("ViT-tiny, 224x224, all parameters", nets.vit, 16, VIT, TINY_VIT, lora=False),
     "gpt2": case("GPT-2 of Hugging Face, tied head, all parameters", nets.gpt2, 8, HF, TINY_HF),
     "bert": case("BERT of Hugging Face, LoRA, classification", nets.bert, 16, HF, TINY_HF),
-    "t1024": case(
-        "Llama-style decoder, LoRA, 1024 tokens", nets.decoder, 2, {**LLAMA, "length": 1024},
-        {**TINY_LLAMA, "length": 32},
-    ),
+    "t1024": case("Llama-style decoder, LoRA, 1024 tokens", nets.decoder, 2, {**LLAMA, "length": 1024},
+        {**TINY_LLAMA, "length": 32}),
     "embed": case("Classifier on a table of 50000 embeddings, all parameters", nets.bag_of_words, 32, BAG, TINY_BAG),
     "perceptron": case("Perceptron, 3 layers, all parameters", nets.perceptron, 64, {"width": 256}, {"width": 8}),
     "small": case("Llama-style decoder, 2 layers, 32 tokens, LoRA", nets.decoder, 8, SMALL_LLAMA, TINY_LLAMA),
-    "resnet18": case(
-        "ResNet18, 32x32, all parameters", nets.residual_net, 32, RESNET,
-        {"widths": (8, 16), "blocks": 1, "image": 8}, kind="basic",
-    ),
+    "resnet18": case("ResNet18, 32x32, all parameters", nets.residual_net, 32, RESNET,
+        {"widths": (8, 16), "blocks": 1, "image": 8}, kind="basic"),
     "vgg11": case("VGG11, 32x32, all parameters", nets.vgg, 32, {"divide": 1}, {"divide": 16}, depth=11, image=32),
     "vgg19": case("VGG19, 32x32, all parameters", nets.vgg, 32, {"divide": 1}, {"divide": 16}, depth=19, image=32),
-    "resnext": case(
-        "ResNeXt with 8 groups, 32x32, all parameters", nets.residual_net, 32, RESNEXT,
-        {"widths": (64, 128), "blocks": 1, "image": 8}, kind="grouped",
-    ),
+    "resnext": case("ResNeXt with 8 groups, 32x32, all parameters", nets.residual_net, 32, RESNEXT,
+        {"widths": (64, 128), "blocks": 1, "image": 8}, kind="grouped"),
 }  # fmt: skip
 
 
@@ -127,9 +117,8 @@ LAYERS: Mapping[str, tuple[Callable[[int], nn.Module], Callable[[int], tuple[int
     "group-norm": (lambda k: nn.GroupNorm(4, 64 // k), lambda k: (64 // k, 32 // k, 32 // k)),
     "instance-norm": (lambda k: nn.InstanceNorm2d(64 // k, affine=True), lambda k: (64 // k, 32 // k, 32 // k)),
     "rms-norm": (lambda k: nn.RMSNorm(512 // k, eps=1e-6), lambda k: (128 // k, 512 // k)),
-    "attention": (
-        lambda k: Alone(nn.MultiheadAttention(256 // k, 4, batch_first=True)), lambda k: (128 // k, 256 // k),
-    ),
+    "attention": (lambda k: Alone(nn.MultiheadAttention(256 // k, 4, batch_first=True)),
+        lambda k: (128 // k, 256 // k)),
     "lstm": (lambda k: Alone(nn.LSTM(128 // k, 128 // k, batch_first=True)), lambda k: (32 // k, 128 // k)),
 }  # fmt: skip
 

@@ -46,7 +46,6 @@ def known(name: str) -> bool:
 
 
 def arrays(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """On the host, for the comparison."""
     return {name: value.detach().cpu().numpy() for name, value in sums.items()}
 
 
@@ -175,7 +174,6 @@ def problem_of(spec: Spec) -> Problem:
 
 
 def contestant(spec: Spec) -> Contestant:
-    """For `measure`: the one that is named, on a case."""
     return prepare(spec["contestant"].removesuffix(AGAINST), problem_of(spec))
 
 

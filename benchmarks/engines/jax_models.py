@@ -120,7 +120,6 @@ def _convnet(p: Params, images_BHWC: jax.Array) -> jax.Array:
 
 
 def _layers(p: Params, x: jax.Array, *names: str) -> jax.Array:
-    """Linear layers with ReLU between them."""
     for name in names[:-1]:
         x = jax.nn.relu(_linear(p, name, x))
     return _linear(p, names[-1], x)
@@ -174,7 +173,6 @@ class Stepper:
         self.compiled: Any = None
 
     def _loss(self, trained: Params, frozen: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        """The mean cross entropy of a batch."""
         logits = self.model.forward({**frozen, **trained}, inputs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
@@ -231,7 +229,6 @@ class Stepper:
 
 
 def contestant(spec: Spec) -> Contestant:
-    """For `measure`, on as many cores as threads: XLA takes as many threads as there are cores in the mask."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: spec["threads"]])
     stepper = Stepper(spec)

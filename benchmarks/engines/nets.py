@@ -130,7 +130,6 @@ class ViT(nn.Module):
 
 
 def vit(batch_size: int, *, image: int, patch: int, width: int, layers: int, lora: bool) -> Problem:
-    """A small vision transformer."""
     module: nn.Module = ViT(image, patch, width, layers)
     if lora:
         module = add_lora(module, r"\.(q|k|v|o|up|down)$")
@@ -199,7 +198,6 @@ def bag_of_words(batch_size: int, *, vocabulary: int, width: int, length: int) -
 
 
 def perceptron(batch_size: int, *, width: int) -> Problem:
-    """Three linear layers with ReLU."""
     layers = (nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
     inputs, targets = torch.randn(batch_size, width), torch.randint(CLASSES, (batch_size,))
     return Problem(nn.Sequential(*layers), inputs, targets, classification, jax_model="perceptron")

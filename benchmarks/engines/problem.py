@@ -54,7 +54,6 @@ class Problem:
         return loss_fn, params
 
     def to(self, device: str) -> Problem:
-        """The same problem on another device."""
         inputs, targets = self.inputs.to(device), self.targets.to(device)
         return replace(self, module=self.module.to(device), inputs=inputs, targets=targets)
 
@@ -80,7 +79,6 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def classification(logits_BK: Tensor, targets_B: Tensor) -> Tensor:
-    """Cross entropy of each sample."""
     return F.cross_entropy(logits_BK, targets_B, reduction="none")
 
 
@@ -91,7 +89,6 @@ def next_token(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def squared_error(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error of each sample."""
     return (output - targets).square().flatten(1).mean(1)
 
 
@@ -125,7 +122,6 @@ class Truth:
 
     @staticmethod
     def of(module: nn.Module, problem: Problem, bounds: Sequence[float]) -> Truth:
-        """Call the module with one sample of the problem at a time."""
         params = trained(module)
         totals = {c: {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()} for c in bounds}
         sizes: dict[float, dict[str, float]] = {c: dict.fromkeys(params, 0.0) for c in bounds}

@@ -53,7 +53,6 @@ class Truths:
         self.kept: dict[tuple[bool, bool], Truth] = {}
 
     def error(self, name: str, sums: Any, double: bool) -> float:
-        """How far the sums of a contestant are off."""
         own_layers, clip_norm = self.problem.stand_in is not None and name.startswith("opacus"), self.problem.clip_norm
         bounds = (clip_norm, clip_norm * contestants.INNER, math.inf)
         if (own_layers, double) not in self.kept:
@@ -67,7 +66,6 @@ class Truths:
 
 
 def spec_of(name: str, problem: Problem, spec: Spec, folder: Path, against: Path | None) -> Spec | TakesNoPart:
-    """What the process of a contestant is told."""
     if name.partition("/")[0] not in JAX_MODES:
         return {**spec, "contestant": name, "dpfunc": str(against) if name.endswith(AGAINST) else None}
     try:

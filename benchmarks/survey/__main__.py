@@ -57,7 +57,6 @@ def run(wanted: Sequence[Case], workers: int, limit: int, engine: str = "auto") 
 
 
 def saved(path: Path) -> dict[str, Row]:
-    """Rows by case."""
     content = read(path)
     return {row["case"]: row for row in [*content.get("cases", []), *content.get("left_out", [])]}
 
@@ -145,7 +144,6 @@ def main(
     only: str, workers: int, limit: int, out: Path, document: Path, append: bool, missing: bool, lists: bool,
     engine: str, every: int,
 ) -> None:  # fmt: skip
-    """Measure, and write the result file and the page after every few cases."""
     known = cases()
     rows = {name: row for name, row in saved(out).items() if name in known} if append else {}
     wanted = [case for name, case in known.items() if re.search(only, name)][::every]

@@ -21,13 +21,8 @@ SPEECH: dict[str, dict[str, Any]] = {
     "sew": {**CONVS, "squeeze_factor": 2},
     "sew-d": {**CONVS, "squeeze_factor": 2, "position_buckets": 8},
     "unispeech": CONVS,
-    "unispeech-sat": {
-        **CONVS,
-        "tdnn_dim": [8, 8],
-        "tdnn_kernel": [3, 1],
-        "tdnn_dilation": [1, 1],
-        "xvector_output_dim": 8,
-    },
+    "unispeech-sat": {**CONVS, "tdnn_dim": [8, 8], "tdnn_kernel": [3, 1], "tdnn_dilation": [1, 1],
+        "xvector_output_dim": 8},
     "wav2vec2": CONVS,
     "wav2vec2 layer norm": {**CONVS, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
     "wav2vec2-conformer": {**CONVS, "conv_depthwise_kernel_size": 3},
@@ -62,21 +57,18 @@ def features(frames: int = 16, mels: int = 8) -> Batch:
 MELS: Callable[[], Batch] = lambda: {"input_features": randn(BATCH, 8, 16)}
 WHISPER = {"max_source_positions": 8, "max_target_positions": 16, "d_model": 16}
 OTHERS: Mapping[str, Callable[[], Subject]] = {
-    "audio-spectrogram-transformer": of(
-        "ASTForAudioClassification", "audio-spectrogram-transformer",
-        lambda: {"input_values": randn(BATCH, 16, 8), "labels": classes()}, "classes", max_length=16,
-        frequency_stride=4, time_stride=4, patch_size=4),
-    "clap": of(
-        "ClapModel", "clap", lambda: {**text("right"), "input_features": randn(BATCH, 1, 64, 8)}, "square",
-        audio_config={
-            "spec_size": 32, "num_mel_bins": 8, "patch_embeds_hidden_size": 16, "patch_size": 2, "window_size": 4,
-            "depths": [1, 1], "num_attention_heads": [2, 2], "hidden_size": 32, "patch_stride": 2, "num_classes": 3}),
+    "audio-spectrogram-transformer": of("ASTForAudioClassification", "audio-spectrogram-transformer", lambda: {
+        "input_values": randn(BATCH, 16, 8), "labels": classes()}, "classes", max_length=16, frequency_stride=4,
+        time_stride=4, patch_size=4),
+    "clap": of("ClapModel", "clap", lambda: {**text("right"), "input_features": randn(BATCH, 1, 64, 8)}, "square",
+        audio_config={"spec_size": 32, "num_mel_bins": 8, "patch_embeds_hidden_size": 16, "patch_size": 2,
+        "window_size": 4, "depths": [1, 1], "num_attention_heads": [2, 2], "hidden_size": 32, "patch_stride": 2,
+        "num_classes": 3}),
     "whisper": written("WhisperForConditionalGeneration", "whisper", MELS, **WHISPER),
     "whisper classifier": of("WhisperForAudioClassification", "whisper", lambda: {**MELS(), "labels": classes()},
                              "classes", **WHISPER, classifier_proj_size=8),
     "speech_to_text": written("Speech2TextForConditionalGeneration", "speech_to_text", features, d_model=16,
-                              input_feat_per_channel=8, conv_channels=8, max_source_positions=64,
-                              max_target_positions=64),
+        input_feat_per_channel=8, conv_channels=8, max_source_positions=64, max_target_positions=64),
     "moonshine": written("MoonshineForConditionalGeneration", "moonshine", lambda: {
         "input_values": randn(BATCH, 1600), "attention_mask": torch.ones(BATCH, 1600).long()}),
     "speecht5": written("SpeechT5ForSpeechToText", "speecht5", waves, **CONVS),
@@ -93,10 +85,9 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
     "sew ctc": transcribed("SEWForCTC", "sew", waves, **SPEECH["sew"]),
     "unispeech ctc": transcribed("UniSpeechForCTC", "unispeech", waves, **CONVS),
     "encodec": of("EncodecModel", "encodec", lambda: {"input_values": randn(BATCH, 1, 64)}, "audio_values",
-                  num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8, codebook_dim=8,
-                  norm_type="weight_norm",
-                  num_lstm_layers=1, kernel_size=3, last_kernel_size=3, compress=2, target_bandwidths=[1.5],
-                  sampling_rate=400),
+        num_filters=4, hidden_size=8, upsampling_ratios=[2, 2], codebook_size=8, codebook_dim=8,
+        norm_type="weight_norm", num_lstm_layers=1, kernel_size=3, last_kernel_size=3, compress=2,
+        target_bandwidths=[1.5], sampling_rate=400),
 }  # fmt: skip
 
 TIME = {"input_size": 1, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16, "prediction_length": 4,
@@ -158,8 +149,7 @@ SERIES: Mapping[str, Callable[[], Subject]] = {
     "patchtst classes": patched("PatchTSTForClassification", "patchtst", loss="prediction_logits", num_targets=3),
     "patchtst layer norm": patched("PatchTSTForPrediction", "patchtst", norm_type="layernorm"),
     "patchtsmixer forecast": patched("PatchTSMixerForPrediction", "patchtsmixer"),
-    "patchtsmixer layer norm": patched("PatchTSMixerForPrediction", "patchtsmixer",
-                                       norm_mlp="LayerNorm"),
+    "patchtsmixer layer norm": patched("PatchTSMixerForPrediction", "patchtsmixer", norm_mlp="LayerNorm"),
     "timesfm": times,
     "decision_transformer": of("DecisionTransformerModel", "decision_transformer", steps, "square", state_dim=3,
                                act_dim=2, max_ep_len=16, n_positions=32),

@@ -32,8 +32,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "bamba": {**SSM, "attn_layer_indices": [1]},
     "codegen": {"n_head": 4, "hidden_size": 32, "rotary_dim": 4},
     "dbrx": {"d_model": 16, "n_heads": 2, "n_layers": 2, "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0,
-        "clip_qkv": 8},
-             "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 24, "moe_num_experts": 3, "moe_top_k": 2}},
+        "clip_qkv": 8}, "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 24, "moe_num_experts": 3, "moe_top_k": 2}},
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
@@ -57,8 +56,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "youtu": MLA,
     "zamba": {"layer_types": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_d_state": 4,
-        "n_mamba_heads": 2, "attention_hidden_size": 32,
-              "attention_head_dim": 16},
+        "n_mamba_heads": 2, "attention_hidden_size": 32, "attention_head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 MAIN = words("""

@@ -190,7 +190,6 @@ def private(
 
 
 def milliseconds(step: Step) -> float:
-    """Median of a few repetitions."""
     times = []
     for _ in range(WARMUP + REPEATS):
         start = time.perf_counter()

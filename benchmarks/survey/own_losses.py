@@ -78,7 +78,6 @@ def measure(case: Case) -> dict[str, Any] | None:
 @click.command(help=__doc__)
 @click.option("--out", default=OUT, type=click.Path(path_type=Path, dir_okay=False))
 def main(out: Path) -> None:
-    """Compare, print the counts, and write the result file."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     rows = [row for case in track(chosen()) if (row := measure(case)) is not None]
     counts = dict(Counter(row["result"] for row in rows))

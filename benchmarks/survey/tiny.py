@@ -97,14 +97,14 @@ def of(auto: str, kind: str, batch: Callable[[], Batch], loss: str, /, **changes
     return lambda: hugging_face(built(auto, kind.split()[0], **changes), batch(), loss)
 
 
+def target_text() -> Batch:
+    """A text that is written: labels, and the same one token on."""
+    target = text("right", (3, 5, 2, 4), 5, seed=2)
+    labels = token_labels(target)
+    ids_BT = torch.cat((torch.full_like(labels[:, :1], START), target["input_ids"][:, :-1]), dim=1)
+    return {"decoder_input_ids": ids_BT, "decoder_attention_mask": target["attention_mask"], "labels": labels}
+
+
 def written(auto: str, kind: str, inputs: Callable[[], Batch], /, **changes: Any) -> Callable[[], Subject]:
     """A model that writes a text from some inputs."""
-
-    def batch() -> Batch:
-        target = text("right", (3, 5, 2, 4), 5, seed=2)
-        labels = token_labels(target)
-        ids_BT = torch.cat((torch.full_like(labels[:, :1], START), target["input_ids"][:, :-1]), dim=1)
-        own = {"decoder_input_ids": ids_BT, "decoder_attention_mask": target["attention_mask"], "labels": labels}
-        return {**inputs(), **own}
-
-    return of(auto, kind, batch, "seq2seq", **changes)
+    return of(auto, kind, lambda: {**inputs(), **target_text()}, "seq2seq", **changes)

@@ -50,9 +50,8 @@ NETS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "mobilenet_v1": (32, {"image_size": 32, "depth_multiplier": 0.25, "min_depth": 4}, True),
     "mobilenet_v2": (32, {"image_size": 32, "depth_multiplier": 0.25, "min_depth": 4}, True),
     "mobilevit": (64, {**MOBILE, "patch_size": 2, "num_attention_heads": 2}, True),
-    "mobilevitv2": (64, {"image_size": 64, "width_multiplier": 0.25, "patch_size": 2, "base_attn_unit_dims": [16, 16,
-        16],
-                         "n_attn_blocks": [1, 1, 1]}, True),
+    "mobilevitv2": (64, {"image_size": 64, "width_multiplier": 0.25, "patch_size": 2,
+        "base_attn_unit_dims": [16, 16, 16], "n_attn_blocks": [1, 1, 1]}, True),
     "poolformer": (32, {**FOUR, "num_encoder_blocks": 4, "strides": [2, 2, 2, 2], "patch_sizes": [3, 3, 3, 3],
                         "padding": [1, 1, 1, 1], "mlp_ratio": 2.0}, False),
     "pp_lcnet": (32, {"scale": 0.25}, True),
@@ -114,25 +113,17 @@ def video(auto: str, kind: str, **changes: Any) -> Callable[[], Subject]:
 
 OTHERS: Mapping[str, Callable[[], Subject]] = {
     **masked(),
-    "segformer segmentation": without_head(
-        "SegformerForSemanticSegmentation", "segformer", 32, "logits", **PYRAMID, decoder_hidden_size=16
-    ),
-    "mobilenet_v2 segmentation": without_head(
-        "MobileNetV2ForSemanticSegmentation", "mobilenet_v2", 64, "logits", depth_multiplier=0.25, min_depth=4
-    ),
-    "swin2sr": without_head(
-        "Swin2SRForImageSuperResolution", "swin2sr", 8, "reconstruction", image_size=8, embed_dim=8, depths=[1, 1],
-        num_heads=[2, 2], window_size=4, patch_size=1, upscale=2,
-    ),
-    "dpt": without_head(
-        "DPTForSemanticSegmentation", "dpt", 16, "logits", num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3],
-            neck_hidden_sizes=[8, 8, 8, 8],
-        fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False, patch_size=4,
-    ),
-    "glpn": without_head(
-        "GLPNForDepthEstimation", "glpn", 32, "predicted_depth", depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16],
-        num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], decoder_hidden_size=8,
-    ),
+    "segformer segmentation": without_head("SegformerForSemanticSegmentation", "segformer", 32, "logits", **PYRAMID,
+        decoder_hidden_size=16),
+    "mobilenet_v2 segmentation": without_head("MobileNetV2ForSemanticSegmentation", "mobilenet_v2", 64, "logits",
+        depth_multiplier=0.25, min_depth=4),
+    "swin2sr": without_head("Swin2SRForImageSuperResolution", "swin2sr", 8, "reconstruction", image_size=8, embed_dim=8,
+        depths=[1, 1], num_heads=[2, 2], window_size=4, patch_size=1, upscale=2),
+    "dpt": without_head("DPTForSemanticSegmentation", "dpt", 16, "logits", num_hidden_layers=4,
+        backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8,
+        reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False, patch_size=4),
+    "glpn": without_head("GLPNForDepthEstimation", "glpn", 32, "predicted_depth", depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], decoder_hidden_size=8),
     "yolos": without_head("YolosForObjectDetection", "yolos", 16, "logits", image_size=[16, 16],
         num_detection_tokens=3),
     "vitpose": without_head("VitPoseForPoseEstimation", "vitpose", 16, "heatmaps", backbone_config={
@@ -142,17 +133,13 @@ OTHERS: Mapping[str, Callable[[], Subject]] = {
         n_positions=64),
     "dinov3_vit": without_head("DINOv3ViTModel", "dinov3_vit", 16),
     "convnext backbone": without_head("ConvNextModel", "convnext", 64, **FOUR, num_stages=4),
-    "sam vision": without_head(
-        "SamVisionModel", "sam_vision_model", 16, image_size=16, patch_size=4, output_channels=8, window_size=2,
-        global_attn_indexes=[1], num_pos_feats=8, mlp_dim=24,
-    ),
+    "sam vision": without_head("SamVisionModel", "sam_vision_model", 16, image_size=16, patch_size=4, output_channels=8,
+        window_size=2, global_attn_indexes=[1], num_pos_feats=8, mlp_dim=24),
     "vivit": video("VivitForVideoClassification", "vivit", num_frames=2, tubelet_size=[2, 8, 8]),
     "timesformer": video("TimesformerForVideoClassification", "timesformer", num_frames=2),
     "videomae": video("VideoMAEForVideoClassification", "videomae", num_frames=2),
-    "vjepa2": video(
-        "VJEPA2ForVideoClassification", "vjepa2", crop_size=16, frames_per_clip=2, num_pooler_layers=1,
-        pred_hidden_size=16, pred_num_attention_heads=2, pred_num_hidden_layers=1, mlp_ratio=2,
-    ),
+    "vjepa2": video("VJEPA2ForVideoClassification", "vjepa2", crop_size=16, frames_per_clip=2, num_pooler_layers=1,
+        pred_hidden_size=16, pred_num_attention_heads=2, pred_num_hidden_layers=1, mlp_ratio=2),
 }  # fmt: skip
 
 

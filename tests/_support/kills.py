@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,25 +34,22 @@ from dpfunc._utils.dtensor import local
 from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.errors import CheckpointError, DPFuncError
+from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.step import make_dp_step
 
-CHANGES = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync", "open", "ftruncate")
+CHANGES = ("unlink", "rmdir", "rename", "replace", "mkdir", "ftruncate")
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "transformers", "peft", "opacus", "accelerate", "tokenizers", "click",
             "rich", "randomgen", "dpfunc", "trainer_cases", "text_job")  # fmt: skip
 STEPS = 6
 PLAN = Plan(sampling.Poisson(40, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=STEPS, delta=1e-3)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a fork did.
+Told = Callable[[], object]  # a fork tells its parent, also if it is killed, of each step whose gradients it had
 
-    Args:
-        killed: it ended by its own SIGKILL. changes: calls that it counted. value: what its action returned.
-        error: its traceback, if it raised. seen: steps whose gradients it had.
-    """
+
+class Outcome(NamedTuple):
+    """What a fork did: whether its own SIGKILL ended it, the changes that it counted, its value or error, its steps."""
 
     killed: bool
     changes: int
@@ -61,20 +58,7 @@ class Outcome:
     seen: int = 0
 
 
-@dataclass
-class Told:
-    """What the fork tells its parent, also if it is killed: the number of steps whose gradients it had."""
-
-    pipe: int
-    steps: int = 0
-
-    def step(self) -> None:
-        """Note that the gradients of a step are there."""
-        self.steps += 1
-        os.write(self.pipe, b"s")
-
-
-def forked(action: Callable[[Told], Any], kill_at: int | None, seed: int) -> Outcome:
+def forked(action: Callable[[Told], Any], kill_at: int | None = None, seed: int = 0) -> Outcome:
     """Run an action in a fork, and kill it before its change number `kill_at` (from 1), if it comes to that."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -87,9 +71,7 @@ def forked(action: Callable[[Told], Any], kill_at: int | None, seed: int) -> Out
             warnings.simplefilter("ignore")  # nobody sees what this process prints
             count = watch(kill_at, random.Random(seed))
             try:
-                said = {"value": action(Told(writer)), "error": ""}
-            except DPFuncError as error:
-                said = {"value": None, "error": f"{type(error).__name__}: {error}"}
+                said = {"value": action(lambda: os.write(writer, b"s")), "error": ""}
             except BaseException:  # noqa: BLE001  (told to the parent)
                 said = {"value": None, "error": traceback.format_exc()}
             os.write(writer, json.dumps({**said, "changes": count[0]}).encode())
@@ -116,9 +98,7 @@ def watch(kill_at: int | None, draw: random.Random) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
 
-    def counted(
-        real: Callable[..., Any], changes: Callable[..., bool] = lambda *args, **kwargs: True
-    ) -> Callable[..., Any]:
+    def counted(real: Any, changes: Callable[..., bool] = lambda *args, **kwargs: True) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if changes(*args, **kwargs):
                 change()
@@ -127,36 +107,27 @@ def watch(kill_at: int | None, draw: random.Random) -> list[int]:
         return call
 
     for name in CHANGES:
-        writes = (
-            (lambda path, flags, *more, **others: bool(flags & os.O_CREAT)) if name == "open" else lambda *a, **k: True
-        )
-        real = getattr(os, name) if name != "fsync" else (lambda handle: None)  # which a kill does not depend on
-        setattr(os, name, counted(real, writes))
-    builtins.open = io.open = counted(
-        open, lambda file, mode="r", *more, **others: any(sign in mode for sign in "wax+")
-    )
+        setattr(os, name, counted(getattr(os, name)))
+    os.fsync = counted(lambda handle: None)  # which a kill does not depend on
+    os.open = counted(os.open, lambda path, flags, *more, **others: bool(flags & os.O_CREAT))
+    builtins.open = io.open = counted(open, lambda file, mode="r", *more, **others: not {*mode}.isdisjoint("wax+"))
     listed, scanned = os.listdir, os.scandir
 
-    class Entries(list):  # type: ignore[type-arg]  # of any entries
+    class Entries(list[Any]):
         def __enter__(self) -> Any:
             return self
 
         def __exit__(self, *error: object) -> None:
             return None
 
-        def close(self) -> None:
-            return None
+        close = __exit__
 
     def scandir(path: Any = ".") -> Any:
         with scanned(path) as entries:
-            found = Entries(entries)
-        draw.shuffle(found)
-        return found
+            return Entries(draw.sample(found := list(entries), len(found)))
 
-    def listdir(path: Any = ".") -> list[Any]:
-        return draw.sample(found := listed(path), len(found))
-
-    os.scandir, os.listdir = scandir, listdir  # type: ignore[assignment]  # fewer overloads
+    os.listdir = lambda path=".": draw.sample(found := listed(path), len(found))
+    os.scandir = scandir  # type: ignore[assignment]  # fewer overloads
     return count
 
 
@@ -220,7 +191,7 @@ def loop(folder: Path, told: Told, start: dict[str, torch.Tensor], ranks: Any) -
         optimizer.load_state_dict(dict(saved.optimizer_state or {}))
     for indices in PLAN.batches(state, ranks):
         grads, state, _ = dp_step(params, take(DATA, indices), state)
-        told.step()
+        told()
         for name, p in params.items():
             p.grad = grads[name]
         optimizer.step()
@@ -285,11 +256,7 @@ def counting(told: Told) -> Any:
     """A callback of the Trainer that tells of each step whose gradients are there."""
     from transformers import TrainerCallback
 
-    class Counting(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told.step()
-
-    return Counting()
+    return type("Counting", (TrainerCallback,), {"on_pre_optimizer_step": lambda *args, **kwargs: told() and None})()
 
 
 JOB = """
@@ -311,13 +278,8 @@ def job(folder: Path) -> None:
     (folder / "job.yaml").write_text(JOB)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of run.
-
-    Args:
-        go: runs it in a folder. journal: its file there. prepare: writes what the folder needs.
-    """
+class Kind(NamedTuple):
+    """A kind of run: runs it in a folder; its journal there; writes what the folder needs."""
 
     go: Callable[[Path, Told], str]
     journal: str
@@ -334,12 +296,7 @@ KINDS = {
 
 @dataclass
 class Tally:
-    """Numbers of a fuzz run.
-
-    Args:
-        kills: processes that were killed. resumed: runs that went on to the result of the uninterrupted one, bit for
-            bit. changes: of an uninterrupted run.
-    """
+    """Processes that were killed, runs resumed to the uninterrupted one's result, its changes, and problems."""
 
     kills: int = 0
     resumed: int = 0
@@ -351,11 +308,8 @@ def begin(kind: Kind, folder: Path) -> None:
     """A new folder for a run."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if kind.prepare is not None:
-        prepare = kind.prepare
-        done = forked(lambda told: prepare(folder), None, 0)
-        if done.error:
-            raise RuntimeError(done.error)
+    if kind.prepare is not None and (error := forked(lambda told: kind.prepare(folder)).error):
+        raise RuntimeError(error)
 
 
 def steps_in(journal: Path, tally: Tally) -> int:
@@ -373,23 +327,17 @@ def copied(template: Path, folder: Path) -> None:
     shutil.copytree(template, folder)
 
 
-def fuzz(name: str, points: int, folder: Path, seed: int = 0, seconds: float = float("inf")) -> Tally:
-    """Kill runs of one kind until so many processes were killed, and compare each with one that nobody killed.
-
-    Args:
-        name: of the kind. points: kills. folder: for all files. seed: which points. seconds: stop after that time.
-    """
-    kind, tally, draw, begun = KINDS[name], Tally(), random.Random(f"{name} {seed}"), time.monotonic()
+def fuzz(name: str, points: int, folder: Path, seed: int = 0) -> Tally:
+    """Kill runs of one kind until so many processes were killed, and compare each with one that nobody killed."""
+    kind, tally, draw, number = KINDS[name], Tally(), random.Random(f"{name} {seed}"), 0
     template, place = folder / "template", folder / "run"
     begin(kind, template)
     copied(template, place)
     whole = forked(lambda told: kind.go(place, told), None, seed)
     if whole.error:
         raise RuntimeError(f"{name}: {whole.error}")
-    tally.changes = whole.changes
-    expected = journal_ledger(place / kind.journal)
-    number = 0
-    while tally.kills < points and time.monotonic() - begun < seconds:
+    tally.changes, expected = whole.changes, journal_ledger(place / kind.journal)
+    while tally.kills < points:
         copied(template, place)
         number += 1
         seen: int = 0
@@ -405,27 +353,17 @@ def fuzz(name: str, points: int, folder: Path, seed: int = 0, seconds: float = f
                 tally.problems.append(f"{name} {number}: {seen} steps were seen, {counted} are in the journal")
             if not done.killed:
                 break
-        where = f"{name}, run {number}, first killed at {first}"
-        if done.error:
-            tally.problems.append(f"{where}: {done.error}")
-        elif done.value != whole.value:
-            tally.problems.append(f"{where}: another result")
-        elif journal_ledger(place / kind.journal) != expected:
-            tally.problems.append(f"{where}: the journal has {journal_ledger(place / kind.journal)}")
-        else:
-            tally.resumed += 1
-        left = list(place.rglob(".saving-*"))
-        if left and not done.error:
-            tally.problems.append(f"{where}: left {left}")
+        if not (problem := done.error):
+            ledger, left = journal_ledger(place / kind.journal), list(place.rglob(".saving-*"))
+            wrong = {"another result": done.value != whole.value, f"the journal has {ledger}": ledger != expected}
+            problem = ", ".join(text for text, found in {**wrong, f"left {left}": left}.items() if found)
+        tally.resumed += not problem
+        tally.problems += [f"{name}, run {number}, first killed at {first}: {problem}"] if problem else []
     return tally
 
 
 def warm(names: Iterable[str], folder: Path) -> None:
-    """Import what the runs import, so that their forks need not; nothing is computed here, which forks might not survive.
-
-    Args:
-        names: kinds of runs. folder: for files.
-    """
+    """Import what the runs import, so that forks need not; nothing is computed here, which forks might not survive."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in names:
@@ -436,7 +374,7 @@ def warm(names: Iterable[str], folder: Path) -> None:
             go(place, told)
             return [module for module in sys.modules if module.partition(".")[0] in PACKAGES]
 
-        done = forked(imported, None, 0)
+        done = forked(imported)
         if done.error:
             raise RuntimeError(done.error)
         for module in done.value:

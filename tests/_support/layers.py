@@ -335,10 +335,8 @@ LAYERS: dict[str, Layer] = {
     "embedding, padding_idx": module(lambda: nn.Embedding(VOCAB, D, padding_idx=2), ids()),
     "embedding, repeated ids": module(lambda: nn.Embedding(VOCAB + 50, D), repeated_ids),
     "embedding, (T, B)": module(lambda: nn.Embedding(VOCAB + 50, D), ids(), flipped),
-    "embedding, T * B": module(
-        lambda: nn.Embedding(VOCAB + 50, D), ids(),
-        lambda run, x: run(x.T.flatten()).unflatten(0, x.shape[::-1]).transpose(0, 1),
-    ),
+    "embedding, T * B": module(lambda: nn.Embedding(VOCAB + 50, D), ids(), lambda run,
+        x: run(x.T.flatten()).unflatten(0, x.shape[::-1]).transpose(0, 1)),
     "embedding bag, mean": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="mean"), ids()),
     "embedding bag, weights": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="sum"), weighted_ids, lambda run, x, w: run(x, per_sample_weights=w)),
     "embedding bag, mean, padding_idx -1": module(lambda: nn.EmbeddingBag(VOCAB, D, mode="mean", padding_idx=-1), ids()),
@@ -350,10 +348,8 @@ LAYERS: dict[str, Layer] = {
     "table[ids], negative ids": op(lambda p, x: p["w"][x - VOCAB], ids(), w=(VOCAB, D)),
     "table[(ids,)]": op(lambda p, x: p["w"][(x,)], ids(), w=(VOCAB, D)),
     "index_select": op(lambda p, x: torch.index_select(p["w"], 0, x.flatten()).unflatten(0, x.shape), ids(), w=(VOCAB, D)),
-    "index_select, method, T * B": op(
-        lambda p, x: p["w"].index_select(0, x.T.flatten()).unflatten(0, x.T.shape).transpose(0, 1),
-        ids(), w=(VOCAB, D),
-    ),
+    "index_select, method, T * B": op(lambda p,
+        x: p["w"].index_select(0, x.T.flatten()).unflatten(0, x.T.shape).transpose(0, 1), ids(), w=(VOCAB, D)),
     "embedding twice": op(lambda p, x: F.embedding(x, p["w"]) * F.embedding((x + 1) % VOCAB, p["w"]), ids(), w=(VOCAB, D)),
     "tied embedding and head": module(Tied, ids()),
     "tied embedding and head, large": op(lambda p, x: F.linear(torch.tanh(F.embedding(x, p["w"])), p["w"]), ids(), w=(VOCAB + 50, D)),
@@ -383,15 +379,11 @@ LAYERS: dict[str, Layer] = {
     "unused": op(lambda p, x: x * p["w"], tokens(), unused=("u",), w=(D,), u=(D, 2)),
     # tokens and positions
     "class token, expand": op(lambda p, x: torch.cat([p["cls"].expand(len(x), -1, -1), x], 1).tanh(), tokens(), cls=(1, 1, D)),
-    "class token, (T, B, d)": op(
-        lambda p, x: flipped(lambda x: torch.cat([p["cls"].expand(1, x.shape[1], -1), x]).tanh(), x),
-        tokens(), cls=(1, 1, D),
-    ),
+    "class token, (T, B, d)": op(lambda p, x: flipped(
+        lambda x: torch.cat([p["cls"].expand(1, x.shape[1], -1), x]).tanh(), x), tokens(), cls=(1, 1, D)),
     "position embedding": op(lambda p, x: torch.tanh(x + F.embedding(torch.arange(x.shape[1]), p["w"])), tokens(), w=(LONGEST, D)),
-    "position embedding, (T, B, d)": op(
-        lambda p, x: flipped(lambda x: torch.tanh(x + F.embedding(torch.arange(len(x)), p["w"])[:, None]), x),
-        tokens(), w=(LONGEST, D),
-    ),
+    "position embedding, (T, B, d)": op(lambda p, x: flipped(lambda x: torch.tanh(
+        x + F.embedding(torch.arange(len(x)), p["w"])[:, None]), x), tokens(), w=(LONGEST, D)),
     "joined matrices": op(lambda p, x: F.linear(x, torch.cat([p["v"], p["w"]])), tokens(), v=(2, D), w=(OUT, D)),
     # attention
     "attention": attended(),
@@ -415,10 +407,8 @@ LAYERS: dict[str, Layer] = {
     "shared convolution": module(lambda: Times(nn.Conv2d(2, 2, 3, padding=1), 2), signals(2, 2)),
     "matrix and its transpose": op(lambda p, x: torch.tanh(x @ p["w"]) @ p["w"].T, tokens(), w=(D, OUT)),
     "matrix and scale": op(lambda p, x: torch.tanh(F.linear(x, p["w"])) * p["w"].sum(1) + x * p["w"][0], tokens(), w=(D, D)),
-    "matrix on two lengths": op(
-        lambda p, x: torch.cat([x, x.mean(1, keepdim=True)], 1) @ p["w"] + (x.mean(1) @ p["w"])[:, None],
-        tokens(), w=(D, OUT),
-    ),
+    "matrix on two lengths": op(lambda p,
+        x: torch.cat([x, x.mean(1, keepdim=True)], 1) @ p["w"] + (x.mean(1) @ p["w"])[:, None], tokens(), w=(D, OUT)),
     # activations in place, dropout off
     "conv2d, in-place ReLU": activated(lambda: nn.Conv2d(2, 3, 3), signals(2, 2)),
     "x @ W, in-place ReLU": op(lambda p, x: torch.relu_(x @ p["w"]), tokens(), w=(D, OUT)),

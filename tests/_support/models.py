@@ -84,24 +84,19 @@ def peft_bert():
     return model
 
 
-def _seeded(seed):
-    return torch.Generator().manual_seed(seed)
+def _ints(high, size, seed):
+    return torch.randint(high, size, generator=torch.Generator().manual_seed(seed))
 
 
 def image_batch(size, dtype=torch.float32):
-    return {
-        "x": torch.randn(size, 3, 8, 8, generator=_seeded(1), dtype=torch.float64).to(dtype),
-        "y": torch.randint(CLASSES, (size,), generator=_seeded(2)),
-    }
+    x = torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"x": x.to(dtype), "y": _ints(CLASSES, (size,), 2)}
 
 
 def token_batch(size):
-    lengths = torch.randint(2, LENGTH + 1, (size, 1), generator=_seeded(5))
-    return {
-        "ids": torch.randint(VOCAB, (size, LENGTH), generator=_seeded(3)),
-        "mask": (torch.arange(LENGTH)[None] < lengths).long(),
-        "y": torch.randint(CLASSES, (size,), generator=_seeded(4)),
-    }
+    lengths = torch.randint(2, LENGTH + 1, (size, 1), generator=torch.Generator().manual_seed(5))
+    mask = (torch.arange(LENGTH)[None] < lengths).long()
+    return {"ids": _ints(VOCAB, (size, LENGTH), 3), "mask": mask, "y": _ints(CLASSES, (size,), 4)}
 
 
 def classify(forward):
@@ -122,6 +117,10 @@ def next_token(forward, logits=lambda out: out):
     return loss_fn
 
 
+def next_token_hf(forward):
+    return next_token(forward, lambda out: out.logits)
+
+
 def hf_classify(forward):
     """With an additive mask (B, 1, 1, T): transformers looks at the values of a 2-D one, which vmap cannot do."""
 
@@ -140,65 +139,45 @@ def build(name, size=5, dtype=torch.float32, device="cpu"):
         return {**CASES, **FAMILIES}[name](size, dtype)
 
 
-def _mlp(size, dtype):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, CLASSES)).to(
-        dtype
-    )
-    forward, params = functionalize(model)
-    return Case(classify(forward), params, image_batch(size, dtype))
+def whole(make, loss, trainable=None):
+    """A model whose parameters of some names are trained, all of them by default; of images, or of tokens."""
+
+    def case(size, dtype):
+        forward, params = functionalize(make().to(dtype), trainable)
+        return Case(loss(forward), params, image_batch(size, dtype) if loss is classify else token_batch(size))
+
+    return case
 
 
-def _cnn(size, dtype):
-    forward, params = functionalize(TinyCNN().to(dtype))
-    return Case(classify(forward), params, image_batch(size, dtype))
+def adapted(make, loss, targets, also_train=()):
+    """A model with LoRA of this library, whose B are not zero."""
+
+    def case(size, dtype):
+        model = make().to(dtype)
+        adapter = attach(model, insecure_key(0), targets=targets, rank=2, alpha=4, also_train=also_train)
+        params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
+        return Case(loss(adapter.forward), params, token_batch(size))
+
+    return case
 
 
-def _transformer(size, dtype, trainable=None):
-    forward, params = functionalize(TinyTransformer().eval().to(dtype), trainable)
-    return Case(classify_tokens(forward), params, token_batch(size))
+def _mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, CLASSES))
 
 
-def _transformer_lora(size, dtype):
-    model = TinyTransformer().eval().to(dtype)
-    adapter = attach(model, insecure_key(0), targets=["embed", "encoder.linear1"], rank=2, alpha=4, also_train="^head")
-    params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
-    return Case(classify_tokens(adapter.forward), params, token_batch(size))
-
-
-def _tied(size, dtype):
-    forward, params = functionalize(TinyTransformer(tied=True).eval().to(dtype))
-    return Case(next_token(forward), params, token_batch(size))
-
-
-def _gpt2(size, dtype):
-    forward, params = functionalize(tiny_gpt2().to(dtype))
-    return Case(next_token(forward, lambda out: out.logits), params, token_batch(size))
-
-
-def _bert(size, dtype):
-    forward, params = functionalize(tiny_bert().to(dtype), r"encoder\.layer\.1|classifier")
-    return Case(hf_classify(forward), params, token_batch(size))
-
-
-def _gpt2_lora(size, dtype):
-    adapter = attach(tiny_gpt2().to(dtype), insecure_key(0), targets=r"c_attn|mlp\.c_fc", rank=2, alpha=4)
-    params = {name: torch.randn_like(p) if "lora_B" in name else p for name, p in adapter.params.items()}
-    return Case(next_token(adapter.forward, lambda out: out.logits), params, token_batch(size))
-
-
-def _peft(size, dtype):
-    forward, params = functionalize(peft_bert().to(dtype))
-    return Case(hf_classify(forward), params, token_batch(size))
-
-
+_transformer = lambda tied=False: TinyTransformer(tied).eval()
 CASES = {
-    "mlp": _mlp,
-    "cnn": _cnn,
-    "transformer full": _transformer,
-    "transformer bias-only": lambda size, dtype: _transformer(size, dtype, BIASES),
-    "transformer LoRA": _transformer_lora,
-    "tied weights": _tied,
-    "GPT-2 full, tied": _gpt2,
+    "mlp": whole(_mlp, classify),
+    "cnn": whole(TinyCNN, classify),
+    "transformer full": whole(_transformer, classify_tokens),
+    "transformer bias-only": whole(_transformer, classify_tokens, BIASES),
+    "transformer LoRA": adapted(_transformer, classify_tokens, ["embed", "encoder.linear1"], "^head"),
+    "tied weights": whole(lambda: _transformer(tied=True), next_token),
+    "GPT-2 full, tied": whole(tiny_gpt2, next_token_hf),
 }
-FAMILIES = {"BERT top layer": _bert, "GPT-2 LoRA": _gpt2_lora, "PEFT LoRA": _peft}
-"""Models of families that the zoo compares with single samples; here for the recorded runs."""
+# Families that the zoo compares with single samples; here for the recorded runs.
+FAMILIES = {
+    "BERT top layer": whole(tiny_bert, hf_classify, r"encoder\.layer\.1|classifier"),
+    "GPT-2 LoRA": adapted(tiny_gpt2, next_token_hf, r"c_attn|mlp\.c_fc"),
+    "PEFT LoRA": whole(peft_bert, hf_classify),
+}

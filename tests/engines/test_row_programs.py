@@ -43,15 +43,9 @@ def judged(seed):
     return "equal", max(worst, off(found, truth))
 
 
-@pytest.mark.parametrize("first", [0, 30, 60, 90])
+@pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_rows_do_not_depend_on_those_beside_them(first):
-    found = {seed: judged(seed) for seed in range(first, first + 30)}
+    """`python -m benchmarks.rows` draws 5,000 programs."""
+    found = {seed: judged(seed) for seed in range(first, first + (400 if first else 80))}
     assert not {seed: outcome for seed, outcome in found.items() if not outcome[1] < 1e-8}
-    assert sum(word == "equal" for word, _ in found.values()) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 3000, 250))
-def test_rows_of_many_programs(first):
-    found = {seed: judged(seed) for seed in range(first, first + 250)}
-    assert not {seed: outcome for seed, outcome in found.items() if not outcome[1] < 1e-8}
+    assert sum(word == "equal" for word, _ in found.values()) > 0.67 * len(found)

@@ -20,18 +20,17 @@ def check(seed, count):
 
 
 def test_rows_of_drawn_calls():
-    check(0, 250)
+    check(0, 120)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [10, 11, 12])
-def test_rows_of_many_drawn_calls(seed):
-    assert len(check(seed, 1500).names) > 900
+def test_rows_of_many_drawn_calls():
+    assert len(check(10, 1500).names) > 900
 
 
 def test_a_wrong_rule_of_torch_is_found(monkeypatch):
     """`solve` under vmap takes the rows for an axis of its matrices, where the two sides have different axes."""
     table = {"torch.linalg.solve": torch.linalg.solve}
-    assert not swept(0, 60, table).wrong
+    assert not swept(0, 30, table).wrong
     monkeypatch.delitem(row_pass._WITH_RULES, torch.linalg.solve)
-    assert swept(0, 60, table).wrong
+    assert swept(0, 30, table).wrong

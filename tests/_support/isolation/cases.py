@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +14,8 @@ D, T, VOCAB, LABELS = 3, 3, 6, 2
 DOUBLE = torch.float64
 
 
-class Batch(NamedTuple):
-    """Rows y and z (D,), sequences x (T, D) with n real tokens, ids (T,), a label and a coin in [0, 1)."""
-
-    y: torch.Tensor
-    z: torch.Tensor
-    x: torch.Tensor
-    n: torch.Tensor
-    ids: torch.Tensor
-    label: torch.Tensor
-    coin: torch.Tensor
+# Rows y and z (D,), sequences x (T, D) with n real tokens, ids (T,), a label and a coin in [0, 1).
+Batch = namedtuple("Batch", "y z x n ids label coin")
 
 
 class Built(NamedTuple):
@@ -103,18 +96,9 @@ def same_length(dtype=DOUBLE):
 
 
 # Hidden values (B, D) of each row, (B, T, D) of each token, and (B, D) of rows where values are small at first.
-
-
-def features(p, b):
-    return torch.tanh(b.y @ p["w"])
-
-
-def tokens(p, b):
-    return torch.tanh(b.x @ p["w"])
-
-
-def small(p, b):
-    return torch.tanh(0.3 * b.y @ p["w"])
+features = lambda p, b: torch.tanh(b.y @ p["w"])
+tokens = lambda p, b: torch.tanh(b.x @ p["w"])
+small = lambda p, b: torch.tanh(0.3 * b.y @ p["w"])
 
 
 def squares(h):
@@ -138,17 +122,12 @@ def add(name, family, build, honest, plain=None, factors=()):
     ZOO[name] = Loss(name, family, build, honest, plain, factors)
 
 
-def named(function):
-    """The name of a function, in words."""
-    return function.__name__.strip("_").replace("_", " ")
-
-
 def fresh(family, batches=usual, of=features, *, name=None, dtype=DOUBLE, honest=False, **random):
     """Enter a function that makes a case, whose state lives as long as the loss."""
 
     def enter(make):
         build = lambda: Built(_loss_of(make(), of), params(dtype), batches(dtype))
-        add(name or named(make), family, build, honest, **random)
+        add(name or make.__name__.replace("_", " "), family, build, honest, **random)
         return make
 
     return enter
@@ -161,18 +140,13 @@ def case(family, batches=usual, of=features, **options):
         family: what the attack relies on. batches: sizes, values and order. of: gives h, the hidden values, of
             parameters p and batch b. options: as for `fresh`.
     """
-
-    def enter(change):
-        fresh(family, batches, of, **{"name": named(change), **options})(lambda: change)
-        return change
-
-    return enter
+    return lambda change: table(family, {change.__name__.replace("_", " "): change}, batches, of, **options) or change
 
 
 def table(family, changes, *args, **options):
     """Enter cases by name, each as `case` does."""
     for name, change in changes.items():
-        case(family, *args, name=name, **options)(change)
+        fresh(family, *args, name=name, **options)(lambda change=change: change)
 
 
 def module(make, seed=0):

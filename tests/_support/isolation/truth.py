@@ -6,7 +6,6 @@ import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from reference import loop_gradients
@@ -22,14 +21,7 @@ from isolation.cases import Loss
 ENGINES = ("auto", "vmap", "loop")
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 SEED = 10**6
-ORDINARY = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-)  # NotImplementedError is a RuntimeError
+ORDINARY = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -60,9 +52,9 @@ def seeded(seed):
         yield
 
 
-def copied(values):
-    """Tensors of their own memory."""
-    return pytree.tree_map(torch.clone, values)
+def row_of(batch, i):
+    """A batch of one row, in memory of its own."""
+    return pytree.tree_map(lambda leaf: leaf[i : i + 1].clone(), batch)
 
 
 def tolerance_of(loss: Loss):
@@ -73,14 +65,12 @@ def tolerance_of(loss: Loss):
 @cache
 def alone(loss: Loss, step: int):
     """Loss and gradients of each row of a step, each with a fresh state; None where a row alone cannot be computed."""
-    size = len(pytree.tree_leaves(loss.build().batches[step])[0])
     found = []
-    for i in range(size):
+    for i in range(len(loss.build().batches[step].y)):
         built = loss.build()
-        row = pytree.tree_map(lambda leaf, i=i: leaf[i : i + 1].clone(), built.batches[step])
         try:
             with seeded(SEED):
-                found += loop_gradients(loss.plain or built.loss_fn, built.params, row)
+                found += loop_gradients(loss.plain or built.loss_fn, built.params, row_of(built.batches[step], i))
         except ORDINARY:
             return None
     return found
@@ -91,16 +81,12 @@ def norm(grads):
     return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
 
 
-class Truth(NamedTuple):
-    """The clipped sums of all steps; None for a step that rows alone do not have."""
-
-    clip_norm: float
-    sums: list[dict[str, torch.Tensor] | None]
-
-
 @cache
-def truth_of(loss: Loss) -> Truth:
-    """Rows alone, clipped at a bound that few of them pass: sizes count, directions count, and clipping acts."""
+def truth_of(loss: Loss):
+    """Rows alone, clipped at a bound that few of them pass: sizes count, directions count, and clipping acts.
+
+    The bound, and the clipped sums of all steps; None for a step that rows alone do not have.
+    """
     built = loss.build()
     steps = [alone(loss, step) for step in range(len(built.batches))]
     norms = [[norm(grads) for _, grads in rows] for rows in steps if rows is not None]
@@ -108,8 +94,7 @@ def truth_of(loss: Loss) -> Truth:
     clip_norm = sorted(finite)[int(0.8 * len(finite))] if finite else 1.0
     if loss.factors:
         clip_norm = 1e3 * max(finite)  # nothing is clipped
-    sums = [None if rows is None else _clipped(rows, clip_norm, built.params) for rows in steps]
-    return Truth(clip_norm, sums)
+    return clip_norm, [None if rows is None else _clipped(rows, clip_norm, built.params) for rows in steps]
 
 
 def _clipped(rows, clip_norm, params):
@@ -127,35 +112,30 @@ def _clipped(rows, clip_norm, params):
 @cache
 def outcomes(loss: Loss, engine: str) -> list[Outcome]:
     """Each batch in turn by one prepared computation."""
-    built, truth = loss.build(), truth_of(loss)
-    clip = clipping.Flat(truth.clip_norm)
-    prepared = make_clipped_grad(
-        built.loss_fn, clip, engine=getattr(engines, engine)(), adjacency="add_remove", microbatch_size=None
-    )
+    built, (clip_norm, sums) = loss.build(), truth_of(loss)
+    prepared = make_clipped_grad(built.loss_fn, clipping.Flat(clip_norm), engine=getattr(engines, engine)())
     found = []
-    for step, rows in enumerate(built.batches):
+    for step, (rows, expected) in enumerate(zip(built.batches, sums, strict=True)):
+        params, rows = pytree.tree_map(torch.clone, (built.params, rows))
         try:
             with seeded(SEED):
-                clipped, _ = prepared(copied(built.params), copied(rows), key=fold_in(insecure_key(7), step))
+                clipped, _ = prepared(params, rows, key=fold_in(insecure_key(7), step))
+            found.append(Outcome(step, off=_off(loss, clipped.sums, expected, clip_norm)))
         except (UnsupportedModel, InvalidArgument) as error:
             found.append(Outcome(step, refusal=str(error).splitlines()[0]))
-            continue
         except Exception as error:  # noqa: BLE001  (whatever is said in place of a result)
             found.append(Outcome(step, error=f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"))
-            continue
-        found.append(Outcome(step, off=_off(loss, clipped.sums, truth, step)))
     return found
 
 
-def _off(loss, sums, truth, step):
+def _off(loss, sums, expected, clip_norm):
     """The largest difference, relative to the largest number or to the bound of one row, the larger of them."""
-    expected = truth.sums[step]
     if expected is None:
         return math.inf  # a row alone has no gradient, so nothing may be released
     got, want = (torch.cat([values[n].detach().double().flatten() for n in expected]) for values in (sums, expected))
     off = torch.stack([(got - factor * want).abs() for factor in (*loss.factors, 0.0 if loss.factors else 1.0)]).amin(0)
     scale = float(want.abs().max())
-    return float(off.max()) / (scale if loss.factors else max(truth.clip_norm, scale))
+    return float(off.max()) / (scale if loss.factors else max(clip_norm, scale))
 
 
 def mixed(loss: Loss) -> float:
@@ -179,7 +159,7 @@ def mixed(loss: Loss) -> float:
             if step == seed == 0 or (seed and not step):
                 built = loss.build()
             with seeded(SEED + seed):
-                found = _together(built.loss_fn, built.params, copied(built.batches[step]))
+                found = _together(built.loss_fn, built.params, pytree.tree_map(torch.clone, built.batches[step]))
             largest = max(largest, _difference(*found, alone(loss, step)))
     return largest
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from isolation.cases import ZOO, Loss
 
-for _family in ("forward", "order", "backward", "state", "around", "memory", "honest"):
+for _family in ("forward", "backward", "around", "honest"):
     import_module(f"isolation.{_family}")
 
 MIXING: tuple[Loss, ...] = tuple(loss for loss in ZOO.values() if not loss.honest)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 
 import torch
 from models import Case
@@ -30,137 +29,93 @@ CLASSES, BATCH = 3, 3
 
 @dataclass(frozen=True)
 class Model:
-    """A model and what of it is trained.
-
-    Args:
-        build: makes the module. lora: regular expression for the layers with adapters.
-        size: height and width of the images.
-        unused: regular expression for the parameters that may have no gradient.
-    """
+    """How to make a model, the layers with adapters as a regular expression, and the height and width of images."""
 
     build: Callable[[], nn.Module]
     lora: str
     size: int = 32
-    unused: str = "$^"
 
 
-def import_torchvision():
-    """torchvision registers abstract versions of operations that its compiled part defines: here only their schemas."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import timm
-    import torchvision
+def of_torchvision(name, *args, **options):
+    """A class of torchvision.models."""
+    return getattr(import_module("torchvision.models"), name)(*args, num_classes=CLASSES, **options)
 
-    return library, timm, torchvision
+
+def of_timm(name, **changes):
+    return import_module("timm").create_model(name, num_classes=CLASSES, **changes)
 
 
 def resnet18():
     """Without its last stage, three quarters of its parameters."""
-    from torchvision.models import resnet18
-
-    model = resnet18()
+    model = of_torchvision("resnet18")
     model.layer4, model.fc = nn.Identity(), nn.Linear(256, CLASSES)
     return model
 
 
 def resnext():
-    from torchvision.models.resnet import Bottleneck, ResNet
-
-    return ResNet(Bottleneck, [1, 1, 1, 1], groups=8, width_per_group=4, num_classes=CLASSES)
+    bottleneck = import_module("torchvision.models.resnet").Bottleneck
+    return of_torchvision("ResNet", bottleneck, [1, 1, 1, 1], groups=8, width_per_group=4)
 
 
 def vgg11():
     """A quarter as wide, and with a small classifier in place of 120 million parameters."""
-    from torchvision.models.vgg import VGG, cfgs, make_layers
-
+    vgg = import_module("torchvision.models.vgg")
     with torch.device("meta"):
-        model = VGG(nn.Identity())
-    model.features = make_layers([width if width == "M" else width // 4 for width in cfgs["A"]])
+        model = vgg.VGG(nn.Identity())
+    model.features = vgg.make_layers([width if width == "M" else width // 4 for width in vgg.cfgs["A"]])
     model.classifier = nn.Sequential(nn.Linear(128 * 49, 16), nn.ReLU(), nn.Linear(16, CLASSES))
     return model
 
 
-def densenet():
-    from torchvision.models import DenseNet
-
-    return DenseNet(growth_rate=8, block_config=(2, 2, 2, 2), num_init_features=16, num_classes=CLASSES)
-
-
 def convnext():
-    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-
+    block = import_module("torchvision.models.convnext").CNBlockConfig
     widths = ((16, 24), (24, 32), (32, 48), (48, None))
-    return ConvNeXt([CNBlockConfig(before, after, 1) for before, after in widths], num_classes=CLASSES)
+    return of_torchvision("ConvNeXt", [block(before, after, 1) for before, after in widths])
 
 
 def efficientnet():
     """The first five stages of efficientnet_b0, with one block in each: all of it amplifies the rounding of float32."""
-    from torchvision.models import EfficientNet
-    from torchvision.models.efficientnet import MBConvConfig
-
+    block = import_module("torchvision.models.efficientnet").MBConvConfig
     stages = ((1, 3, 1, 32, 16), (6, 3, 2, 16, 24), (6, 5, 2, 24, 40), (6, 3, 2, 40, 80), (6, 5, 1, 80, 112))
-    return EfficientNet([MBConvConfig(*stage, 1) for stage in stages], 0.2, num_classes=CLASSES, last_channel=320)
-
-
-def swin():
-    from torchvision.models import SwinTransformer
-
-    return SwinTransformer([4, 4], 16, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], num_classes=CLASSES)
-
-
-def vision_transformer():
-    """torchvision's, with nn.MultiheadAttention."""
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=CLASSES)
+    return of_torchvision("EfficientNet", [block(*stage, 1) for stage in stages], 0.2, last_channel=320)
 
 
 def crossvit():
     """Two scales, a block of cross attention, and one more of its own for the larger."""
-    from timm.models.crossvit import CrossVit
-
-    return CrossVit(
-        img_size=60, img_scale=(1.0, 0.8), patch_size=(12, 16), embed_dim=(24, 48), depth=((1, 2, 0),), num_heads=(3, 3),
-        mlp_ratio=(4.0, 4.0, 1.0), num_classes=CLASSES,
+    return import_module("timm.models.crossvit").CrossVit(
+        img_size=60, img_scale=(1.0, 0.8), patch_size=(12, 16), embed_dim=(24, 48), depth=((1, 2, 0),),
+        num_heads=(3, 3), mlp_ratio=(4.0, 4.0, 1.0), num_classes=CLASSES,
     )  # fmt: skip
-
-
-def timm_model(name, **changes):
-    def build():
-        import timm
-
-        return timm.create_model(name, num_classes=CLASSES, **changes)
-
-    return build
 
 
 SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 48, "num_heads": 3}
 IN_TIMM = r"qkv|\.proj$|fc[12]"
+DENSE = {"growth_rate": 8, "block_config": (2, 2, 2, 2), "num_init_features": 16}
+SWIN = {"depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+VIT = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
 MODELS = {
     "torchvision resnet18": Model(resnet18, r"conv[12]$|downsample\.0|fc"),
     "torchvision resnext": Model(resnext, r"conv[13]$|fc"),
     "torchvision vgg11": Model(vgg11, r"features|classifier"),
-    "torchvision densenet": Model(densenet, r"conv|classifier"),
+    "torchvision densenet": Model(partial(of_torchvision, "DenseNet", **DENSE), r"conv|classifier"),
     "torchvision convnext": Model(convnext, r"block\.[35]$|features\.\d\.1$|classifier"),
     "torchvision efficientnet": Model(efficientnet, r"fc[12]$|classifier|features\.[06]\.0$"),
-    "torchvision swin": Model(swin, r"qkv|proj|mlp\.[03]|reduction"),
-    "torchvision vit": Model(vision_transformer, r"conv_proj|out_proj|mlp\.[03]|head"),
-    "timm vit_tiny": Model(timm_model("vit_tiny_patch16_224", **SMALL), IN_TIMM),
-    "timm deit_tiny": Model(timm_model("deit_tiny_distilled_patch16_224", **SMALL), IN_TIMM),
-    "timm beit": Model(timm_model("beit_base_patch16_224", **SMALL), IN_TIMM),
+    "torchvision swin": Model(
+        partial(of_torchvision, "SwinTransformer", [4, 4], 16, **SWIN), r"qkv|proj|mlp\.[03]|reduction"
+    ),
+    # with nn.MultiheadAttention
+    "torchvision vit": Model(
+        partial(of_torchvision, "VisionTransformer", 32, 8, **VIT), r"conv_proj|out_proj|mlp\.[03]|head"
+    ),
+    "timm vit_tiny": Model(partial(of_timm, "vit_tiny_patch16_224", **SMALL), IN_TIMM),
+    "timm deit_tiny": Model(partial(of_timm, "deit_tiny_distilled_patch16_224", **SMALL), IN_TIMM),
+    "timm beit": Model(partial(of_timm, "beit_base_patch16_224", **SMALL), IN_TIMM),
     "timm crossvit": Model(crossvit, IN_TIMM, size=60),
-    "timm xcit_nano": Model(timm_model("xcit_nano_12_p16_224", img_size=32, depth=2), IN_TIMM),
+    "timm xcit_nano": Model(partial(of_timm, "xcit_nano_12_p16_224", img_size=32, depth=2), IN_TIMM),
 }
-CHOICES = ("full", "LoRA", "biases")
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-CASES = [(name, choice) for name in MODELS for choice in CHOICES]
-
-
-def images(size, dtype):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, 3, size, size, generator=generator, dtype=torch.float64).to(dtype)
-    return {"x": x, "y": torch.randint(CLASSES, (BATCH,), generator=generator)}
+CASES = [(name, choice) for name in MODELS for choice in ("full", "LoRA", "biases")]
+# The loop is compared elsewhere; in float32 the default engine alone.
+COMPARED = [("auto", "float32"), *((engine, "float64") for engine in ("auto", "vmap", "ghost"))]
 
 
 @cache
@@ -177,34 +132,30 @@ def make(name, choice, dtype):
         forward, params = adapter.forward, nonzero_b(adapter.params)
     else:
         forward, params = functionalize(module, BIASES if choice == "biases" else None)
-    loss_fn = lambda p, b: F.cross_entropy(forward(p, b["x"]), b["y"], reduction="none")
-    return Case(loss_fn, params, images(model.size, dtype))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, 3, model.size, model.size, generator=generator, dtype=torch.float64).to(dtype)
+    batch = {"x": x, "y": torch.randint(CLASSES, (BATCH,), generator=generator)}
+    return Case(lambda p, b: F.cross_entropy(forward(p, b["x"]), b["y"], reduction="none"), params, batch)
 
 
-def compare(name, choice, dtype):
-    case = make(name, choice, DTYPES[dtype])
-    start = time.perf_counter()
-    truth = truth_of(case)
-    said = {"model": name, "choice": choice, "dtype": dtype}
-    yield {**said, "engine": None, "seconds": time.perf_counter() - start, "unused": without_gradient(truth)}
-    for engine in ENGINES:
-        start = time.perf_counter()
-        try:
-            found = {"differences": differences(ENGINES[engine](), case, truth)}
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        yield {**said, "engine": engine, "seconds": time.perf_counter() - start, **found}
-
-
-def main(wanted):
-    library = import_torchvision()
+def main():
+    # torchvision registers abstract versions of operations that its compiled part defines: here only their schemas
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     for name, choice in CASES:
-        for dtype in DTYPES:
-            if not wanted or name in wanted:
-                for line in compare(name, choice, dtype):
-                    print(json.dumps(line), flush=True)
+        made = {dtype: make(name, choice, getattr(torch, dtype)) for dtype in ("float32", "float64")}
+        truths = {dtype: truth_of(case) for dtype, case in made.items()}
+        for engine, dtype in COMPARED:
+            case, truth = made[dtype], truths[dtype]
+            try:
+                found = {"differences": differences(ENGINES[engine](), case, truth)}
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+                found = {"error": f"{type(error).__name__}: {error}"}
+            said = {"case": [name, choice, engine, dtype], "unused": without_gradient(truth)}
+            print(json.dumps({**said, **found}), flush=True)
     del library  # the schemas live as long as it does
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
