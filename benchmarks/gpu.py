@@ -7,7 +7,6 @@ that would take longer than the time that is left is stopped; the file says so. 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -21,16 +20,14 @@ import click
 import torch
 
 from benchmarks.measure import ROOT, timed_in_turn
-from benchmarks.results import DOCS, FOLDER, machine, markdown, versions, write
+from benchmarks.results import DOCS, FOLDER, machine, markdown, read, versions, write
 from dpfunc.noise._streams import Source, standard_normal
 from dpfunc.rng import fold_in, insecure_key
 
 LIMIT_SECONDS = 600.0
 NO_GPU = 2
-ROUNDS = 11
 CASES = "w1,w2n,w3,w4,bert,gpt2,resnet18"
 CONTESTANTS = "plain,vmap,ghost,auto"
-NUMBERS = (10**5, 10**7)
 
 
 def commands(results: Path, pages: Path) -> dict[str, list[str]]:
@@ -54,14 +51,15 @@ def run(command: Sequence[str], seconds: float) -> dict[str, Any]:
     return {"status": status, "seconds": time.monotonic() - start}
 
 
-def noise(device: str, numbers: Sequence[int] = NUMBERS, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+def noise(device: str, numbers: Sequence[int] = (10**5, 10**7), rounds: int = 11) -> list[dict[str, Any]]:
     """Seconds of noise on a device from each source: drawn by the host and copied, or drawn by the GPU."""
     sources: tuple[Source, ...] = ("secure", "device") if device.startswith("cuda") else ("secure",)
     keys, rows = (fold_in(insecure_key(0), number) for number in count()), []
     for size in numbers:
         like = {"w": torch.zeros(size, device=device)}
-        draws = {source: partial(lambda like, source: standard_normal(next(keys), like, source), like, source)
-                 for source in sources}  # fmt: skip
+        draws = {
+            each: partial(lambda like, each: standard_normal(next(keys), like, each), like, each) for each in sources
+        }
         for source, found in timed_in_turn(draws, rounds, device=device).items():
             rows.append({"numbers": size, "source": source, "best_ns": 1e9 * found["time"]["best_seconds"] / size})
     return rows
@@ -70,31 +68,27 @@ def noise(device: str, numbers: Sequence[int] = NUMBERS, rounds: int = ROUNDS) -
 def page(report: dict[str, Any]) -> str:
     parts = [[name, part["status"], f"{part['seconds']:.0f}"] for name, part in report["parts"].items()]
     costs = [[f"{row['numbers']:,}", row["source"], f"{row['best_ns']:.2f}"] for row in report["noise"]]
-    lines = [
-        "# On a GPU",
-        f"{report['machine']['gpu']}; {', '.join(f'{name} {number}' for name, number in report['versions'].items())}. "
-        "`make gpu` wrote this page; the sums are in [engines_gpu](engines_gpu.md).",
-        markdown(("part", "status", "seconds"), parts),
-        markdown(("numbers of noise", "source", "ns for each"), costs),
-    ]
-    return "\n\n".join(lines) + "\n"
+    return f"""# On a GPU
+
+{report["machine"]["gpu"]}; {", ".join(f"{name} {number}" for name, number in report["versions"].items())}. \
+`make gpu` wrote this page; the sums are in [engines_gpu](engines_gpu.md).
+
+{markdown(("part", "status", "seconds"), parts)}
+
+{markdown(("numbers of noise", "source", "ns for each"), costs)}
+"""
 
 
 def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], float], dict[str, Any]] = run) -> int:
     """Run all parts, write the results; the exit code."""
-    end = time.monotonic() + LIMIT_SECONDS
-    parts: dict[str, Any] = {}
-    report: dict[str, Any] = {
-        "machine": machine(torch.get_num_threads(), "cuda"),
-        "versions": versions(),
-        "parts": parts,
-        "noise": noise("cuda"),
-    }
+    end, parts = time.monotonic() + LIMIT_SECONDS, {}
+    about = {"machine": machine(torch.get_num_threads(), "cuda"), "versions": versions()}
+    report: dict[str, Any] = {**about, "parts": parts, "noise": noise("cuda")}
     for name, command in commands(results, pages).items():
         parts[name] = runner(command, end - time.monotonic())
         write(results / "gpu.json", report)
     pages.mkdir(parents=True, exist_ok=True)
-    (pages / "gpu.md").write_text(page(json.loads((results / "gpu.json").read_text())))
+    (pages / "gpu.md").write_text(page(read(results / "gpu.json")))
     return 0 if all(part["status"] == "ok" for part in parts.values()) else 1
 
 
@@ -104,11 +98,8 @@ def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], floa
 def main(results: Path, pages: Path) -> None:
     if not torch.cuda.is_available():
         build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", which is built without CUDA")
-        click.echo(
-            f"No GPU was found by {build}, so nothing was run. Run this where torch.cuda.is_available() is true, with "
-            "a torch that is built for CUDA.",
-            err=True,
-        )
+        where = "Run this where torch.cuda.is_available() is true, with a torch that is built for CUDA."
+        click.echo(f"No GPU was found by {build}, so nothing was run. {where}", err=True)
         sys.exit(NO_GPU)
     sys.exit(everything(results, pages))
 

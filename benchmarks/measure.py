@@ -35,7 +35,6 @@ LIMIT_SECONDS = 600.0
 KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 AGAINST = "@against"
 Spec = Mapping[str, Any]
-Say = Callable[[str], object]
 Error = Callable[[str, Mapping[str, Any], bool], float]
 T = TypeVar("T")
 
@@ -134,7 +133,7 @@ def timed(step: Callable[[], Any], device: str = "cpu") -> dict[str, float]:
     return {**found, **result} if isinstance(result, Numbers) else found
 
 
-def in_turn(steps: Mapping[str, Callable[[], T]], rounds: int, after: Say = lambda name: None) -> dict[str, list[T]]:
+def in_turn(steps: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What each step returned in each round, after one round that warms up.
 
     All are called once a round, in rotating order, so that a slow moment of the machine hits all of them.
@@ -147,7 +146,6 @@ def in_turn(steps: Mapping[str, Callable[[], T]], rounds: int, after: Say = lamb
             numbers = steps[name]()
             if number:
                 found[name].append(numbers)
-            after(name)
     return found
 
 
@@ -304,7 +302,6 @@ def compete(
     error: Error = lambda *_: 0.0,
     memory: bool = False,
     patience: float = math.inf,
-    say: Say = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """Parity, then time in interleaved rounds, then memory in a new process each.
 
@@ -312,7 +309,7 @@ def compete(
         specs: name -> what its process is told; or why it takes no part.
         rounds: timed rounds; 0 measures no time. base: to which ratios are taken, within a round.
         error: the error of sums of a contestant, in float64 or not. memory: whether to measure it.
-        patience: seconds; a contestant whose step takes longer is not timed. say: told what was done.
+        patience: seconds; a contestant whose step takes longer is not timed.
 
     Returns:
         A record of each: `status` is "ok", "wrong: <relative error>" or "x: <reason>"; `time`, `cpu` and `memory`.
@@ -331,19 +328,17 @@ def compete(
                 records[name] = (
                     {"status": f"x: {reason(caught)}"} if known is None else {**known, "status": str(caught)}
                 )
-            say(f"parity {name}")
         if rounds and base in admitted:
             steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
-            found = in_turn(steps, rounds, lambda name: say(f"time {name}"))
-            for name, numbers in statistics_of(found, base).items():
+            for name, numbers in statistics_of(in_turn(steps, rounds), base).items():
                 records[name].update(numbers)
     if memory:
-        for name, numbers in weigh({name: specs[name] for name in admitted}, base, say).items():
+        for name, numbers in weigh({name: specs[name] for name in admitted}, base).items():
             records[name]["memory"] = numbers
     return records
 
 
-def weigh(specs: Mapping[str, Any], base: str, say: Say) -> dict[str, dict[str, Any]]:
+def weigh(specs: Mapping[str, Any], base: str) -> dict[str, dict[str, Any]]:
     """Memory of a step of each contestant, and the ratio of peaks to that of `base`.
 
     In a new process each: resident memory tells what a step takes only where freed memory goes back.
@@ -357,7 +352,6 @@ def weigh(specs: Mapping[str, Any], base: str, say: Say) -> dict[str, dict[str, 
                 found[name] = {"status": "ok", **process.ask("memory")}
         except Failed as caught:
             found[name] = {"status": f"x: {reason(caught)}"}
-        say(f"memory {name}")
     peak = found.get(base, {}).get("peak_mib")
     for numbers in found.values():
         if peak and "peak_mib" in numbers:

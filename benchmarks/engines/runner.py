@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from benchmarks.engines import contestants
 from benchmarks.engines.contestants import JAX_MODES, OURS, PLAIN
 from benchmarks.engines.problem import Problem, Truth
-from benchmarks.measure import AGAINST, Say, Spec, TakesNoPart, compete
+from benchmarks.measure import AGAINST, Spec, TakesNoPart, compete
 from benchmarks.results import read, show, write
+
+CASES = "benchmarks.engines.cases"
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,7 @@ def spec_of(name: str, problem: Problem, spec: Spec, folder: Path, against: Path
         return why
 
 
-def run_case(
-    case: str, names: Sequence[str], settings: Settings, say: Say = lambda text: None,
-    cases: str = "benchmarks.engines.cases",
-) -> dict[str, Any]:  # fmt: skip
+def run_case(case: str, names: Sequence[str], settings: Settings, cases: str = CASES) -> dict[str, Any]:
     """The record of a case, a name in ALL_CASES of the module `cases`, with contestants, the plain step among them."""
     torch.set_num_threads(settings.threads)
     spec: dict[str, Any] = {
@@ -96,7 +94,7 @@ def run_case(
         specs = {name: spec_of(name, problem, spec, Path(folder), settings.against) for name in names}
         found = compete(
             specs, settings.rounds, base=PLAIN, error=Truths(problem).error, memory=settings.memory,
-            patience=settings.patience, say=say,
+            patience=settings.patience,
         )  # fmt: skip
     return {
         "title": contestants.case_of(spec).title, "load_1min": load, **problem.sizes(), "clip_norm": problem.clip_norm,
@@ -140,22 +138,16 @@ def measures(result: Path, rounds: int = 5) -> Callable[[Callable[..., Any]], Ca
 
 def measure_cases(
     names: Sequence[str], contestants: Sequence[str], settings: Settings, out: Path, *,
-    cases: str = "benchmarks.engines.cases", kept: dict[str, Any] | None = None,
+    cases: str = CASES, kept: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure cases, print a table of each, and write the result file after each; `kept` are records to keep."""
     console, found = Console(width=None if sys.stdout.isatty() else 130), dict(kept or {})
-    each = len({PLAIN, *contestants}) * (2 + settings.rounds + settings.memory)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(names) * each)
-        for number, case in enumerate(names, 1):
-            say = partial(lambda case, what: progress.update(bar, advance=1, description=f"{case} {what}"), case)
-            record = run_case(case, contestants, settings, say, cases)
-            timed = None if settings.rounds else found.get(case)
-            found[case] = record if timed is None else with_memory_of(timed, record)
-            progress.update(bar, completed=number * each)
-            console.print(show(case, found[case]))
-            write(out, {"quick": settings.quick, "cases": found}, threads=settings.threads, device=settings.device)
+    for case in track(names, "Cases", console=Console(stderr=True)):
+        record = run_case(case, contestants, settings, cases)
+        timed = None if settings.rounds else found.get(case)
+        found[case] = record if timed is None else with_memory_of(timed, record)
+        console.print(show(case, found[case]))
+        write(out, {"quick": settings.quick, "cases": found}, threads=settings.threads, device=settings.device)
     console.print(f"Written to {out}")
     return read(out)
 

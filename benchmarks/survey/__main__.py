@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from benchmarks.measure import Failed, Process
 from benchmarks.results import DOCS, FOLDER, markdown, read, versions, write
@@ -156,14 +156,10 @@ def main(
         save(out, rows.values())
         document.write_text(page(rows.values(), versions()))
 
-    own = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
-    with Progress(*Progress.get_default_columns(), *own) as progress:
-        task = progress.add_task("cases", total=len(wanted), last="")
-        for number, row in enumerate(run(wanted, workers, limit, engine), 1):
-            rows[row["case"]] = row
-            progress.update(task, advance=1, last=f"{row['case']}: {row.get('engine', 'left out')}")
-            if number % SAVE_EVERY == 0:
-                keep()
+    for number, row in enumerate(track(run(wanted, workers, limit, engine), "Cases", total=len(wanted)), 1):
+        rows[row["case"]] = row
+        if number % SAVE_EVERY == 0:
+            keep()
     keep()
 
 

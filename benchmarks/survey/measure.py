@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 import dpfunc
 from benchmarks.measure import Contestant, Spec
-from benchmarks.survey import audio, decoders, encoders, multimodal, other_nets, peft_methods, vision
+from benchmarks.survey import audio, multimodal, other_nets, peft_methods, texts, vision
 from benchmarks.survey.case import Batch, Case, LossFn, Subject
 from dpfunc import engines
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
 
-FIELDS = (decoders, encoders, vision, multimodal, audio, peft_methods, other_nets)
+FIELDS = (texts, vision, multimodal, audio, peft_methods, other_nets)
 REPEATS, WARMUP, TRIES = 3, 1, 8
 ROUGH = 0.05
 FILES = re.compile(r"(?:/[\w.+-]+){2,}/")  # folders of this machine

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,13 +141,7 @@ KEYWORDS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def batch(name: str) -> Made:
-    return Made(name, True)
-
-
-def constant(name: str) -> Made:
-    return Made(name, False)
-
+batch, constant = partial(Made, of_batch=True), partial(Made, of_batch=False)
 
 # Names, as regular expressions, whose arguments are seldom drawn by chance -> more patterns.
 FITTING: dict[str, list[tuple[Any, ...]]] = {
@@ -257,33 +252,20 @@ class Call:
 
 def filled(value: Any, x: Tensor) -> Any:
     """The arguments, with the tensors that are made of a batch."""
-    if isinstance(value, Made):
-        return value.of(x)
-    if isinstance(value, dict):
-        return {key: filled(part, x) for key, part in value.items()}
-    return type(value)(filled(part, x) for part in value) if isinstance(value, (list, tuple)) else value
+    return pytree.tree_map(lambda part: part.of(x) if isinstance(part, Made) else part, value)
 
 
-def drawn(rng: random.Random, slot: Any, layout: str) -> Any:
+def drawn(rng: random.Random, pattern: Any, layout: str) -> Any:
     """A pattern with its slots filled."""
-    if isinstance(slot, dict):
-        return {key: drawn(rng, part, layout) for key, part in slot.items()}
-    if isinstance(slot, (list, tuple)):
-        return type(slot)(drawn(rng, part, layout) for part in slot)
-    match slot:
-        case Slot.X:
-            return Made(layout, True)
-        case Slot.Y:
-            return Made(layout if rng.random() < 0.4 else rng.choice(list(LAYOUTS)), True)
-        case Slot.C:
-            return Made(rng.choice(list(rng.choice([ALIKE, DIFFERING]))), False)
-        case Slot.AXIS:
-            return rng.choice(AXES)
-        case Slot.NUMBER:
-            return rng.choice(NUMBERS)
-        case Slot.EQUATION:
-            return rng.choice(EQUATIONS)
-    return slot
+    draws = {
+        X: lambda: batch(layout),
+        Y: lambda: batch(layout if rng.random() < 0.4 else rng.choice(list(LAYOUTS))),
+        C: lambda: constant(rng.choice(list(rng.choice([ALIKE, DIFFERING])))),
+        AXIS: lambda: rng.choice(AXES),
+        NUMBER: lambda: rng.choice(NUMBERS),
+        EQUATION: lambda: rng.choice(EQUATIONS),
+    }
+    return pytree.tree_map(lambda slot: draws[slot]() if isinstance(slot, Slot) else slot, pattern)
 
 
 TRIES = 40
@@ -320,10 +302,6 @@ def loss_of(call: Call) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
     return loss_fn
 
 
-def same(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
 @dataclass
 class Swept:
     """What a sweep found: names of functions, outcomes counted, and calls whose rows are wrong."""
@@ -338,15 +316,16 @@ def judged(call: Call, seed: int) -> str:
     generator, params = torch.Generator().manual_seed(seed), {"v": torch.tensor([1.0, 0.5], dtype=DOUBLE)}
     batch, loss_fn = torch.randn(SAMPLES, 2, generator=generator, dtype=DOUBLE), loss_of(call)
     state, tolerance = torch.get_rng_state(), 1e-2 if "single" in str(call) else 1e-6
+    same = partial(torch.allclose, rtol=tolerance, atol=tolerance, equal_nan=True)
     truth, near = alone(loss_fn, params, batch), alone(loss_fn, params, batch * (1 + 1e-13))
     drew = not torch.equal(state, torch.get_rng_state())
     torch.set_rng_state(state)
-    if drew or truth is None or near is None or not same(truth, near, tolerance):
+    if drew or truth is None or near is None or not same(truth, near):
         return ""
     found = credited(loss_fn, params, batch)
     if found is None:
         return "refused"
-    return found[1] if same(found[0], truth, tolerance) else "wrong"
+    return found[1] if same(found[0], truth) else "wrong"
 
 
 def swept(seed: int, count: int, table: dict[str, Callable[..., Any]]) -> Swept:

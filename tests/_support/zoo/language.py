@@ -10,8 +10,9 @@ import torch
 from models import Case
 
 from benchmarks.survey import case as survey
-from benchmarks.survey.case import END, PAD, START, VOCAB, classes, hugging_face, images, token_labels
+from benchmarks.survey.case import END, PAD, START, VOCAB, classes, hugging_face, images
 from benchmarks.survey.multimodal import ended, in_text
+from benchmarks.survey.texts import tokens
 from benchmarks.survey.tiny import built, target_text
 from dpfunc.functional import BIASES, functionalize
 from dpfunc.lora import attach
@@ -53,11 +54,6 @@ def text(dtype, padding="right"):
 
 
 text_padded_left = partial(text, padding="left")
-
-
-def tokens(padding="right"):
-    rows = survey.text(padding)
-    return {**rows, "labels": token_labels(rows)}
 
 
 labelled_text = lambda: {**survey.text(), "labels": classes()}
