@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 
 import numpy as np
@@ -14,38 +13,15 @@ from click.testing import CliRunner
 from local_process import Local, locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
 
 import dpfunc
-from benchmarks import measure, small_steps
+from benchmarks import small_steps
 from benchmarks.engines import contestants, plots
 from benchmarks.engines.__main__ import main
 from benchmarks.engines.cases import ALL_CASES, CASES
 from benchmarks.engines.contestants import ENGINES, OPACUS, known, problem_of
 from benchmarks.engines.problem import Truth, relative_error
-from benchmarks.engines.runner import Settings, Truths, run_case
+from benchmarks.engines.runner import Truths
 from benchmarks.measure import TOLERANCE
 from dpfunc.engines import vmap
-
-STUB = """
-import json, os, shutil, sys, time
-here = os.environ["STUB"]
-manner = open(os.path.join(here, "manner")).read()
-spec = json.loads(sys.argv[3])
-json.dump({**spec, "flags": os.environ.get("XLA_FLAGS")}, open(os.path.join(here, spec["mode"] + ".json"), "w"))
-if manner == "broken":
-    sys.exit("ImportError: no jax")
-print(json.dumps({"versions": {"jax": "0"}, "compared": True}), flush=True)
-for line in sys.stdin:
-    command, _, file = line.strip().partition(" ")
-    if manner == "slow":
-        time.sleep(60)
-    if manner == "error":
-        print(json.dumps({"failed": "ValueError: 3 does not divide 4"}), flush=True)
-    elif command == "sums":
-        shutil.copy(os.path.join(here, spec["mode"] + ".npz"), file)
-        print('{"seconds": 1.0}', flush=True)
-    else:
-        numbers = {"seconds": 250.0, "cpu_seconds": 1.0, "page_faults": 0, "resident_mib": 9.0}
-        print(json.dumps({**numbers, "peak_mib": 7.0}), flush=True)
-"""
 
 pytestmark = pytest.mark.usefixtures("threads_stay_as_they_were")
 
@@ -185,84 +161,45 @@ def test_names_of_contestants():
     assert [known(name) for name in f"{right} {wrong}".split()] == [True] * 7 + [False] * 7
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cases", "w1,w8"], "no case w8"),
-        (["--engines", "gost"], "no contestant gost"),
-        (["--against", "docs"], "no checkout of dpfunc"),
-        (["--against", "."], "name a file with --out"),
-    ],
-)
-def test_misspelt_options_are_refused(arguments, message):
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
+def test_misspelt_options_are_refused():
+    refused = {"--cases w1,w8": "no case w8", "--engines gost": "no contestant gost"}
+    refused |= {"--against docs": "no checkout of dpfunc", "--against .": "name a file with --out"}
+    for arguments, message in refused.items():
+        result = CliRunner().invoke(main, arguments.split())
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
 
 
-@pytest.fixture
-def stub(tmp_path, monkeypatch):
-    """A function that puts a stub in place of the interpreter, which answers in some manner with sums `scale` x right."""
-    script, python = tmp_path / "stub.py", tmp_path / "python"
-    script.write_text(STUB)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {script} "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv("STUB", str(tmp_path))
-    monkeypatch.setenv(contestants.VARIABLE, str(python))
-    processes = measure.Process  # of JAX; contestants of torch run here
-    monkeypatch.setattr(measure, "Process", lambda spec: (processes if "python" in spec else Local)(spec))
-
-    def install(manner="right", scale=1.0):
-        (tmp_path / "manner").write_text(manner)
-        problem = CASES["perceptron"].problem(quick=True)
-        clip_norm = sorted(Truth.of(problem.module, problem, ()).norms)[1]
-        truth = Truth.of(problem.module, problem, (clip_norm, math.inf))
-        for mode, bound in (("plain", math.inf), ("clipped", clip_norm)):
-            np.savez(tmp_path / f"{mode}.npz", **{k: scale * v.numpy() for k, v in truth.sums[bound].items()})
-        return tmp_path
-
-    return install
+def test_what_a_process_of_jax_is_told(monkeypatch, tmp_path):
+    """The same weights and batch, one thread, and the interpreter that is named; its sums have bounds of their own."""
+    monkeypatch.setenv(contestants.VARIABLE, "/a/python")
+    problem, spec = CASES["perceptron"].problem(quick=True), {"device": "cpu", "threads": 1, "clip_norm": 1.0}
+    told = contestants.jax_spec("jax-privacy/2", problem, spec, tmp_path)
+    assert (told["python"], told["model"], told["mode"], told["microbatch"]) == (
+        "/a/python",
+        "perceptron",
+        "clipped",
+        2,
+    )
+    assert told["variables"]["XLA_FLAGS"] == contestants.ONE_THREAD
+    with np.load(told["arrays"]) as arrays:
+        assert np.array_equal(arrays["inputs"], problem.inputs.numpy())
+        assert {"trained/0.weight", "trained/4.bias"} <= set(arrays.files)
+    truth = Truth.of(problem.module, problem, (problem.clip_norm, math.inf))
+    error = lambda name, bound: Truths(problem).error(name, truth.sums[bound], False)
+    assert error("jax-plain", math.inf) == error("jax-privacy/2", problem.clip_norm) == 0
+    assert error("jax-privacy/2", math.inf) > TOLERANCE
 
 
-def test_steps_of_jax_are_compared_first_and_timed_by_their_own_clock(stub):
-    folder = stub()
-    settings = Settings(rounds=1, quick=True)
-    found = run_case("perceptron", ["jax-plain", "jax-privacy/2"], settings)["contestants"]
-    assert [found[name]["status"] for name in ("jax-plain", "jax-privacy/2")] == ["ok", "ok"]
-    assert found["jax-privacy/2"]["time"]["median_seconds"] == 250.0
-    assert found["jax-privacy/2"]["memory"]["peak_mib"] == 7.0
-    assert found["jax-plain"]["versions"] == {"jax": "0"}
-    spec = json.loads((folder / "clipped.json").read_text())
-    assert (spec["model"], spec["microbatch"], spec["threads"]) == ("perceptron", 2, 1)
-    assert spec["flags"] == contestants.ONE_THREAD
-
-
-@pytest.mark.parametrize(
-    ("manner", "scale", "status"),
-    [
-        ("right", 1.001, "wrong: "),
-        ("broken", 1, "x: RuntimeError: the process ended with code 1: ImportError: no jax"),
-        ("error", 1, "x: ValueError: 3 does not divide 4"),
-        ("slow", 1, "x: TimeoutError: no step within 1 s, compiling included"),
-    ],
-)
-def test_a_process_that_fails_is_a_line_of_the_table(stub, manner, scale, status, monkeypatch):
-    monkeypatch.setattr(contestants, "LIMIT_SECONDS", 1.0 if manner == "slow" else 60.0)
-    stub(manner, scale)
-    settings = Settings(rounds=1, memory=False, quick=True)
-    found = run_case("perceptron", ["jax-privacy"], settings)["contestants"]["jax-privacy"]
-    assert found["status"].startswith(status)
-    assert "time" not in found
-
-
-def test_cases_that_jax_does_not_take_say_why(stub, monkeypatch, tmp_path):
+def test_cases_that_jax_does_not_take_say_why(monkeypatch, tmp_path):
     def told(case):
         problem = CASES[case].problem(quick=True)
         with pytest.raises(contestants.TakesNoPart) as why:
-            contestants.jax_spec("jax-privacy", problem, {"device": "cpu", "threads": 1}, None)
+            contestants.jax_spec("jax-privacy", problem, {"device": "cpu", "threads": 1}, tmp_path)
         return str(why.value)
 
+    monkeypatch.setenv(contestants.VARIABLE, "/a/python")
     assert all(told(case).startswith("left out: a ") for case in ("vgg11", "gpt2"))
-    monkeypatch.delenv(contestants.VARIABLE, raising=False)
+    monkeypatch.delenv(contestants.VARIABLE)
     monkeypatch.setattr(contestants, "INSTALLED", tmp_path / "absent")
     assert told("perceptron").startswith("not installed. Run `make jax`")

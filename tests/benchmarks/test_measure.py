@@ -67,6 +67,8 @@ def test_a_process_answers_and_dies_by_itself(tmp_path):
             process.ask("step")
     finally:
         process.close()
+    with pytest.raises(Failed, match="ModuleNotFoundError: No module named 'absent'"):
+        Process({**spec, "module": "absent"})
 
 
 def test_the_variables_of_a_process(monkeypatch):
