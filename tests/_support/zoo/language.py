@@ -19,7 +19,7 @@ from dpfunc.lora import attach
 from dpfunc.rng import insecure_key
 from zoo.parity import nonzero_b, roughen
 
-NORMS = r"norm"
+NORMS, CLASSES = r"norm", survey.CLASSES
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "max_position_embeddings": 16, "pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END,
