@@ -39,13 +39,7 @@ _MAX_SIZE_RATIO = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """Representation of the gradients of one use, chosen by its costs.
-
-    Args:
-        representation: `formed` and kept; or factors, with a norm of gradients that are formed and `dropped`, or a
-            `ghost` norm. operations: of norms and weighted sum, for all samples. num_bytes: kept until the factors of
-            the clip rule are known.
-    """
+    """Representation of the gradients of one use, chosen by its costs."""
 
     representation: _Representation
     operations: int
@@ -54,17 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one sample's gradient.
-
-    Args:
-        product: operations that form it, or that add it to a weighted sum. ghost: for its ghost norm.
-        numbers: that it has. factors: numbers of both factors. limited: it is not formed where it is much larger than
-            its factors.
-
-    >>> narrow, wide = matrix(positions=128, p=8, d=384), matrix(positions=128, p=1024, d=384)
-    >>> narrow.choose(16).representation, wide.choose(16).representation
-    ('formed', 'ghost')
-    """
+    """Costs of one sample's gradient."""
 
     product: int
     ghost: int
@@ -83,11 +67,7 @@ class Costs:
         return self.ghost < self.dropped
 
     def choose(self, num_samples: int, budget: float = math.inf) -> Choice:
-        """The representation that takes the fewest operations within a budget.
-
-        Args:
-            num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
-        """
+        """The representation that takes the fewest operations within a budget."""
         formed_bytes, factor_bytes = (4 * num_samples * numbers for numbers in (self.numbers, self.factors))
         small = num_samples * self.numbers <= SCRATCH
         formed = self.product + (_A_NUMBER if small else _A_FRESH_NUMBER) * self.numbers
@@ -118,17 +98,7 @@ def table(lookups: int, rows: int, d: int) -> Costs:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of a convolution, for one sample.
-
-    Args:
-        positions: T, over all images of the sample. cells: of the side that the kernel moves over.
-        shape: of the kernel. stride: on each axis. groups: of channels.
-
-    >>> early = Kernel(1024, 1024, shape=(64, 64, 3, 3), stride=(1, 1), groups=1).costs()
-    >>> late = Kernel(16, 16, shape=(512, 512, 3, 3), stride=(1, 1), groups=1).costs()
-    >>> early.choose(32).representation, late.choose(32).representation
-    ('formed', 'ghost')
-    """
+    """The kernel of a convolution, for one sample."""
 
     positions: int
     cells: int

@@ -37,32 +37,24 @@ def first_row(position: int) -> Iterator[None]:
 
 
 def positions_of(rows: Sequence[int]) -> list[int]:
-    """Positions in the batch of rows of the microbatch.
-
-    >>> with first_row(8):
-    ...     positions_of(range(2))
-    [8, 9]
-    """
+    """Positions in the batch of rows of the microbatch."""
     return [_first.get() + row for row in rows]
 
 
 class OwnDraws:
-    """The draws of one pass over rows.
-
-    Args:
-        positions: of the rows, in the batch.
-    """
+    """The draws of one pass over rows."""
 
     def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = positions
-        self._own = {_state()}
+        self.positions, self._first = positions, torch.default_generator.get_state()
+        self._own = set[int]()
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
         generator = _generator(device)
-        seeded_by_loss = _state() not in self._own  # none that these draws have left
+        self._own = self._own or {_hash(self._first)}
+        seeded_by_loss = _hash(torch.default_generator.get_state()) not in self._own  # none that these draws have left
         number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
-        self._own.add(_state())
+        self._own.add(_hash(torch.default_generator.get_state()))
         after = generator.get_state()
         try:
             found = []
@@ -81,9 +73,9 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-def _state() -> int:
+def _hash(state: Tensor) -> int:
     with Below():
-        return hash(torch.default_generator.get_state().numpy().tobytes())
+        return hash(state.numpy().tobytes())
 
 
 def _seed_of(number: int, position: int) -> int:
@@ -119,11 +111,7 @@ def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 def _dropout(
     own: Draw, input: Tensor, p: float, *, feature: bool = False, alpha: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Dropout of one row: the same numbers and rounding as torch's own on that row alone.
-
-    Args:
-        feature: one number for each channel. alpha: with mean and variance kept, for SELU.
-    """
+    """Dropout of one row: the same numbers and rounding as torch's own on that row alone."""
     if p == 0 or not input.numel():
         return input
     multiply = input.mul_ if inplace else input.mul
@@ -201,11 +189,7 @@ def random_operation(
     as_row: Callable[[Tensor], Tensor], draws: OwnDraws,
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
-    """The result of a function that draws; NotImplemented for calls that draw nothing.
-
-    Args:
-        as_row: makes the tensor of one row of those of all rows.
-    """
+    """The result of a function that draws; NotImplemented for calls that draw nothing."""
 
     def own(draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         with Below(), torch.no_grad():

@@ -33,12 +33,7 @@ class Source(Protocol):
 
 @dataclass
 class Measured(Kept):
-    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured.
-
-    Args:
-        together: names whose gradient also comes from vmap and grad, as a pass before has shown: its pieces are kept
-            until all are there. unused: names without a gradient.
-    """
+    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured."""
 
     together: Set[str] = frozenset()
     unused: list[str] = field(default_factory=list)
@@ -68,11 +63,7 @@ class Measured(Kept):
 
 @dataclass
 class Weighted(Kept):
-    """Weighted sums of the gradients of a second pass, as it forms them.
-
-    Args:
-        measured: of the first pass. factors: name -> factors (B,). reduced: see `Source`.
-    """
+    """Weighted sums of the gradients of a second pass, as it forms them."""
 
     measured: Measured = field(kw_only=True)
     factors: Mapping[str, Tensor] = field(kw_only=True)
@@ -113,12 +104,7 @@ def differs(names: Iterable[str]) -> UnsupportedModel:
 
 @dataclass(frozen=True)
 class Ghost:
-    """The gradients of B samples, of which only losses and norms exist; each sum is a pass of its own.
-
-    Args:
-        losses_B: of each sample. norms: name -> squared norms (B,). unused: parameters without a gradient. again: of
-            factors, the weighted sums. aux: of the loss.
-    """
+    """The gradients of B samples, of which only losses and norms exist; each sum is a pass of its own."""
 
     losses_B: Tensor
     norms: Mapping[str, Tensor] = field(repr=False)
@@ -131,9 +117,5 @@ class Ghost:
         return dict(self.norms)
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums over the samples: name -> parameter shape.
-
-        Raises:
-            UnsupportedModel: the second pass does not give what was measured.
-        """
+        """Weighted sums over the samples: name -> parameter shape."""
         return self.again(factors)

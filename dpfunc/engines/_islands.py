@@ -45,12 +45,7 @@ def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) 
 
 @dataclass
 class _Call:
-    """One call of an operation: what its node needs to run it, and to credit its gradients.
-
-    Args:
-        bound: arguments by name, plain but for the input. wanted: argument -> name and value of a parameter.
-        keeps_input: the backward pass needs the input.
-    """
+    """One call of an operation: what its node needs to run it, and to credit its gradients."""
 
     owner: Pass
     func: Callable[..., Any]
@@ -154,7 +149,7 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
     wanted = _made_plain(owner, rule, form.input, bound)
     if wanted is None or not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
-    owner.expect(name for name, _ in wanted.values())
+    owner.expect([name for name, _ in wanted.values()])
     keeps_input = form.reads_input or not rule.reading.isdisjoint(wanted)
     return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted, keeps_input), owner.anchor, given)
 
@@ -245,11 +240,7 @@ Results = tuple[Tensor, ...]
 
 @dataclass
 class Kernel:
-    """Native operations and their graph, below both levels.
-
-    Args:
-        call: of the tensors of all rows, (B, ...); gives those of its results. wanted: inputs that need a gradient.
-    """
+    """Native operations and their graph, below both levels."""
 
     owner: Pass
     call: Callable[..., Results]
@@ -477,13 +468,7 @@ _PRODUCTS = ("gemm_4bit", "gemv_4bit")
 
 
 def _product_of_4_bits(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`(x (..., i), weight, ...)`: `x W^T + b` with any leading axes, of all rows; NotImplemented for other operations.
-
-    Raises:
-        UnsupportedModel: x has a gradient, which would be lost. On CPUs with bfloat16, bitsandbytes packs the weights
-            at the first forward pass in evaluation mode, and keeps them so: what is trained below would then have a
-            gradient of zero, with a warning of torch alone.
-    """
+    """`x W^T + b` with any leading axes, of all rows; NotImplemented for other operations."""
     run: Callable[..., Any] = func
     if func.__name__.split(".")[0] not in _PRODUCTS or any_row((args[1:], dict(kwargs))):
         return NotImplemented

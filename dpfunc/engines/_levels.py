@@ -32,11 +32,7 @@ Below = torch._C._DisableFuncTorch
 
 @dataclass(frozen=True)
 class Levels:
-    """The open levels of one pass over some rows.
-
-    Args:
-        rows: number of each. vmap, grad: their numbers in torch's stack.
-    """
+    """The open levels of one pass over some rows."""
 
     rows: int
     vmap: int
@@ -64,10 +60,6 @@ class Levels:
         with Below():
             same: Tensor = inside(value).expand(self.rows, *value.shape)
             return same
-
-    def on_top(self) -> bool:
-        """True outside of transforms that the loss itself runs."""
-        return bool(functorch.maybe_current_level() == self.grad)
 
 
 transforms_seen = functorch._set_dynamic_layer_keys_included
@@ -203,12 +195,7 @@ def without_dispatch(function: Any) -> Callable[..., Any]:
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
-    """The same function that does not ask modes, so that its parts do; None for those that are one operation.
-
-    >>> import torch
-    >>> opened(torch.nn.functional.dropout) is None, opened(torch.add) is None
-    (False, True)
-    """
+    """The same function that does not ask modes, so that its parts do; None for those that are one operation."""
     of_torch = type(func) is FunctionType and (func.__module__ or "").startswith("torch.")
     return without_dispatch(func) if of_torch and _asks_modes(func) else None
 

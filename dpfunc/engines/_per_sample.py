@@ -21,7 +21,7 @@ from dpfunc.engines._numerics import (
     ROUNDINGS,
     TOLERATED,
     accumulation_dtype,
-    any_set,
+    any_dropped,
     cancelling_samples,
     exact,
     in_pieces,
@@ -128,12 +128,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Outer:
-    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions.
-
-    Args:
-        products: `a` and its products `a a^T`, for the next norm of a gradient with the same `a`. Gradients that share
-            `a` share the list; None for others.
-    """
+    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions."""
 
     a_BTp: Tensor
     b_BTd: Tensor
@@ -332,9 +327,6 @@ def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
     """The gradient of a parameter that is used several times: the sum over its uses, exact in norm as well.
 
     Products are joined along their positions, look-ups too; whatever else meets is formed and added.
-
-    Args:
-        uses: at least one; all of the same samples.
     """
     if len(uses) == 1:
         return uses[0]
@@ -363,9 +355,6 @@ class _Stack:
 
     Small gradients of equal shapes are measured and summed by one torch call for all: a call takes microseconds
     whatever it computes, a copy of few numbers less.
-
-    Args:
-        names: of the parameters. grads: of each.
     """
 
     names: Sequence[str]
@@ -397,7 +386,7 @@ class _Stack:
         """Sums of all parameters by one product; None where samples are dropped, or have parts that cancel."""
         same = all(factors_B is factors[0] for factors_B in factors)
         factors_NB = factors[0][None] if same else torch.stack(tuple(factors))
-        if any_set(factors_NB == 0):
+        if any_dropped(factors[0] if same else factors_NB):
             return None
         if isinstance(self.joined, Outer):
             if self.joined.cancelling() is not None:
@@ -426,9 +415,6 @@ def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
     """All gradients, small ones of equal shapes as one; those of large parameters first.
 
     A sum takes several times its memory while it is made: the largest ones are made while few others are in memory.
-
-    >>> [stack.names for stack in _stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
-    [['a', 'b']]
     """
     together: dict[object, list[str]] = {}
     for name, grad in grads.items():
@@ -449,11 +435,7 @@ def _key(grad: PerSampleGrad) -> object:
 
 @dataclass(frozen=True)
 class PerSample:
-    """The gradients of all parameters for B samples.
-
-    Args:
-        losses_B: of each sample. grads: name -> gradients. alone: each sample was computed alone. aux: of the loss.
-    """
+    """The gradients of all parameters for B samples."""
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
@@ -477,11 +459,7 @@ class PerSample:
 
 @dataclass
 class Kept:
-    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
-
-    Args:
-        counts: name -> uses in the forward pass, with a rule. pieces: name -> gradients of its uses.
-    """
+    """Gradients of one pass, formed or as factors, until all uses of each parameter are there."""
 
     counts: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)

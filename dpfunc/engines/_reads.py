@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -28,11 +29,7 @@ class Stop(BaseException):
 
 
 class Diverged(Stop):
-    """Rows do not agree on what Python reads.
-
-    Args:
-        groups: the rows of each group, by their place in the pass. read: name of the function.
-    """
+    """Rows do not agree on what Python reads."""
 
     def __init__(self, groups: Sequence[Sequence[int]], read: str) -> None:
         super().__init__(read)
@@ -53,13 +50,7 @@ class NoRules(Stop):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of one pass over rows.
-
-    Args:
-        losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
-            graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
-        uses: that went to rules, in the order of the backward pass. aux: of the loss, or None.
-    """
+    """Results of one pass over rows."""
 
     losses_B: Tensor
     rest: Mapping[str, Tensor]
@@ -101,7 +92,7 @@ class Pass(TorchFunctionMode):
 
     def is_open(self) -> bool:
         """True where an operation may run as its native kernel: outside of transforms of the loss, with gradients."""
-        return self.levels.on_top() and torch.is_grad_enabled()
+        return bool(functorch.maybe_current_level() == self.levels.grad) and torch.is_grad_enabled()
 
     def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function whose parts pass here."""

@@ -47,12 +47,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class _Walked:
-    """The states of a layer and what its walk back needs.
-
-    Args:
-        states_TBP: the state before each step, and after the last. kept: as the kind needs it. cell_BH: the last cell
-            of an LSTM. inner_TBH: its outputs before they are projected.
-    """
+    """The states of a layer and what its walk back needs."""
 
     states_TBP: Tensor
     kept: tuple[Tensor, ...] = ()
@@ -179,11 +174,7 @@ def _rnn_back(
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of recurrent layer: the walk through time, and the walk back.
-
-    Args:
-        adds: gates are the sum of the share of the inputs and that of the states.
-    """
+    """A kind of recurrent layer: the walk through time, and the walk back."""
 
     walk: Callable[..., _Walked]
     back: Callable[..., _Gradients]

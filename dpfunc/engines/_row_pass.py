@@ -96,19 +96,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch for one pass.
-
-    Args:
-        loss_fn, params: as for an engine. batch: the rows. positions: their places in the batch. source: of tensors
-            that a module swaps in itself; None where parameters are arguments. watched: what the loss keeps was noted.
-    """
+    """Rows of a batch for one pass."""
 
     loss_fn: LossFn
     params: Params
     batch: Batch
     positions: Sequence[int]
     source: Source | None = None
-    watched: bool = False
 
     def some(self, places: Sequence[int]) -> Rows:
         """The rows at these places."""
@@ -123,29 +117,18 @@ class _RowPass(Pass):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
 
     def __init__(
-        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept
-    ) -> None:
+        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept,
+        watched: bool,
+    ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
-        watched = rows.watched and is_warm(rows.loss_fn, rows.batch)
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
-        self.settings, self.draws, self._depth = settings, OwnDraws(positions_of(rows.positions)), 0
+        self.settings, self.draws = settings, OwnDraws(positions_of(rows.positions))
         self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
         self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not self.settings.plain_functions or self.in_backward:
-            return self._answer(func, args, kwargs)
-        self._depth += 1
-        transforms_seen(True)
-        try:
-            return self._answer(func, args, kwargs)
-        finally:
-            self._depth -= 1
-            transforms_seen(bool(self._depth))
-
-    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         handlers, kwargs = self._handlers.get(func), kwargs or {}
         if self._stands and func not in _OF_MEMORY:
             stands = self._stands
@@ -156,7 +139,7 @@ class _RowPass(Pass):
             return func(*args, **kwargs)
         try:
             refuse_earlier(args, kwargs)
-            if func in REGISTERED and self.rules:
+            if REGISTERED and func in REGISTERED and self.rules:
                 found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
@@ -243,6 +226,25 @@ class _RowPass(Pass):
         return self.levels.row(values_B)
 
 
+class _PlainFunctions(_RowPass):
+    """A pass whose custom functions are nodes of the level of gradients; see `levels.custom_functions`."""
+
+    depth = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.in_backward:
+            return super().__torch_function__(func, types, args, kwargs)
+        self.depth += 1
+        transforms_seen(True)
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.depth -= 1
+            transforms_seen(bool(self.depth))
+
+
 def _copied(
     values: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
 ) -> Tensor:
@@ -318,21 +320,17 @@ def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
 _WITH_RULES, _WITHOUT_RULES = _answered(_OWN, ISLANDS, READS), _answered(_OWN, READS)
 
 
-def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept) -> Passed:
-    """Losses of rows that go the same way; their gradients by rules go to `kept`.
-
-    Raises:
-        Stop: they do not, or cannot be computed with these settings.
-    """
+def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept, watched: bool) -> Passed:
+    """Losses of rows that go the same way; their gradients by rules go to `kept`."""
     num_rows = len(rows.positions)
     forget_gone()
-    tensors = rows.params if rows.source is None else rows.source.leaves(rows.params)
-    params = {name: param.detach() for name, param in tensors.items()} if rows.source is None else tensors
+    params = rows.source.leaves(rows.params) if rows.source else {n: p.detach() for n, p in rows.params.items()}
+    kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:
-        mode = _RowPass(rows, over, params, settings, uses, kept)
+        mode = kind(rows, over, params, settings, uses, kept, watched and is_warm(rows.loss_fn, rows.batch))
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
-        given = mode.leaves if rows.source is None else tensors
+        given = params if rows.source else mode.leaves
         try:
             with told_of_transforms(), backward_inside(), mode, custom_functions(settings.plain_functions):
                 losses_1, aux = split_aux(rows.loss_fn(dict(given), record))
@@ -344,8 +342,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                     check_aux(aux, 1)
                     if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                         refuse_reentrant((), losses_1)
-                    loss = losses_1.sum()
-                found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
+                found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
         except ORDINARY as error:
             refuse_out_of_memory(error)
             if mode.stopped is not None:
@@ -356,5 +353,6 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with Below():
             losses_B = over.all_rows(losses_1)[:, 0].detach()
-            aux = pytree.tree_map_only(Tensor, lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
+            if aux is not None:
+                aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
     return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux)

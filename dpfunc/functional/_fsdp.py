@@ -34,11 +34,7 @@ def _fsdp(name: str) -> type | None:
 
 
 def fsdp_parts(module: nn.Module) -> dict[str, Any]:
-    """The parts of a module that `fully_shard` was called on, by name.
-
-    >>> fsdp_parts(nn.Linear(1, 1))
-    {}
-    """
+    """The parts of a module that `fully_shard` was called on, by name."""
     kind = _fsdp("FSDPModule")
     return {} if kind is None else {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
@@ -126,10 +122,7 @@ def constant(module: nn.Module) -> set[str]:
 
 
 def communicates(module: nn.Module) -> str | None:
-    """Describe the parts of a module that exchange parameters or activations with other processes, or None.
-
-    >>> communicates(nn.Linear(1, 1))
-    """
+    """Describe the parts of a module that exchange parameters or activations with other processes, or None."""
     parts = fsdp_parts(module)
     if parts:
         return f"parts that fully_shard was called on ({shorten([name or 'the module' for name in parts])})"
@@ -193,11 +186,7 @@ def _reset(root: Any) -> None:
 
 
 def outermost(names: Iterable[str]) -> list[str]:
-    """Names of modules that are in none of the others; parents come before their children.
-
-    >>> outermost(["a", "a.b", "ab"]), outermost(["", "a"])
-    (['a', 'ab'], [''])
-    """
+    """Names of modules that are in none of the others; parents come before their children."""
     kept: list[str] = []
     for name in names:
         if not any(not other or name.startswith(f"{other}.") for other in kept):

@@ -34,19 +34,7 @@ def pattern(name: str, expression: str) -> re.Pattern[str]:
 
 
 def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str, Tensor]:
-    """The trainable parameters of a module, in its order, each tensor once and under its first name.
-
-    Args:
-        module: any module. trainable: a regular expression that is searched in the names, a list of names, or None for
-            the parameters that require gradients.
-
-    Raises:
-        InvalidArgument: nothing selected, names that do not exist, or parameters that are not floating.
-
-    >>> select(nn.ReLU(), None)
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a module with parameters, got ReLU, which has none.
-    """
+    """The trainable parameters of a module, in its order, each tensor once and under its first name."""
     named = dict(module.named_parameters())
     if not named:
         raise InvalidArgument(f"Expected a module with parameters, got {type(module).__name__}, which has none.")

@@ -42,23 +42,14 @@ _ROUNDING_UNITS = 8
 
 @dataclass
 class Audits:
-    """Schedule of the audits of a loss function. No result depends on it.
-
-    Args:
-        steps: so far. counting: the loss changes what it keeps at each call: as many calls in each step, so that the
-            number of calls tells nothing. row_seconds: time of the last row alone.
-    """
+    """Schedule of the audits of a loss function. No result depends on it."""
 
     steps: int = 0
     counting: bool = False
     row_seconds: float = 0.0
 
     def due(self, count: int, seconds: float, chance: float) -> int:
-        """Number of rows of this step to compute alone.
-
-        Args:
-            count: rows of the step. seconds: that the engine took. chance: uniform in [0, 1).
-        """
+        """Number of rows of this step to compute alone."""
         if not count:
             return 0
         step, self.steps = self.steps, self.steps + 1
@@ -78,11 +69,7 @@ class Audits:
 
     @contextmanager
     def choose_rows(self, key: Key | None, batch: Batch, seconds: float) -> Iterator[list[int]]:
-        """Rows of this batch to compute alone, which is done inside and timed; see `due`.
-
-        Args:
-            key: of the step; nobody can predict what is drawn from it. batch, seconds: of the step.
-        """
+        """Rows of this batch to compute alone, which is done inside and timed; see `due`."""
         chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)
         count = batch_size(batch)
         wanted = self.due(count, seconds, chance.random())
@@ -94,12 +81,7 @@ class Audits:
 
 @dataclass(frozen=True)
 class Credited:
-    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
-
-    Args:
-        losses_B: their losses. sq_norms: name -> squared norms (B,). seed: the state of torch's generator before.
-        per_sample: gives weighted sums of rows; None where they can be taken once only.
-    """
+    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs."""
 
     losses_B: Tensor
     sq_norms: Mapping[str, Tensor]
@@ -108,12 +90,7 @@ class Credited:
 
 
 def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor], seed: Tensor, *, repeatable: bool) -> Credited | None:
-    """Collect the values to audit; None where each row was computed alone, and for engines of users.
-
-    Args:
-        per_sample, sq_norms: of the engine. seed: the state of torch's generator before.
-        repeatable: weighted sums can be taken more than once.
-    """
+    """Collect the values to audit; None where each row was computed alone, and for engines of users."""
     if getattr(per_sample, "alone", True):
         return None
     return Credited(per_sample.losses_B, sq_norms, seed, per_sample if repeatable else None)
@@ -122,11 +99,7 @@ def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor], seed: Tensor, *
 def audit(
     loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], audits: Audits
 ) -> None:
-    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
-
-    Raises:
-        UnsupportedModel: they differ; naming what, and by how much. A row that cannot be computed alone, too.
-    """
+    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone."""
     if not chosen:
         return
     rows = _Rows(loss_fn, params, batch, credited)

@@ -109,11 +109,7 @@ _PRODUCTS = frozenset(
 
 @dataclass(eq=False)
 class CollectiveRecorder(TorchDispatchMode):
-    """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
-
-    Args:
-        meshes: of the DTensors that are computed with.
-    """
+    """Refuses collectives that are not torch's own, and notes on which meshes layers are split."""
 
     meshes: list[DeviceMesh] = field(default_factory=list)
 
@@ -148,12 +144,6 @@ def check_replicated(
 
     A parameter that is not split, but is applied to a part of the activations (a norm over this rank's own heads), has
     a part of its gradient on each rank: its norm would be wrong, and the ranks would drift apart.
-
-    Args:
-        losses_B, grads: of single samples; grads (B, *shape) are local. meshes: on which layers are split.
-
-    Raises:
-        UnsupportedModel: they differ; on all ranks.
     """
     if not meshes or not len(losses_B):
         return

@@ -67,16 +67,7 @@ _never_equal = itertools.count()
 
 
 def python_state(loss_fn: object) -> tuple[object, ...]:
-    """Values that change when what a function keeps changes: sizes and plain values of all that it reaches.
-
-    >>> kept = [0.0]
-    >>> before = python_state(lambda kept=kept: kept)
-    >>> before == python_state(lambda kept=kept: kept)
-    True
-    >>> kept[0] = 1.0
-    >>> before == python_state(lambda kept=kept: kept)
-    False
-    """
+    """Values that change when what a function keeps changes: sizes and plain values of all that it reaches."""
     visited: dict[int, object] = {}  # what is kept alive keeps its identity
     values: list[object] = [torch.initial_seed()]
     todo: list[Any] = [loss_fn]
@@ -236,23 +227,14 @@ _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
 def note_changed(loss_fn: object, before: object, told: str = "") -> None:
-    """Note a loss that has changed what it keeps: what it has kept stays.
-
-    Args:
-        before: `python_state` before its calls. told: why it must not change; by default, since the number of calls
-            follows from the other records.
-    """
+    """Note a loss that has changed what it keeps: what it has kept stays."""
     if loss_fn not in _keeping and python_state(loss_fn) != before:
         _keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
 
 
 def refuse_kept(loss_fn: object) -> None:
-    """Refuse a loss that keeps something from call to call.
-
-    Raises:
-        UnsupportedModel: it was noted.
-    """
-    if loss_fn in _keeping:
+    """Refuse a loss that keeps something from call to call."""
+    if _keeping and loss_fn in _keeping:
         raise UnsupportedModel(
             f"The loss {_keeping[loss_fn]}, and what it keeps from call to call has changed (a counter, a list, an "
             "attribute, a buffer, a cache, a random generator of its own): samples of this step or of later ones would "
@@ -263,11 +245,7 @@ def refuse_kept(loss_fn: object) -> None:
 
 
 def refuse_counting(loss_fn: object, before: object) -> None:
-    """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call.
-
-    Raises:
-        UnsupportedModel: what it keeps is not what it was `before`.
-    """
+    """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call."""
     note_changed(loss_fn, before)
     refuse_kept(loss_fn)
 
@@ -292,11 +270,7 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "map", "map_impl", "associative_s
 
 
 def refuse_undeclared(func: Callable[..., Any]) -> None:
-    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen.
-
-    Raises:
-        UnsupportedModel: it is one.
-    """
+    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen."""
     if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
         raise UnsupportedModel(
             "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
@@ -318,11 +292,7 @@ def forget_gone() -> None:
 
 
 def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to compute with a tensor of a row of an earlier call.
-
-    Raises:
-        UnsupportedModel: there is one among the arguments.
-    """
+    """Refuse to compute with a tensor of a row of an earlier call."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, (list, tuple)):
             refuse_earlier(value, {})

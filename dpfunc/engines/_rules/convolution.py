@@ -55,11 +55,7 @@ class ConvolutionArgs:
     output_padding: tuple[int, ...] = ()
 
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
-        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis.
-
-        Args:
-            memory: as many numbers as the gradient has, in place of the weight, of which torch reads the shape only.
-        """
+        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
         shape = (copies * self.shape[0], *self.shape[1:])
         weight = x_NC.new_empty(shape) if memory is None else memory.view(shape)
         output_padding = self.output_padding or (0,) * len(self.stride)
@@ -92,11 +88,7 @@ class ConvolutionArgs:
         return offsets
 
     def over_taps(self, values: Tensor, axis: int, size: int, offsets: Sequence[int]) -> Tensor:
-        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u.
-
-        Args:
-            values: (n, m, *cells, m, *cells). axis: of the cells. size: positions on it.
-        """
+        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u."""
         first, second = 2 + axis, 3 + len(self.stride) + axis
         shape = list(values.shape)
         shape[first] = shape[second] = size
