@@ -28,7 +28,7 @@ from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._draws import first_row
-from dpfunc.engines._guards.audit import Audits, audit, credited_by
+from dpfunc.engines._guards.audit import Audits, Credited, audit
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._numerics import ReadTogether, exact
@@ -182,10 +182,10 @@ class ClippedGrad:
         # read the same marks.
         with exact(mask_B.device):
             found = self._read_together(clip_and_sum) if repeatable and not in_lockstep() else clip_and_sum()
-        credited = credited_by(per_sample, found.sq_norms, generator, repeatable=repeatable)
-        if credited is not None:
+        if not getattr(per_sample, "alone", True):  # nor for engines of users
+            own = Credited(self.loss_fn, params, microbatch, per_sample, found.sq_norms, generator, repeatable)
             with self._audits.choose_rows(key, microbatch, seconds) as chosen:
-                audit(self.loss_fn, params, microbatch, credited, chosen, self._audits)
+                audit(own, chosen, self._audits)
         return found
 
     def _clip_and_sum(

@@ -67,25 +67,13 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
 
     `factor <= C_g (1 - 2**-13) / max(norm, 1e-12)`, and exactly 0 for samples that are padding (`mask_B` false) or
     have a norm that is not finite in any group, so that such a sample contributes exactly nothing.
-
-    Args:
-        rule: any clip rule. One that is not of this library sees one row at a time, so that no factor can depend on
-            other rows; a faulty one costs utility, not privacy.
-        norms_BG: norms, float32 or float64, may hold inf and NaN.
-        bounds_G: bound of each group.
-        mask_B: true for real samples.
-
-    Returns:
-        factors (B, G), finite and >= 0. Unreleased.
+    A rule that is not of this library sees one row at a time; a faulty one costs utility, not privacy. Unreleased.
 
     Guarantees:
         factor * norm <= C (tests/clipping/test_bounds.py::test_factor_times_norm_stays_inside); a rule that looks at
         other rows cannot (tests/clipping/test_bounds.py::test_a_rule_sees_one_row).
-
-    Raises:
-        InvalidArgument: a rule that reads numbers.
     """
-    usable_B1 = (mask_B & (norms_BG < math.inf).all(dim=1))[:, None]  # false for NaN as well
+    usable_B1 = (mask_B & (norms_BG.abs() < math.inf).all(dim=1))[:, None]  # false for NaN as well
     safe_norms_BG = torch.where(usable_B1, norms_BG, 1.0)
     inner_G = bounds_G * (1.0 - SLACK)
     ceiling_BG = inner_G / safe_norms_BG.clamp(min=_TINY_NORM)

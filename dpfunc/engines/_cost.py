@@ -1,4 +1,4 @@
-"""Cost model of a use of a parameter: operations and bytes by shapes, and what is chosen by them.
+"""Cost model of a use of a parameter: operations and bytes by shapes, and what is chosen by them; nothing is timed.
 
 The gradient of one sample is a sum of products; T positions, a matrix of p x d numbers:
 
@@ -6,9 +6,7 @@ The gradient of one sample is a sum of products; T positions, a matrix of p x d 
     dropped  the same; the norm is measured and the gradient dropped; the weighted sum is a product of 2 T p d again
     ghost    2 T^2 (p + d) operations for the norm, without the gradient; and the same weighted sum
 
-`formed` needs memory for the gradients of all samples. The other two keep factors: the gradient of the result and the
-input, until the factors of the clip rule are known. A choice depends on shapes and on the constants below only: nothing
-is timed, so that equal steps are equal.
+The last two keep factors, the gradient of the result and the input, until the factors of the clip rule are known.
 """
 
 from __future__ import annotations

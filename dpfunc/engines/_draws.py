@@ -1,9 +1,7 @@
-"""Random numbers of a row are its own: a function of the seed of the step and of its position, whoever is beside it.
+"""Random numbers of a row: a function of the seed of the step and of its position, whoever is beside it.
 
-Each draw of the loss takes one number of torch's global generator, which is the same for all rows; that number and the
-position of a row seed the generator for what the row draws. So a row draws the same in any group, and where a part of
-the forward pass is computed again for a checkpoint. Where the loss itself has seeded the generator, a row draws what it
-would alone: position 0.
+Each draw takes a number of torch's global generator, the same for all rows, which seeds each row together with its
+position; position 0 where the loss itself has seeded the generator.
 """
 
 from __future__ import annotations
@@ -59,7 +57,9 @@ class OwnDraws:
         try:
             found = []
             for row, position in enumerate(self.positions):
-                generator.manual_seed(_seed_of(number, 0 if seeded_by_loss else position))
+                data = number.to_bytes(8, "little") + (0 if seeded_by_loss else position).to_bytes(8, "little")
+                digest = hashlib.blake2b(data, digest_size=8).digest()
+                generator.manual_seed(int.from_bytes(digest, "little") >> 1)
                 found.append(draw(row))
             return torch.stack(found)
         finally:
@@ -76,11 +76,6 @@ def _generator(device: torch.device) -> torch.Generator:
 def _hash(state: Tensor) -> int:
     with Below():
         return hash(state.numpy().tobytes())
-
-
-def _seed_of(number: int, position: int) -> int:
-    data = number.to_bytes(8, "little") + position.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 Draw = Callable[[Callable[[int], Tensor], torch.device], Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines._numerics import TOLERATED
-from dpfunc.engines._per_sample import Kept, PerSampleGrad
+from dpfunc.engines._per_sample import Kept, Late, PerSampleGrad, formed
 from dpfunc.engines._reads import Passed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
@@ -43,10 +43,10 @@ class Measured(Kept):
         """True if all of the gradient of a parameter comes from one use."""
         return self.counts.get(name) == 1 and name not in self.together
 
-    def take(self, name: str, grad: PerSampleGrad) -> None:
+    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Measure a gradient, or keep it for the others of the same parameter."""
         if self.single(name):
-            self.sq_norms[name] = grad.sq_norms()
+            self.sq_norms[name] = formed(grad).sq_norms()
         else:
             super().take(name, grad)
 
@@ -70,10 +70,10 @@ class Weighted(Kept):
     reduced: Callable[[str, Tensor], Tensor] = field(kw_only=True)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, grad: PerSampleGrad) -> None:
+    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Sum a gradient, or keep it for the others of the same parameter."""
         if self.measured.single(name) and name not in self.sums:
-            self._sum(name, grad)
+            self._sum(name, formed(grad))
         else:
             super().take(name, grad)
 

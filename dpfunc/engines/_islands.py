@@ -1,8 +1,7 @@
-"""Operations that run as their native kernels below both levels, joined by one node of level 2.
+"""Operations that run as their native kernels below both levels, joined by one node of level 2: speed alone.
 
-Two kinds: an operation on a parameter, whose rule gets the gradients of its results and its inputs (book-keeping, Bu et
-al. 2023, Differentially Private Optimization on Large Model at Small Cost); and a large operation of a short list,
-which is as fast so as in a plain step. Neither is needed for what is right: without them, vmap and grad do the same.
+An operation on a parameter, whose rule gets the gradients of its results and its inputs (book-keeping, Bu et al. 2023,
+Differentially Private Optimization on Large Model at Small Cost); or a large operation of a short list.
 Axis letters: B rows, m images of one row.
 """
 
@@ -140,9 +139,9 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         if leaf is not None:  # `x @ W.T` is a linear, and the reverse
             func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
     rule = RULES[func]
-    if rule.form is None or not owner.is_open():
-        return NotImplemented
     form, bound = rule.form, rule.bind(args, kwargs)
+    if form is None or not owner.is_open():
+        return NotImplemented
     given = bound[form.input]
     if not isinstance(given, Tensor) or of_rows(given) is None:
         return NotImplemented
@@ -173,8 +172,7 @@ def _made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, 
 def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
     names, form = OTHER_FORMS[func]
-    bound = dict(zip(names, args, strict=False), **kwargs)
-    found = form(owner, bound)
+    found = form(owner, dict(zip(names, args, strict=False), **kwargs))
     if found is NotImplemented:
         return found
     other, given = found

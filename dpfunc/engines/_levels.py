@@ -1,8 +1,6 @@
-"""The two levels of a row, and all that torch keeps private of them.
+"""The two levels of a row, vmap below grad, and all that torch keeps private of them.
 
-Level 1 is vmap: a row is a batch of one. Level 2 is grad: the loss gets parameters of it, and the forward and the
-backward pass run inside both. Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by
-name in a version of torch that is different.
+Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by name in another version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Numbers that Python reads, and shapes that follow from values: answered where all rows agree, else rows are grouped.
+"""Numbers that Python reads, and shapes that follow from values: answered where all rows agree bit for bit.
 
-A read is answered if all rows agree bit for bit: then each row alone would go the same way. Where they do not, the pass
-ends, and each group of rows that agree runs by itself, down to single rows.
+Elsewhere the pass ends, and each group of rows that agree runs by itself, down to single rows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.lockstep import in_lockstep
 from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
 from dpfunc.engines._numerics import is_exact
-from dpfunc.engines._per_sample import PerSampleGrad
+from dpfunc.engines._per_sample import Late, PerSampleGrad
 from dpfunc.engines._rules.table import Use
 from dpfunc.types import Params
 
@@ -72,7 +71,7 @@ class Pass(TorchFunctionMode):
 
     def __init__(
         self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
-        take: Callable[[str, PerSampleGrad], None], counts: dict[str, int], rules: bool, watched: bool,
+        take: Callable[[str, PerSampleGrad | Late], None], counts: dict[str, int], rules: bool, watched: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
@@ -430,11 +429,6 @@ def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return func(args[0], *rest, **kwargs)
 
 
-def by_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Another view of the same memory, in place: that of a row begins where that of all rows does."""
-    return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
-
-
 def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
@@ -444,6 +438,10 @@ def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], k
 
 def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return read(owner, func, args, kwargs) if any_row((args, kwargs)) else NotImplemented
+
+
+def _of_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
 
 
 def _named(*names: str) -> list[Any]:
@@ -472,7 +470,7 @@ READS: dict[Any, Handler] = {
     **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),
     **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
     **dict.fromkeys((torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq), solve),
-    **dict.fromkeys(_named("as_strided_"), by_memory),
+    **dict.fromkeys(_named("as_strided_"), _of_memory),
     **dict.fromkeys(
         _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
     ),

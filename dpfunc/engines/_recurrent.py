@@ -1,12 +1,7 @@
 """Recurrent layers of a row: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call.
 
-A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates.
-A rule sees each matrix once, with all inputs and all states before a step, not once a step. The other direction is the
-same on what is turned in time.
-
-Packed sequences are those of one row: the sequence itself, as long as the row says. So rows of one length go together:
-`PackedSequence.data` has as many positions, and the loss may read how many. Dropout between layers draws as a row does.
-
+A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates,
+so that a rule sees each matrix once. Packed sequences are those of one row, as long as it says.
 Axis letters: T steps, B samples, d features, H state, P output (H, or narrower), G gates times H, L layers times
 directions.
 """

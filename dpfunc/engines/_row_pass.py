@@ -1,9 +1,4 @@
-"""One forward and backward pass over some rows, at two levels: each torch function that the loss calls is seen.
-
-A row is a batch of one at the level of vmap, and the forward and the backward pass run inside of it, at a level of
-grad. A mode of torch functions, active during the pass only, gives operations on parameters to their rules
-(`islands.py`), answers what Python reads (`reads.py`) and draws random numbers of each row (`draws.py`).
-"""
+"""One forward and backward pass over some rows: a mode of torch functions sees each one that the loss calls."""
 
 from __future__ import annotations
 
@@ -200,8 +195,9 @@ class _RowPass(Pass):
 
     def written(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A write in place: none into parameters, whose memory is the caller's."""
-        target = None if is_row(args[0]) else inside(args[0])
-        if target is not None and any(_is_memory_of(target, param) for _, param in self._params.values()):
+        params = [param for _, param in self._params.values() if not is_row(args[0]) and not is_dtensor(param)]
+        target = inside(args[0])
+        if any(target.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params):
             raise UnsupportedModel(f"The loss writes into a parameter ({func.__name__}). Use out-of-place operations.")
         return NotImplemented
 
@@ -258,15 +254,7 @@ _DATA: Any = Tensor.data
 _OF_MEMORY = frozenset((Tensor.untyped_storage, _DATA.__get__, _DATA.__set__, Tensor.set_))
 
 
-def _is_memory_of(target: Tensor, param: Tensor) -> bool:
-    return not is_dtensor(param) and target.untyped_storage()._cdata == param.untyped_storage()._cdata
-
-
 _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
-
-
-def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return mode.seen(COMPOSITES[func], args, kwargs)
 
 
 def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -276,14 +264,6 @@ def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         return NotImplemented
     same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
     return None if same and target.stride() == value.stride() else NotImplemented
-
-
-def _undeclared(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return refuse_undeclared(func)
-
-
-def _requires_grad(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args[0].requires_grad else NotImplemented
 
 
 # Shapes, dtypes and the like: the same for all rows.
@@ -303,11 +283,11 @@ _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
     **dict.fromkeys(RANDOM, _RowPass.random),
     torch._functorch.autograd_function.custom_function_call: _RowPass.function,
-    Tensor.requires_grad_: _requires_grad,
+    Tensor.requires_grad_: lambda mode, func, args, kwargs: args[0] if args[0].requires_grad else NotImplemented,
     _DATA.__set__: _data_set,
     **RECURRENT_LAYERS,
-    **dict.fromkeys(COMPOSITES, _composite),
-    **dict.fromkeys(UNDECLARED, _undeclared),
+    **dict.fromkeys(COMPOSITES, lambda mode, func, args, kwargs: mode.seen(COMPOSITES[func], args, kwargs)),
+    **dict.fromkeys(UNDECLARED, lambda mode, func, args, kwargs: refuse_undeclared(func)),
 }
 
 

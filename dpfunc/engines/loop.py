@@ -49,7 +49,6 @@ from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
 
 _COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
-"""Of numbers of 16 bits."""
 
 # Numbers that a loss may ask of zeros while it builds what it keeps.
 _MANY = 100
@@ -116,16 +115,12 @@ class RowAlone(TorchFunctionMode):
             found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        parts = partial(_recurrent, func) if func in KINDS and _has_dropout(args) else opened(func)
+        drops = func in KINDS and isinstance(args[2], (list, tuple)) and bool(args[6]) and args[5] > 0  # not packed
+        parts = partial(_recurrent, func) if drops else opened(func)
         if parts is None:
             return func(*args, **kwargs)
         with self:
             return parts(*args, **kwargs)
-
-
-def _has_dropout(args: Sequence[Any]) -> bool:
-    """True for a recurrent layer of a sequence that is not packed, with dropout between its parts."""
-    return isinstance(args[2], (list, tuple)) and bool(args[6]) and args[5] > 0
 
 
 def _recurrent(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:

@@ -1,9 +1,4 @@
-"""The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast and are never needed to be right.
-
-A row is a batch of one at the level of vmap, and the forward and the backward pass run inside of it, at a level of
-grad. A mode of torch functions, active during the call only, gives operations on parameters to their rules
-(`islands.py`), answers what Python reads (`reads.py`) and draws random numbers of each row (`draws.py`).
-"""
+"""The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast."""
 
 from __future__ import annotations
 
@@ -389,13 +384,7 @@ def vmap() -> VmapGrad:
     """`auto` without rules and native kernels: torch's vmap and grad do everything. The definition; slower.
 
     Returns:
-        An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
-
-    Raises:
-        InvalidArgument, UnsupportedModel: as `auto`.
-
-    Guarantees:
-        those of `auto`.
+        An engine as `auto`, with its errors and guarantees.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> vmap()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]

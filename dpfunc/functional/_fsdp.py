@@ -1,13 +1,9 @@
-"""Modules whose parameters are gathered for each forward pass: FSDP2 and similar wrappers.
-
-`fully_shard` swaps parameters in before a layer runs and out after it. Whatever else was put there is overwritten, so a
-parameter that it manages cannot be an argument of a function.
-"""
+"""Modules whose parameters are gathered for each forward pass, so that they cannot be arguments: FSDP2 and others."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -51,16 +47,11 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
     for part in parts.values():
         groups = _groups(part)
         if groups is None:
-            return _split_below(module, tuple(parts))
+            below = tuple(f"{name}." if name else "" for name in parts)
+            return {n: p for n, p in module.named_parameters() if is_dtensor(p) and n.startswith(below)}
         for held in (held for group in groups for held in group.fsdp_params):
             known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
     return {name: param for name, param in module.named_parameters() if id(param) in known}
-
-
-def _split_below(module: nn.Module, parts: Sequence[str]) -> dict[str, Tensor]:
-    """The DTensors of the modules of these names."""
-    below = tuple(f"{name}." if name else "" for name in parts)
-    return {name: p for name, p in module.named_parameters() if is_dtensor(p) and name.startswith(below)}
 
 
 def _groups(part: Any) -> list[Any] | None:
@@ -174,15 +165,10 @@ def recovered(module: nn.Module) -> Iterator[None]:
     finally:
         if not done:
             parts = fsdp_parts(module)
-            for name in outermost(parts):
-                _reset(parts[name])
-
-
-def _reset(root: Any) -> None:
-    reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
-    begun = hasattr(root, "_get_fsdp_state") and getattr(root._get_fsdp_state(), "_is_root", None)
-    if reset is not None and begun:
-        reset()
+            for root in map(parts.__getitem__, outermost(parts)):
+                reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+                if reset is not None and getattr(root._get_fsdp_state(), "_is_root", None):
+                    reset()
 
 
 def outermost(names: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,39 +65,32 @@ class Forward:
         """The module's output with these parameters in place of its own."""
         if torch.compiler.is_dynamo_compiling():  # it traces no version counters: what is written is thrown away
             check_params(params, self.shapes)
-            return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
+            state = self._state(params, {name: value.clone() for name, value in self.buffers.items()})
+            before = dict(state)
+            output = functional_call(self.module, state, args, kwargs, tie_weights=False)
+            _refuse_replaced(before, state)
+            return output
         with torch._C.DisableTorchFunction():  # an engine does not look at each shape
             check_params(params, self.shapes)
         if is_independent() and initialized():
             refuse_communication(self.module)
         if _may_be_sharded():  # since it was functionalized
             refuse_swapped(self.module, (*self.shapes, *self.frozen))
-        stack = until_backward()
-        if stack is not None:
-            return self._run_until_backward(stack, params, args, kwargs)
-        refuse_unsupported(self.module)
+        stack, parts = until_backward(), all_parts(self.module)
+        refuse_unsupported(self.module, parts, checkpointing=stack is not None)
+        if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
+            with self._writing_is_an_error():
+                stack.enter_context(self._swapped(params, parts))
+                with _put_back(parts):
+                    return self.module(*args, **kwargs)
         refuse_old_vmap(self.module)
         with (
-            unfollowed_code_is_an_error(),
-            checkpoint_is_an_error(),
-            self._writing_is_an_error(),
-            recovered(self.module),
-            _put_back(all_parts(self.module)),
-        ):
-            output = self._run(params, self.buffers, args, kwargs)
+            unfollowed_code_is_an_error(), checkpoint_is_an_error(), self._writing_is_an_error(),
+            self._swapped(params, parts), _put_back(parts),
+        ):  # fmt: skip
+            output = self.module(*args, **kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
-
-    def _run_until_backward(
-        self, stack: ExitStack, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Parameters stay in place until the backward pass, where checkpointing repeats parts of the forward pass."""
-        parts = all_parts(self.module)
-        refuse_unsupported(self.module, parts, checkpointing=True)
-        with self._writing_is_an_error():
-            stack.enter_context(self._swapped(params, parts))
-            with _put_back(parts):
-                return self.module(*args, **kwargs)
 
     @contextmanager
     def _swapped(self, params: Params, parts: list[nn.Module]) -> Iterator[None]:
@@ -123,13 +116,6 @@ class Forward:
     def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {**buffers, **self.frozen, **params}
         return {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
-
-    def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = self._state(params, buffers)
-        before = dict(state)
-        output = functional_call(self.module, state, args, kwargs, tie_weights=False)
-        _refuse_replaced(before, state)
-        return output
 
     @contextmanager
     def _writing_is_an_error(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
 
-Levels keep the rows apart. The audit detects what they do not cover, in the rows that it draws: rules that give a wrong
-gradient, what a loss keeps from call to call, operations that torch computes otherwise for several rows.
+It detects what levels do not cover: wrong rules, what a loss keeps, operations that torch computes otherwise for rows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,37 +78,37 @@ class Audits:
             self.row_seconds = (time.perf_counter() - start) / wanted
 
 
-@dataclass(frozen=True)
-class Credited:
-    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs."""
+class Credited(NamedTuple):
+    """What an engine credited to the samples of a batch, whose rows are computed alone."""
 
-    losses_B: Tensor
+    loss_fn: LossFn
+    params: Params
+    batch: Batch
+    per_sample: PerSampleGrads
     sq_norms: Mapping[str, Tensor]
-    seed: Tensor
-    per_sample: PerSampleGrads | None
+    seed: Tensor  # the state of torch's generator before
+    repeatable: bool  # weighted sums can be taken more than once
+
+    def alone(self, row: int, params: Params | None = None) -> Alone:
+        """A row at its position, with its own random numbers; gradients of all parameters."""
+        params = self.params if params is None else params
+        with with_generator_state(self.seed):
+            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
+        unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
+        return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
 
 
-def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor], seed: Tensor, *, repeatable: bool) -> Credited | None:
-    """Collect the values to audit; None where each row was computed alone, and for engines of users."""
-    if getattr(per_sample, "alone", True):
-        return None
-    return Credited(per_sample.losses_B, sq_norms, seed, per_sample if repeatable else None)
-
-
-def audit(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], audits: Audits
-) -> None:
+def audit(rows: Credited, chosen: Sequence[int], audits: Audits) -> None:
     """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone."""
     if not chosen:
         return
-    rows = _Rows(loss_fn, params, batch, credited)
     try:
         problem = _problem(rows, chosen, audits)
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         failed(error)
         refuse_out_of_memory(error)
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
-    if on_any_rank(params, bool(problem)):
+    if on_any_rank(rows.params, bool(problem)):
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
             f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on earlier "
@@ -118,23 +117,6 @@ def audit(
             "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was "
             "spent."
         )
-
-
-class _Rows(NamedTuple):
-    """A step, whose rows are computed alone."""
-
-    loss_fn: LossFn
-    params: Params
-    batch: Batch
-    credited: Credited
-
-    def alone(self, row: int, params: Params | None = None) -> Alone:
-        """A row at its position, with its own random numbers; gradients of all parameters."""
-        params = self.params if params is None else params
-        with with_generator_state(self.credited.seed):
-            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
-        unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
-        return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
 
 
 class _Unstable(NamedTuple):
@@ -147,7 +129,7 @@ class _Unstable(NamedTuple):
 _STABLE = _Unstable(0.0, {})
 
 
-def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
+def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
     alone: dict[int, Alone] = {}
     for number, row in enumerate(chosen):
@@ -158,7 +140,7 @@ def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
             audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
             if audits.counting and number:
                 break
-    dtypes = (rows.credited.losses_B.dtype, *(param.dtype for param in rows.params.values()))
+    dtypes = (rows.per_sample.losses_B.dtype, *(param.dtype for param in rows.params.values()))
     tolerance = COARSE if any(row.coarse for row in alone.values()) else tolerance_of(*dtypes)
     problem = _compare(rows, alone, {}, tolerance)
     if problem and audits.counting:  # more calls would show its state, not rounding
@@ -174,7 +156,7 @@ def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
     return problem if torch.equal(first, second) else ""
 
 
-def _unstable(rows: _Rows, row: int, alone: Alone) -> _Unstable:
+def _unstable(rows: Credited, row: int, alone: Alone) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
@@ -212,21 +194,21 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     return moved
 
 
-def _compare(rows: _Rows, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
+def _compare(rows: Credited, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
     """The first difference, in words; empty if there is none."""
     finite: dict[int, float] = {}
     for row, single in alone.items():
         norms = {name: _norm(single.grads[name]) for name in rows.params}
         norm, change = math.hypot(*norms.values()), unstable.get(row, _STABLE)
-        difference = _compare_losses(rows.credited.losses_B[row], single.losses_1, row, change, tolerance)
+        difference = _compare_losses(rows.per_sample.losses_B[row], single.losses_1, row, change, tolerance)
         difference = difference or _compare_norms(rows, row, norms, norm, change, tolerance)
         if difference:
             return difference
         if math.isfinite(norm):
             finite[row] = norm
-    if rows.credited.per_sample is None or not finite:
+    if not rows.repeatable or not finite:
         return ""
-    return _compare_sums(rows.credited.per_sample, alone, finite, unstable, tolerance)
+    return _compare_sums(rows.per_sample, alone, finite, unstable, tolerance)
 
 
 def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unstable, tolerance: float) -> str:
@@ -238,10 +220,10 @@ def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unst
 
 
 def _compare_norms(
-    rows: _Rows, row: int, norms: Mapping[str, float], norm: float, change: _Unstable, tolerance: float
+    rows: Credited, row: int, norms: Mapping[str, float], norm: float, change: _Unstable, tolerance: float
 ) -> str:
     """The first parameter with another norm; `norms` and `norm` are those of the row alone."""
-    squares = torch.stack([rows.credited.sq_norms[name][row].double() for name in norms]).tolist()
+    squares = torch.stack([rows.sq_norms[name][row].double() for name in norms]).tolist()
     beside = all(map(math.isfinite, squares))
     if beside != math.isfinite(norm):
         alone_is, beside_is = ("not ", "") if beside else ("", " not")

@@ -1,11 +1,6 @@
-"""What a loss keeps from call to call, by which records of one row or step could reach the gradients of another.
+"""What a loss keeps from call to call: values that it reaches (`python_state`), and memory of rows (`RowMemory`).
 
-Values are found by closures, attributes, classes and global names (`python_state`). They are compared where a loss
-gives numbers of its batch to Python, and where it is called several times for one batch.
-
-Tensors of rows of an earlier call may be kept, and must not be used. Under levels, torch itself marks them
-(`levels.is_dead`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
-a row is noted (`RowMemory`).
+Tensors of rows of an earlier call may be kept, and must not be used; under levels torch marks them (`is_dead`).
 """
 
 from __future__ import annotations
@@ -114,7 +109,7 @@ def _some(tensor: Tensor) -> Tensor:
 def _parts(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
     own = vars(value) if hasattr(value, "__dict__") else None
-    left_out = () if own is None else _left_out(value)
+    left_out = () if own is None else next((names for concerns, names in _LEFT_OUT if concerns(value)), ())
     attributes = None if own is None else [i for n, i in own.items() if n not in left_out and not _of_generation(n, i)]
     for kinds, parts in _INSIDE:
         if isinstance(value, kinds):
@@ -122,24 +117,17 @@ def _parts(value: object) -> Iterable[Any]:
     return (*(_reduced(value) if attributes is None else attributes), type(value))
 
 
-def _left_out(value: object) -> frozenset[str]:
-    if isinstance(value, torch.nn.RNNBase):
-        return _OF_RECURRENT
-    if type(value) is torch.autocast:
-        return _OF_AUTOCAST
-    if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == "torch":
-        return _OF_COMPILER
-    return frozenset()
+# Attributes that torch keeps for itself.
+_LEFT_OUT: tuple[tuple[Callable[[Any], bool], frozenset[str]], ...] = (
+    (lambda value: isinstance(value, torch.nn.RNNBase), _OF_RECURRENT),
+    (lambda value: type(value) is torch.autocast, _OF_AUTOCAST),
+    (lambda value: isinstance(value, FunctionType) and f"{value.__module__}.".startswith("torch."), _OF_COMPILER),
+)
 
 
 def _of_generation(name: str, value: object) -> bool:
     """True for tensors only: numbers of Python would reach the next call unseen."""
     return name in _OF_GENERATION and (value is None or isinstance(value, Tensor))
-
-
-def _elements(value: Any) -> Iterable[Any]:
-    """The elements of a set, in an order that is the same each time."""
-    return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
 
 
 def _of_library(value: Any) -> bool:
@@ -198,19 +186,18 @@ def _frame(generator: Any) -> Iterable[Any]:
     return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
-def _bound(method: Any) -> Iterable[Any]:
-    return () if isinstance(method.__self__, (type, ModuleType)) else (method.__self__,)
-
-
 _INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
     ((dict,), lambda value: (*value.keys(), *value.values())),
     ((list, tuple, deque), lambda value: value),
-    ((set, frozenset), _elements),
+    ((set, frozenset), lambda value: sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()),
     ((bytearray,), lambda value: (bytes(value),)),
     ((functools.partial,), lambda value: (value.func, *value.args, *value.keywords.values())),
     ((functools._lru_cache_wrapper,), lambda value: (value.__wrapped__, *value.cache_info()[1:])),
     ((MethodType,), lambda value: (value.__self__, value.__func__)),
-    ((BuiltinFunctionType, MethodWrapperType), _bound),
+    (
+        (BuiltinFunctionType, MethodWrapperType),
+        lambda value: () if isinstance(value.__self__, (type, ModuleType)) else (value.__self__,),
+    ),
     ((FunctionType,), _reached),
     ((GeneratorType,), _frame),
     ((torch.jit.ScriptModule,), lambda value: (value._c.dump_to_str(False, True, False),)),
