@@ -135,7 +135,6 @@ LAYERS = {
     "linear": (lambda: nn.Linear(512, 1, bias=False), (512,)),
     "linear on sequences": (lambda: nn.Linear(64, 64, bias=False), (4, 64)),
     "conv1d": (lambda: nn.Conv1d(16, 32, 3, bias=False), (16, 5)),
-    "conv2d, formed": (lambda: nn.Conv2d(2, 3, 3, bias=False), (2, 12, 12)),
     "conv2d with groups": (lambda: nn.Conv2d(16, 32, 3, groups=2, bias=False), (16, 4, 4)),
 }
 
@@ -180,7 +179,7 @@ def test_squares_too_small_for_their_dtype_hide_no_gradient(engine, layer, flush
 
 @fast
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("exponent", [14, 18, 22])
+@pytest.mark.parametrize("exponent", [14, 18])
 def test_small_inputs_beside_large_factors_are_no_doubt(engine, layer, exponent):
     """What is lost in their squares is measured again, and the norm is that of the sample alone."""
     loss_fn, params, batch = of_layer(layer, [10.0**-exponent] * 3)

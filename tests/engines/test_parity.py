@@ -183,15 +183,6 @@ def test_a_sample_that_is_not_finite_in_one_group_contributes_to_none(engine):
         assert not any(value.any() for value in none.sums.values())
 
 
-def test_padded_rows_contribute_nothing():
-    case, mask_B = build("mlp", size=4), torch.tensor([True, False, True, True])
-    rule = clipping.Flat(0.5, groups=clipping.PerLayer())
-    got, _ = clipped_grad(case.loss_fn, case.params, case.batch, rule, engine=auto(), mask_B=mask_B)
-    rest = torch.utils._pytree.tree_map(lambda leaf: leaf[mask_B], case.batch)
-    expected, _ = clipped_grad(case.loss_fn, case.params, rest, rule, engine=auto())
-    torch.testing.assert_close(got.sums, expected.sums, rtol=1e-5, atol=1e-6)
-
-
 @dataclass(frozen=True)
 class Total:
     """A rule whose factors need the norms of all groups."""
