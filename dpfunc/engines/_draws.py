@@ -48,7 +48,10 @@ class OwnDraws:
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
-        generator = _generator(device)
+        generator = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
         self._own = self._own or {_hash(self._first)}
         seeded_by_loss = _hash(torch.default_generator.get_state()) not in self._own  # none that these draws have left
         number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
@@ -64,13 +67,6 @@ class OwnDraws:
             return torch.stack(found)
         finally:
             generator.set_state(after)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
 
 
 def _hash(state: Tensor) -> int:

@@ -1,6 +1,6 @@
-"""Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time.
+"""Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time (ghost clipping).
 
-Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4 (ghost clipping).
+Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Axis letters: B rows, m images of one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ from dpfunc.errors import UnsupportedModel
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
 _LARGE = 1 << 16
-_EXACT = nullcontext()
 
 
 def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
@@ -124,7 +122,7 @@ class _Credited(torch.autograd.Function):
         with Below(), torch._C.DisableTorchFunction():
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
-                with _EXACT if owner.is_exact else exact(grad_B.device):
+                with exact(grad_B.device):
                     call.credit(grad_B, x)
             if ctx.needs_input_grad[2] and call.form.input_grad is not None:
                 bound = {**call.bound, call.form.input: x}

@@ -382,17 +382,21 @@ class _Stack:
         if isinstance(self.joined, Outer):
             if self.joined.cancelling() is not None:
                 return None
-            a, b = (to_accumulation_dtype(side) for side in (self.joined.a_BTp, self.joined.b_BTd))
-            a_NBTp, b_NBTd = (side.reshape(len(self.names), -1, *side.shape[1:]) for side in (a, b))
-            scale_NB11 = factors_NB.to(a.dtype)[..., None, None]
-            scaled = (a_NBTp * scale_NB11, b_NBTd) if a.shape[2] <= b.shape[2] else (a_NBTp, b_NBTd * scale_NB11)
-            a_NBp, b_NBd = (side.flatten(1, 2) for side in scaled)
-            return (a_NBp.transpose(1, 2) @ b_NBd).reshape(len(self.names), *self.joined.shape).unbind(0)
+            return _outer_sums(self.joined, factors_NB, len(self.names))
         formed = to_accumulation_dtype(self.joined.dense())
         grads_NBP = formed.reshape(len(self.names), len(formed) // len(self.names), -1)
         sums_NP = (factors_NB.to(formed.dtype)[:, None] @ grads_NBP)[:, 0]
         sums: Sequence[Tensor] = sums_NP.reshape(len(self.names), *formed.shape[1:]).unbind(0)
         return sums
+
+
+def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tensor]:
+    a, b = (to_accumulation_dtype(side) for side in (outer.a_BTp, outer.b_BTd))
+    a_NBTp, b_NBTd = (side.reshape(number, -1, *side.shape[1:]) for side in (a, b))
+    scale_NB11 = factors_NB.to(a.dtype)[..., None, None]
+    scaled = (a_NBTp * scale_NB11, b_NBTd) if a.shape[2] <= b.shape[2] else (a_NBTp, b_NBTd * scale_NB11)
+    a_NBp, b_NBd = (side.flatten(1, 2) for side in scaled)
+    return (a_NBp.transpose(1, 2) @ b_NBd).reshape(number, *outer.shape).unbind(0)
 
 
 def _key(grad: PerSampleGrad) -> object:

@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.lockstep import in_lockstep
-from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
-from dpfunc.engines._numerics import is_exact
+from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows
 from dpfunc.engines._per_sample import Late, PerSampleGrad
 from dpfunc.engines._rules.table import Use
 from dpfunc.types import Params
@@ -83,7 +82,7 @@ class Pass(TorchFunctionMode):
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
-        self.in_backward = self.is_exact = self.told = False
+        self.in_backward = self.told = False
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -121,12 +120,6 @@ class Pass(TorchFunctionMode):
         if not self.in_backward:
             for name in names:
                 self.counts[name] = self.counts.get(name, 0) + 1
-
-    def begin_backward(self, losses: object) -> None:
-        """Note that the backward pass of the losses begins."""
-        self.in_backward = True
-        transforms_seen(True)
-        self.is_exact = isinstance(losses, Tensor) and is_exact(losses.device)
 
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""
@@ -389,11 +382,9 @@ def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
 
 def numbers(owner: Pass, given: Any) -> Any:
     """Arguments with the whole numbers of a row read: sizes and ends, which torch reads inside of an operation."""
-
-    def number(value: Tensor) -> Any:
-        return read(owner, Tensor.item, (value,), {}) if _is_number(value) else value
-
-    return pytree.tree_map_only(Tensor, number, given) if any_row(given) else given
+    if not any_row(given):
+        return given
+    return pytree.tree_map_only(Tensor, lambda v: read(owner, Tensor.item, (v,), {}) if _is_number(v) else v, given)
 
 
 def any_row(given: Any) -> bool:

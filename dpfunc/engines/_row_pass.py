@@ -145,12 +145,10 @@ class _RowPass(Pass):
                 if found is not NotImplemented:
                     return found
             return func(*args, **kwargs)
-        except DPFuncError as error:
-            self.stopped = self.stopped or error  # also where code of the loss catches it
-            raise
-        except ORDINARY as error:
+        except (DPFuncError, *ORDINARY) as error:  # also where code of the loss catches it
             if self.stopped is None:
-                self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
+                self.stopped = error if isinstance(error, DPFuncError) else Alone(reason)
             raise
 
     def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -316,7 +314,8 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                 losses_1, aux = split_aux(rows.loss_fn(dict(given), record))
                 if mode.stopped is not None:
                     raise mode.stopped
-                mode.begin_backward(losses_1)
+                mode.in_backward = True
+                transforms_seen(True)
                 with torch._C.DisableTorchFunction():
                     check_depends(check_losses(losses_1, 1).requires_grad, told=mode.told)
                     check_aux(aux, 1)

@@ -81,10 +81,12 @@ class Grouped:
 
     def _joined(self, values: Iterable[Tensor]) -> Tensor:
         """The values of the rows of each part that counts, in the order of the batch."""
-        own = [(value, part.rows) for value, part in zip(values, self.parts, strict=True) if part.counted]
-        joined_B = torch.cat([value for value, _ in own])
-        order = torch.tensor([row for _, rows in own for row in rows]).argsort()
-        return joined_B[order.to(joined_B.device)]
+        joined_B = torch.cat([value for value, part in zip(values, self.parts, strict=True) if part.counted])
+        return joined_B[self._order.to(joined_B.device)]
+
+    @property
+    def _order(self) -> Tensor:
+        return torch.tensor([row for part in self.parts if part.counted for row in part.rows]).argsort()
 
     @property
     def losses_B(self) -> Tensor:
@@ -92,9 +94,7 @@ class Grouped:
 
     @property
     def aux(self) -> Any:
-        own = [part for part in self.parts if part.counted]
-        order = torch.tensor([row for part in own for row in part.rows]).argsort()
-        return joined_aux([part.samples.aux for part in own], order)
+        return joined_aux([part.samples.aux for part in self.parts if part.counted], self._order)
 
     def sq_norms(self) -> dict[str, Tensor]:
         found = [part.samples.sq_norms() for part in self.parts]
@@ -423,12 +423,6 @@ ENGINES: dict[str, Callable[[], Engine]] = {"auto": auto, "ghost": ghost, "vmap"
 
 def engine_of(engine: str | Engine) -> Engine:
     """The engine with this name, or the engine itself.
-
-    Args:
-        engine: a name in `ENGINES`, or an engine.
-
-    Raises:
-        InvalidArgument: an unknown name.
 
     >>> engine_of("rows")
     Traceback (most recent call last):

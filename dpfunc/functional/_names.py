@@ -80,8 +80,7 @@ def _unknown(module: nn.Module, named: Mapping[str, Tensor], unknown: Sequence[s
 def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """For each parameter and buffer (by id) one name for each module attribute that holds it.
 
-    A module that is registered under two names holds its tensors in one place. `functional_call` with both names swaps
-    that place twice and restores it wrongly, so only the first name is given.
+    A module that is registered under two names has the first one alone: its places would be swapped twice.
     """
     places: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():  # each module once
