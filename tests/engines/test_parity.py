@@ -29,7 +29,6 @@ FAMILIES = [f"{family}, {choice}" for family, choice in language.CASES]
 engines = pytest.mark.parametrize("engine", ENGINES)
 models = pytest.mark.parametrize("name", CASES)
 families = pytest.mark.parametrize("name", FAMILIES)
-dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 
 
 def case_of(name, dtype=torch.float64, device="cpu"):
@@ -47,10 +46,15 @@ def check(engine, name, dtype, device="cpu"):
     assert all(value < TOLERANCE[dtype] for value in found.values()), found
 
 
+# In float32 the default engine alone: rounding follows from the same rules in all.
+runs = pytest.mark.parametrize(
+    ("engine", "dtype"), [*((engine, torch.float64) for engine in ENGINES), ("auto", torch.float32)]
+)
+
+
 @devices
-@engines
 @models
-@dtypes
+@runs
 def test_gradients_equal_the_loop(engine, name, dtype, device):
     check(engine, name, dtype, device)
     if engine == "auto":
@@ -61,11 +65,9 @@ def test_gradients_equal_the_loop(engine, name, dtype, device):
 
 
 @families
-@pytest.mark.parametrize(
-    ("engine", "dtype"), [*((engine, torch.float64) for engine in ENGINES), ("auto", torch.float32)]
-)
+@runs
 def test_language_models_equal_the_loop(engine, name, dtype):
-    """Hugging Face families: text, images, both. In float32 the default engine alone: rounding is compared above."""
+    """Hugging Face families: text, images, both."""
     check(engine, name, dtype)
 
 

@@ -74,14 +74,13 @@ def test_a_rule_for_vmap_of_a_custom_function_is_not_used():
 # Random numbers.
 
 
-def law_of(loss_fn, rows, steps, probability):
-    """z-score of how often the losses of a batch are 1."""
+def share_of(loss_fn, rows, steps):
+    """How often the losses of a batch are 1."""
     engine, hits = auto(), 0.0
     for step in range(steps):
         with torch_seed(insecure_key(step)):
             hits += float(engine(loss_fn, W, X[:1].expand(rows, 3)).losses_B.sum())
-    count = rows * steps
-    return (hits / count - probability) / math.sqrt(probability * (1 - probability) / count)
+    return hits / (rows * steps)
 
 
 def by_python(p, x):
@@ -96,8 +95,9 @@ def by_mask(p, x):
 @pytest.mark.parametrize(("loss_fn", "rows"), [(by_python, 1), (by_python, 2), (by_python, 8), (by_mask, 4)])
 def test_the_law_of_a_row_does_not_depend_on_the_others(loss_fn, rows):
     """Probability .3 within 4 sigma. One draw for all rows of a group, as torch gives it, would be .21, .17, .14."""
-    assert abs(law_of(loss_fn, rows, 1200 // rows, 0.3)) < 4
-    assert abs(law_of(loss_fn, rows, 1200 // rows, 0.21)) > 4
+    share = share_of(loss_fn, rows, 800 // rows)
+    off = {law: abs(share - law) / math.sqrt(law * (1 - law) / 800) for law in (0.3, 0.21)}
+    assert off[0.3] < 4 < off[0.21]
 
 
 # What a loss keeps.
