@@ -95,7 +95,7 @@ class ClippedGrad:
     def _compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
-        if self.ranks is None and any(is_dtensor(param) for param in params.values()):
+        if self.ranks is None and any(map(is_dtensor, params.values())):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
@@ -227,7 +227,7 @@ def _narrow(params: Params) -> bool:
     Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row would
     depend on the number of the other rows.
     """
-    return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
+    return not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
 
 
 def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:

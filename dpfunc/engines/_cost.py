@@ -21,18 +21,12 @@ from dpfunc.engines._numerics import SCRATCH
 _Representation = Literal["formed", "dropped", "ghost"]
 
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
-# Operations that a processor does while it writes a number to fresh memory and reads it twice.
-_A_FRESH_NUMBER = 240
-# The same for a number in memory that is used again: of small gradients.
-_A_NUMBER = 100
-# Operations of a convolution while a product of small matrices does one.
-_A_SMALL_PRODUCT = 2
-# Operations during a sample's share of a call from Python.
-_A_CALL = 20_000
-# Bytes of the gradients of one use that may be formed.
-BUDGET = 2**30
-# Kept gradients of kernels and tables may be this much larger than their factors, if they are not small anyway.
-_MAX_SIZE_RATIO = 2
+_A_FRESH_NUMBER = 240  # operations while a number is written to fresh memory and read twice
+_A_NUMBER = 100  # the same for a number in memory that is used again: of small gradients
+_A_SMALL_PRODUCT = 2  # operations of a convolution while a product of small matrices does one
+_A_CALL = 20_000  # operations during a sample's share of a call from Python
+BUDGET = 2**30  # bytes of the gradients of one use that may be formed
+_MAX_SIZE_RATIO = 2  # of gradients of kernels and tables to their factors, if they are kept and not small anyway
 
 
 @dataclass(frozen=True)

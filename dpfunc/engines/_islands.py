@@ -82,12 +82,9 @@ class _Call:
 
     def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
         """The use, which is the same in each step with the same shapes."""
-        plain = tuple(
-            tuple(value) if isinstance(value, list) else value
-            for value in self.bound.values()
-            if not isinstance(value, Tensor)
-        )
-        names = tuple((argument, name) for argument, (name, _) in self.wanted.items())
+        values = [value for value in self.bound.values() if not isinstance(value, Tensor)]
+        plain = tuple([tuple(value) if isinstance(value, list) else value for value in values])
+        names = tuple([(argument, name) for argument, (name, _) in self.wanted.items()])
         key = (self.func, names, output, given, plain, self.images)
         use = self.owner.uses.get(key)
         if use is None:

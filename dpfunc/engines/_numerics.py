@@ -12,20 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
-_PIECE = 2**12
-# Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
-SCRATCH = 2**22
-# Look-ups of a sample that are added one by one in float32; with more, the drift could exceed what is tolerated.
-LONG = 1024
-# Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
-ROUNDINGS = 4
-# Norms that matter nowhere.
-_TINY = 1e-10
-# Parts that are this much larger than their sum are added up sample by sample.
-_CANCELS = 64
-# Relative error of a squared norm that clipping.bounds.SLACK pays for.
-TOLERATED = 2.0**-13
+_PIECE = 2**12  # rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7
+SCRATCH = 2**22  # numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32
+LONG = 1024  # look-ups of a sample that are added one by one in float32; with more, the drift could be too large
+ROUNDINGS = 4  # sums of products are off by fewer units of rounding, relative to the sum of their magnitudes
+_TINY = 1e-10  # norms that matter nowhere
+_CANCELS = 64  # parts that are this much larger than their sum are added up sample by sample
+TOLERATED = 2.0**-13  # relative error of a squared norm that clipping.bounds.SLACK pays for
 # Relative differences of a value that is computed twice: float64, float32, and 16 bits or autocast.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 COARSE = 0.1

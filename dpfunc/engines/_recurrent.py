@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ from dpfunc.engines._rules.linear import column_sum
 from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Weights of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
 
     inputs: Tensor
@@ -40,8 +38,7 @@ class Weights:
     proj: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Walked:
+class _Walked(NamedTuple):
     """The states of a layer and what its walk back needs."""
 
     states_TBP: Tensor
@@ -50,8 +47,7 @@ class _Walked:
     inner_TBH: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Gradients:
+class _Gradients(NamedTuple):
     """What a walk back gives: gradients of the shares of inputs and of states, if they differ, and of first states."""
 
     inputs_TBG: Tensor
@@ -167,8 +163,7 @@ def _rnn_back(
     return _Gradients(shares_TBH, shares_TBH, (dh_BH,))
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of recurrent layer: the walk through time, and the walk back."""
 
     walk: Callable[..., _Walked]
@@ -254,8 +249,7 @@ class _Direction(torch.autograd.Function):
 
 def _like(weights: Weights, dtype: torch.dtype) -> Weights:
     """The weights in the dtype of the gates: under autocast another than theirs."""
-    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in vars(weights).items()}
-    return Weights(**cast)
+    return Weights._make(None if value is None else value.to(dtype) for value in weights)
 
 
 def layers(

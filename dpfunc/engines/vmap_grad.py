@@ -196,7 +196,7 @@ class VmapGrad:
 
         In lockstep all processes run as many.
         """
-        if self.source is None and any(is_dtensor(param) for param in every.params.values()):
+        if self.source is None and any(map(is_dtensor, every.params.values())):
             return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""

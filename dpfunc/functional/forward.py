@@ -37,8 +37,6 @@ from dpfunc.functional._refuse import all_parts, check_params, checkpoint_is_an_
 from dpfunc.types import Params
 
 _Owners = Mapping[str, tuple[nn.Module, str]]
-
-
 _ABSENT = object()
 
 

@@ -28,15 +28,10 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
-# After the first step, rows alone take this share of the time at most, and one row in so many.
-TIME_SHARE = 0.01
-ROWS_IN = 100
+TIME_SHARE, ROWS_IN = 0.01, 100  # after the first step, rows alone take this share of the time, and one row in so many
 FIRST_ROWS = 2
-# Processes in lockstep, each of which has a clock of its own: one row in so many steps.
-_STEPS_IN = 100
-# A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
-_TRIES = 8
-_ROUNDING_UNITS = 8
+_STEPS_IN = 100  # processes in lockstep, each of which has a clock of its own: one row in so many steps
+_TRIES, _ROUNDING_UNITS = 8, 8  # a row that differs is computed again, with parameters that differ by rounding
 
 
 @dataclass
