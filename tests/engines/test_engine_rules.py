@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 LENGTH = 3
-# dtype -> (seed, batch size): 1 is no batch, 2 and 3 are small batches, 3 is also the length.
-RUNS = {torch.float64: ((0, 1), (0, 2), (0, 3), (0, 5), (1, 3)), torch.float32: ((0, 3),)}
+# dtype -> (seed, batch size): 1 is no batch, 3 is also the length.
+RUNS = {torch.float64: ((0, 1), (0, 3), (0, 5), (1, 3)), torch.float32: ((0, 3),)}
 
 layers = pytest.mark.parametrize("name", LAYERS)
 

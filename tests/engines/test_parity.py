@@ -130,7 +130,7 @@ def test_clipped_sums_equal_the_loop(engine, name, device):
     """In microbatches of any size."""
     case = build(name, size=7, dtype=torch.float64, device=device)
     expected = clipped_by_loop(case, clipping.AllParameters(), 0.5)
-    for size in (None, 1, 3, "auto"):
+    for size in (None, 3, "auto"):
         got, _ = clipped_grad(*vars(case).values(), clipping.Flat(0.5), engine=ENGINES[engine], microbatch_size=size)
         for param in case.params:
             assert torch.allclose(got.sums[param], expected[param], atol=1e-10), (param, size)
