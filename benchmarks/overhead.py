@@ -26,15 +26,13 @@ HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / l
 def one_audit(problem: Problem) -> Callable[[], object]:
     """Compare one row of a step."""
     from dpfunc.engines import auto
-    from dpfunc.engines._guards.audit import Audits, audit, credited_by
+    from dpfunc.engines._guards.audit import Audits, Credited, audit
 
     loss_fn, params = problem.functional()
     batch, seed = (problem.inputs, problem.targets), torch.default_generator.get_state()
     per_sample = auto()(loss_fn, params, batch)
-    credited = credited_by(per_sample, per_sample.sq_norms(), seed, repeatable=True)
-    if credited is None:
-        raise RuntimeError("Each row was computed alone.")
-    return lambda: audit(loss_fn, params, batch, credited, [0], Audits())
+    credited = Credited(loss_fn, params, batch, per_sample, per_sample.sq_norms(), seed, repeatable=True)
+    return lambda: audit(credited, [0], Audits())
 
 
 def contestant(spec: Spec) -> Contestant:

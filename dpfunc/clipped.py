@@ -28,7 +28,7 @@ from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._draws import first_row
-from dpfunc.engines._guards.audit import Audits, audit, credited_by
+from dpfunc.engines._guards.audit import Audits, Credited, audit
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._numerics import ReadTogether, exact
@@ -95,7 +95,7 @@ class ClippedGrad:
     def _compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
     ) -> tuple[ClippedSum, Unreleased]:
-        if self.ranks is None and any(is_dtensor(param) for param in params.values()):
+        if self.ranks is None and any(map(is_dtensor, params.values())):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
@@ -182,10 +182,10 @@ class ClippedGrad:
         # read the same marks.
         with exact(mask_B.device):
             found = self._read_together(clip_and_sum) if repeatable and not in_lockstep() else clip_and_sum()
-        credited = credited_by(per_sample, found.sq_norms, generator, repeatable=repeatable)
-        if credited is not None:
+        if not getattr(per_sample, "alone", True):  # nor for engines of users
+            own = Credited(self.loss_fn, params, microbatch, per_sample, found.sq_norms, generator, repeatable)
             with self._audits.choose_rows(key, microbatch, seconds) as chosen:
-                audit(self.loss_fn, params, microbatch, credited, chosen, self._audits)
+                audit(own, chosen, self._audits)
         return found
 
     def _clip_and_sum(
@@ -227,7 +227,7 @@ def _narrow(params: Params) -> bool:
     Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row would
     depend on the number of the other rows.
     """
-    return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
+    return not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
 
 
 def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:

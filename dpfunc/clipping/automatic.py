@@ -28,12 +28,6 @@ class Automatic:
             for every gamma. 0 is AUTO-V.
         groups: which parameters are clipped together.
 
-    | norm | factor |
-    |---|---|
-    | 0 | C / gamma (times a gradient of zero) |
-    | 0 and gamma = 0 | finite (times a gradient of zero) |
-    | inf, NaN | 0: the sample contributes nothing |
-
     Guarantees:
         a gradient of zero gives zero, never NaN (tests/clipping/test_bounds.py::test_zero_gradient_stays_zero).
 

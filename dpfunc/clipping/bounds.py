@@ -45,9 +45,6 @@ def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str,
     """Bound C_g of each group, from one bound on the whole gradient or one for each.
 
     A number is the bound on the whole gradient, in equal parts: `C_g = clip_norm / sqrt(G)`. A mapping names each.
-
-    >>> group_bounds(1.0, ("a", "b", "c", "d"))
-    {'a': 0.5, 'b': 0.5, 'c': 0.5, 'd': 0.5}
     """
     if not isinstance(clip_norm, Mapping):
         return {group: clip_norm / math.sqrt(len(group_names)) for group in group_names}
@@ -60,11 +57,7 @@ def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str,
 
 
 def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> dict[str, float]:
-    """Sensitivity of each group's sum: C_g for a record that is added, removed or zeroed out, 2 C_g for one replaced.
-
-    >>> group_sensitivities({"all": 1.5}, "replace_one")
-    {'all': 3.0}
-    """
+    """Sensitivity of each sum: C_g for a record that is added, removed or zeroed out, 2 C_g for one replaced."""
     scale = 2.0 if adjacency == "replace_one" else 1.0
     return {group: scale * bound for group, bound in bounds.items()}
 
@@ -74,32 +67,19 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
 
     `factor <= C_g (1 - 2**-13) / max(norm, 1e-12)`, and exactly 0 for samples that are padding (`mask_B` false) or
     have a norm that is not finite in any group, so that such a sample contributes exactly nothing.
-
-    Args:
-        rule: any clip rule. One that is not of this library sees one row at a time, so that no factor can depend on
-            other rows; a faulty one costs utility, not privacy.
-        norms_BG: norms, float32 or float64, may hold inf and NaN.
-        bounds_G: bound of each group.
-        mask_B: true for real samples.
-
-    Returns:
-        factors (B, G), finite and >= 0. Unreleased.
+    A rule that is not of this library sees one row at a time; a faulty one costs utility, not privacy. Unreleased.
 
     Guarantees:
         factor * norm <= C (tests/clipping/test_bounds.py::test_factor_times_norm_stays_inside); a rule that looks at
         other rows cannot (tests/clipping/test_bounds.py::test_a_rule_sees_one_row).
-
-    Raises:
-        InvalidArgument: a rule that reads numbers.
     """
-    usable_B = mask_B & torch.isfinite(norms_BG).all(dim=1)
-    usable_B1 = usable_B[:, None]
-    safe_norms_BG = torch.where(usable_B1, norms_BG, torch.ones_like(norms_BG))
+    usable_B1 = (mask_B & (norms_BG.abs() < math.inf).all(dim=1))[:, None]  # false for NaN as well
+    safe_norms_BG = torch.where(usable_B1, norms_BG, 1.0)
     inner_G = bounds_G * (1.0 - SLACK)
     ceiling_BG = inner_G / safe_norms_BG.clamp(min=_TINY_NORM)
     factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
     keep_BG = usable_B1 & (factors_BG >= _TINY_FACTOR)  # false for NaN as well
-    return torch.where(keep_BG, factors_BG, torch.zeros_like(factors_BG))
+    return torch.where(keep_BG, factors_BG, 0.0)
 
 
 def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:

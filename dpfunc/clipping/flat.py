@@ -30,13 +30,6 @@ class Flat:
         a gradient with norm <= C (1 - 2**-13) is not changed
         (tests/clipping/test_bounds.py::test_flat_is_a_no_op_inside_the_ball).
 
-    | norm | factor |
-    |---|---|
-    | 0 | 1 |
-    | <= C | 1 |
-    | > C | C / norm |
-    | inf, NaN | 0: the sample contributes nothing |
-
     >>> Flat(clip_norm=1.0).factors(torch.tensor([[0.5], [4.0]]), torch.tensor([1.0]))
     tensor([[1.0000],
             [0.2500]])

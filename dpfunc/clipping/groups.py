@@ -122,10 +122,6 @@ class Partition:
 
 
 def partition(groups: Groups, names: tuple[str, ...]) -> Partition:
-    """Resolve a grouping against the parameter names.
-
-    >>> partition(PerLayer(), ("a.weight", "a.bias", "b.weight")).group_names
-    ('a', 'b')
-    """
+    """Resolve a grouping against the parameter names."""
     assigned = groups.assign(names)
     return Partition(dict(zip(names, assigned, strict=True)), tuple(dict.fromkeys(assigned)))

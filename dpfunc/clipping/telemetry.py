@@ -1,8 +1,7 @@
 """Private telemetry: statistics of the records of a step, in the same Gaussian release as the gradient.
 
-A record's vector is its clipped gradient with its scaled statistics behind it. The statistics get a share of the
-squared bound C^2 and the gradient the rest, so that the norm of the whole is at most C: sensitivity, noise and ledger
-are those of a plan without telemetry.
+The scaled statistics of a record get a share of the squared bound C^2 behind its clipped gradient, whose norm is the
+rest: sensitivity, noise and ledger are those of a plan without telemetry.
 """
 
 from __future__ import annotations

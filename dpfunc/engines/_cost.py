@@ -1,4 +1,4 @@
-"""Cost model of a use of a parameter: operations and bytes by shapes, and what is chosen by them.
+"""Cost model of a use of a parameter: operations and bytes by shapes, and what is chosen by them; nothing is timed.
 
 The gradient of one sample is a sum of products; T positions, a matrix of p x d numbers:
 
@@ -6,9 +6,7 @@ The gradient of one sample is a sum of products; T positions, a matrix of p x d 
     dropped  the same; the norm is measured and the gradient dropped; the weighted sum is a product of 2 T p d again
     ghost    2 T^2 (p + d) operations for the norm, without the gradient; and the same weighted sum
 
-`formed` needs memory for the gradients of all samples. The other two keep factors: the gradient of the result and the
-input, until the factors of the clip rule are known. A choice depends on shapes and on the constants below only: nothing
-is timed, so that equal steps are equal.
+The last two keep factors, the gradient of the result and the input, until the factors of the clip rule are known.
 """
 
 from __future__ import annotations
@@ -23,29 +21,17 @@ from dpfunc.engines._numerics import SCRATCH
 _Representation = Literal["formed", "dropped", "ghost"]
 
 # Measured on two cores: 200 operations a nanosecond, 10 bytes a nanosecond, fresh memory included.
-# Operations that a processor does while it writes a number to fresh memory and reads it twice.
-_A_FRESH_NUMBER = 240
-# The same for a number in memory that is used again: of small gradients.
-_A_NUMBER = 100
-# Operations of a convolution while a product of small matrices does one.
-_A_SMALL_PRODUCT = 2
-# Operations during a sample's share of a call from Python.
-_A_CALL = 20_000
-# Bytes of the gradients of one use that may be formed.
-BUDGET = 2**30
-# Kept gradients of kernels and tables may be this much larger than their factors, if they are not small anyway.
-_MAX_SIZE_RATIO = 2
+_A_FRESH_NUMBER = 240  # operations while a number is written to fresh memory and read twice
+_A_NUMBER = 100  # the same for a number in memory that is used again: of small gradients
+_A_SMALL_PRODUCT = 2  # operations of a convolution while a product of small matrices does one
+_A_CALL = 20_000  # operations during a sample's share of a call from Python
+BUDGET = 2**30  # bytes of the gradients of one use that may be formed
+_MAX_SIZE_RATIO = 2  # of gradients of kernels and tables to their factors, if they are kept and not small anyway
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Representation of the gradients of one use, chosen by its costs.
-
-    Args:
-        representation: `formed` and kept; or factors, with a norm of gradients that are formed and `dropped`, or a
-            `ghost` norm. operations: of norms and weighted sum, for all samples. num_bytes: kept until the factors of
-            the clip rule are known.
-    """
+    """Representation of the gradients of one use, chosen by its costs."""
 
     representation: _Representation
     operations: int
@@ -54,17 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one sample's gradient.
-
-    Args:
-        product: operations that form it, or that add it to a weighted sum. ghost: for its ghost norm.
-        numbers: that it has. factors: numbers of both factors. limited: it is not formed where it is much larger than
-            its factors.
-
-    >>> narrow, wide = matrix(positions=128, p=8, d=384), matrix(positions=128, p=1024, d=384)
-    >>> narrow.choose(16).representation, wide.choose(16).representation
-    ('formed', 'ghost')
-    """
+    """Costs of one sample's gradient."""
 
     product: int
     ghost: int
@@ -83,11 +59,7 @@ class Costs:
         return self.ghost < self.dropped
 
     def choose(self, num_samples: int, budget: float = math.inf) -> Choice:
-        """The representation that takes the fewest operations within a budget.
-
-        Args:
-            num_samples: B. budget: bytes that may be formed; what does not fit is kept as factors, if they are smaller.
-        """
+        """The representation that takes the fewest operations within a budget."""
         formed_bytes, factor_bytes = (4 * num_samples * numbers for numbers in (self.numbers, self.factors))
         small = num_samples * self.numbers <= SCRATCH
         formed = self.product + (_A_NUMBER if small else _A_FRESH_NUMBER) * self.numbers
@@ -118,17 +90,7 @@ def table(lookups: int, rows: int, d: int) -> Costs:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of a convolution, for one sample.
-
-    Args:
-        positions: T, over all images of the sample. cells: of the side that the kernel moves over.
-        shape: of the kernel. stride: on each axis. groups: of channels.
-
-    >>> early = Kernel(1024, 1024, shape=(64, 64, 3, 3), stride=(1, 1), groups=1).costs()
-    >>> late = Kernel(16, 16, shape=(512, 512, 3, 3), stride=(1, 1), groups=1).costs()
-    >>> early.choose(32).representation, late.choose(32).representation
-    ('formed', 'ghost')
-    """
+    """The kernel of a convolution, for one sample."""
 
     positions: int
     cells: int

@@ -1,9 +1,7 @@
-"""Random numbers of a row are its own: a function of the seed of the step and of its position, whoever is beside it.
+"""Random numbers of a row: a function of the seed of the step and of its position, whoever is beside it.
 
-Each draw of the loss takes one number of torch's global generator, which is the same for all rows; that number and the
-position of a row seed the generator for what the row draws. So a row draws the same in any group, and where a part of
-the forward pass is computed again for a checkpoint. Where the loss itself has seeded the generator, a row draws what it
-would alone: position 0.
+Each draw takes a number of torch's global generator, the same for all rows, which seeds each row together with its
+position; position 0 where the loss itself has seeded the generator.
 """
 
 from __future__ import annotations
@@ -37,58 +35,43 @@ def first_row(position: int) -> Iterator[None]:
 
 
 def positions_of(rows: Sequence[int]) -> list[int]:
-    """Positions in the batch of rows of the microbatch.
-
-    >>> with first_row(8):
-    ...     positions_of(range(2))
-    [8, 9]
-    """
+    """Positions in the batch of rows of the microbatch."""
     return [_first.get() + row for row in rows]
 
 
 class OwnDraws:
-    """The draws of one pass over rows.
-
-    Args:
-        positions: of the rows, in the batch.
-    """
+    """The draws of one pass over rows."""
 
     def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = positions
-        self._own = {_state()}
+        self.positions, self._first = positions, torch.default_generator.get_state()
+        self._own = set[int]()
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
-        generator = _generator(device)
-        seeded_by_loss = _state() not in self._own  # none that these draws have left
+        generator = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
+        self._own = self._own or {_hash(self._first)}
+        seeded_by_loss = _hash(torch.default_generator.get_state()) not in self._own  # none that these draws have left
         number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
-        self._own.add(_state())
+        self._own.add(_hash(torch.default_generator.get_state()))
         after = generator.get_state()
         try:
             found = []
             for row, position in enumerate(self.positions):
-                generator.manual_seed(_seed_of(number, 0 if seeded_by_loss else position))
+                data = number.to_bytes(8, "little") + (0 if seeded_by_loss else position).to_bytes(8, "little")
+                digest = hashlib.blake2b(data, digest_size=8).digest()
+                generator.manual_seed(int.from_bytes(digest, "little") >> 1)
                 found.append(draw(row))
             return torch.stack(found)
         finally:
             generator.set_state(after)
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
-
-
-def _state() -> int:
+def _hash(state: Tensor) -> int:
     with Below():
-        return hash(torch.default_generator.get_state().numpy().tobytes())
-
-
-def _seed_of(number: int, position: int) -> int:
-    data = number.to_bytes(8, "little") + position.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+        return hash(state.numpy().tobytes())
 
 
 Draw = Callable[[Callable[[int], Tensor], torch.device], Tensor]
@@ -119,11 +102,7 @@ def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 def _dropout(
     own: Draw, input: Tensor, p: float, *, feature: bool = False, alpha: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Dropout of one row: the same numbers and rounding as torch's own on that row alone.
-
-    Args:
-        feature: one number for each channel. alpha: with mean and variance kept, for SELU.
-    """
+    """Dropout of one row: the same numbers and rounding as torch's own on that row alone."""
     if p == 0 or not input.numel():
         return input
     multiply = input.mul_ if inplace else input.mul
@@ -201,11 +180,7 @@ def random_operation(
     as_row: Callable[[Tensor], Tensor], draws: OwnDraws,
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
-    """The result of a function that draws; NotImplemented for calls that draw nothing.
-
-    Args:
-        as_row: makes the tensor of one row of those of all rows.
-    """
+    """The result of a function that draws; NotImplemented for calls that draw nothing."""
 
     def own(draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         with Below(), torch.no_grad():

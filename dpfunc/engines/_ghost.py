@@ -1,6 +1,6 @@
-"""Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time.
+"""Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time (ghost clipping).
 
-Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4 (ghost clipping).
+Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines._numerics import TOLERATED
-from dpfunc.engines._per_sample import Kept, PerSampleGrad
+from dpfunc.engines._per_sample import Kept, Late, PerSampleGrad, formed
 from dpfunc.engines._reads import Passed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
@@ -33,12 +33,7 @@ class Source(Protocol):
 
 @dataclass
 class Measured(Kept):
-    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured.
-
-    Args:
-        together: names whose gradient also comes from vmap and grad, as a pass before has shown: its pieces are kept
-            until all are there. unused: names without a gradient.
-    """
+    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured."""
 
     together: Set[str] = frozenset()
     unused: list[str] = field(default_factory=list)
@@ -48,10 +43,10 @@ class Measured(Kept):
         """True if all of the gradient of a parameter comes from one use."""
         return self.counts.get(name) == 1 and name not in self.together
 
-    def take(self, name: str, grad: PerSampleGrad) -> None:
+    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Measure a gradient, or keep it for the others of the same parameter."""
         if self.single(name):
-            self.sq_norms[name] = grad.sq_norms()
+            self.sq_norms[name] = formed(grad).sq_norms()
         else:
             super().take(name, grad)
 
@@ -68,21 +63,17 @@ class Measured(Kept):
 
 @dataclass
 class Weighted(Kept):
-    """Weighted sums of the gradients of a second pass, as it forms them.
-
-    Args:
-        measured: of the first pass. factors: name -> factors (B,). reduced: see `Source`.
-    """
+    """Weighted sums of the gradients of a second pass, as it forms them."""
 
     measured: Measured = field(kw_only=True)
     factors: Mapping[str, Tensor] = field(kw_only=True)
     reduced: Callable[[str, Tensor], Tensor] = field(kw_only=True)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, grad: PerSampleGrad) -> None:
+    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Sum a gradient, or keep it for the others of the same parameter."""
         if self.measured.single(name) and name not in self.sums:
-            self._sum(name, grad)
+            self._sum(name, formed(grad))
         else:
             super().take(name, grad)
 
@@ -113,12 +104,7 @@ def differs(names: Iterable[str]) -> UnsupportedModel:
 
 @dataclass(frozen=True)
 class Ghost:
-    """The gradients of B samples, of which only losses and norms exist; each sum is a pass of its own.
-
-    Args:
-        losses_B: of each sample. norms: name -> squared norms (B,). unused: parameters without a gradient. again: of
-            factors, the weighted sums. aux: of the loss.
-    """
+    """The gradients of B samples, of which only losses and norms exist; each sum is a pass of its own."""
 
     losses_B: Tensor
     norms: Mapping[str, Tensor] = field(repr=False)
@@ -131,9 +117,5 @@ class Ghost:
         return dict(self.norms)
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weighted sums over the samples: name -> parameter shape.
-
-        Raises:
-            UnsupportedModel: the second pass does not give what was measured.
-        """
+        """Weighted sums over the samples: name -> parameter shape."""
         return self.again(factors)

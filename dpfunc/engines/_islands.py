@@ -1,15 +1,13 @@
-"""Operations that run as their native kernels below both levels, joined by one node of level 2.
+"""Operations that run as their native kernels below both levels, joined by one node of level 2: speed alone.
 
-Two kinds: an operation on a parameter, whose rule gets the gradients of its results and its inputs (book-keeping, Bu et
-al. 2023, Differentially Private Optimization on Large Model at Small Cost); and a large operation of a short list,
-which is as fast so as in a plain step. Neither is needed for what is right: without them, vmap and grad do the same.
+An operation on a parameter, whose rule gets the gradients of its results and its inputs (book-keeping, Bu et al. 2023,
+Differentially Private Optimization on Large Model at Small Cost); or a large operation of a short list.
 Axis letters: B rows, m images of one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +27,6 @@ from dpfunc.errors import UnsupportedModel
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
 _LARGE = 1 << 16
-_EXACT = nullcontext()
 
 
 def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
@@ -45,12 +42,7 @@ def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) 
 
 @dataclass
 class _Call:
-    """One call of an operation: what its node needs to run it, and to credit its gradients.
-
-    Args:
-        bound: arguments by name, plain but for the input. wanted: argument -> name and value of a parameter.
-        keeps_input: the backward pass needs the input.
-    """
+    """One call of an operation: what its node needs to run it, and to credit its gradients."""
 
     owner: Pass
     func: Callable[..., Any]
@@ -90,12 +82,9 @@ class _Call:
 
     def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
         """The use, which is the same in each step with the same shapes."""
-        plain = tuple(
-            tuple(value) if isinstance(value, list) else value
-            for value in self.bound.values()
-            if not isinstance(value, Tensor)
-        )
-        names = tuple((argument, name) for argument, (name, _) in self.wanted.items())
+        values = [value for value in self.bound.values() if not isinstance(value, Tensor)]
+        plain = tuple([tuple(value) if isinstance(value, list) else value for value in values])
+        names = tuple([(argument, name) for argument, (name, _) in self.wanted.items()])
         key = (self.func, names, output, given, plain, self.images)
         use = self.owner.uses.get(key)
         if use is None:
@@ -130,7 +119,7 @@ class _Credited(torch.autograd.Function):
         with Below(), torch._C.DisableTorchFunction():
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
-                with _EXACT if owner.is_exact else exact(grad_B.device):
+                with exact(grad_B.device):
                     call.credit(grad_B, x)
             if ctx.needs_input_grad[2] and call.form.input_grad is not None:
                 bound = {**call.bound, call.form.input: x}
@@ -145,16 +134,16 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         if leaf is not None:  # `x @ W.T` is a linear, and the reverse
             func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
     rule = RULES[func]
-    if rule.form is None or not owner.is_open():
-        return NotImplemented
     form, bound = rule.form, rule.bind(args, kwargs)
+    if form is None or not owner.is_open():
+        return NotImplemented
     given = bound[form.input]
     if not isinstance(given, Tensor) or of_rows(given) is None:
         return NotImplemented
     wanted = _made_plain(owner, rule, form.input, bound)
     if wanted is None or not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
-    owner.expect(name for name, _ in wanted.values())
+    owner.expect([name for name, _ in wanted.values()])
     keeps_input = form.reads_input or not rule.reading.isdisjoint(wanted)
     return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted, keeps_input), owner.anchor, given)
 
@@ -178,8 +167,7 @@ def _made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, 
 def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
     names, form = OTHER_FORMS[func]
-    bound = dict(zip(names, args, strict=False), **kwargs)
-    found = form(owner, bound)
+    found = form(owner, dict(zip(names, args, strict=False), **kwargs))
     if found is NotImplemented:
         return found
     other, given = found
@@ -245,11 +233,7 @@ Results = tuple[Tensor, ...]
 
 @dataclass
 class Kernel:
-    """Native operations and their graph, below both levels.
-
-    Args:
-        call: of the tensors of all rows, (B, ...); gives those of its results. wanted: inputs that need a gradient.
-    """
+    """Native operations and their graph, below both levels."""
 
     owner: Pass
     call: Callable[..., Results]
@@ -477,13 +461,7 @@ _PRODUCTS = ("gemm_4bit", "gemv_4bit")
 
 
 def _product_of_4_bits(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`(x (..., i), weight, ...)`: `x W^T + b` with any leading axes, of all rows; NotImplemented for other operations.
-
-    Raises:
-        UnsupportedModel: x has a gradient, which would be lost. On CPUs with bfloat16, bitsandbytes packs the weights
-            at the first forward pass in evaluation mode, and keeps them so: what is trained below would then have a
-            gradient of zero, with a warning of torch alone.
-    """
+    """`x W^T + b` with any leading axes, of all rows; NotImplemented for other operations."""
     run: Callable[..., Any] = func
     if func.__name__.split(".")[0] not in _PRODUCTS or any_row((args[1:], dict(kwargs))):
         return NotImplemented

@@ -1,8 +1,6 @@
-"""The two levels of a row, and all that torch keeps private of them.
+"""The two levels of a row, vmap below grad, and all that torch keeps private of them.
 
-Level 1 is vmap: a row is a batch of one. Level 2 is grad: the loss gets parameters of it, and the forward and the
-backward pass run inside both. Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by
-name in a version of torch that is different.
+Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by name in another version.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ Below = torch._C._DisableFuncTorch
 
 @dataclass(frozen=True)
 class Levels:
-    """The open levels of one pass over some rows.
-
-    Args:
-        rows: number of each. vmap, grad: their numbers in torch's stack.
-    """
+    """The open levels of one pass over some rows."""
 
     rows: int
     vmap: int
@@ -64,10 +58,6 @@ class Levels:
         with Below():
             same: Tensor = inside(value).expand(self.rows, *value.shape)
             return same
-
-    def on_top(self) -> bool:
-        """True outside of transforms that the loss itself runs."""
-        return bool(functorch.maybe_current_level() == self.grad)
 
 
 transforms_seen = functorch._set_dynamic_layer_keys_included
@@ -203,12 +193,7 @@ def without_dispatch(function: Any) -> Callable[..., Any]:
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
-    """The same function that does not ask modes, so that its parts do; None for those that are one operation.
-
-    >>> import torch
-    >>> opened(torch.nn.functional.dropout) is None, opened(torch.add) is None
-    (False, True)
-    """
+    """The same function that does not ask modes, so that its parts do; None for those that are one operation."""
     of_torch = type(func) is FunctionType and (func.__module__ or "").startswith("torch.")
     return without_dispatch(func) if of_torch and _asks_modes(func) else None
 

@@ -12,20 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# Rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7.
-_PIECE = 2**12
-# Numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32.
-SCRATCH = 2**22
-# Look-ups of a sample that are added one by one in float32; with more, the drift could exceed what is tolerated.
-LONG = 1024
-# Sums of products are off by less than this many units of rounding, relative to the sum of their magnitudes.
-ROUNDINGS = 4
-# Norms that matter nowhere.
-_TINY = 1e-10
-# Parts that are this much larger than their sum are added up sample by sample.
-_CANCELS = 64
-# Relative error of a squared norm that clipping.bounds.SLACK pays for.
-TOLERATED = 2.0**-13
+_PIECE = 2**12  # rounding of a float32 sum grows with its length; pieces of this length keep it near 1e-7
+SCRATCH = 2**22  # numbers that may be formed at a time where a result is made only to be measured: 16 MiB of float32
+LONG = 1024  # look-ups of a sample that are added one by one in float32; with more, the drift could be too large
+ROUNDINGS = 4  # sums of products are off by fewer units of rounding, relative to the sum of their magnitudes
+_TINY = 1e-10  # norms that matter nowhere
+_CANCELS = 64  # parts that are this much larger than their sum are added up sample by sample
+TOLERATED = 2.0**-13  # relative error of a squared norm that clipping.bounds.SLACK pays for
 # Relative differences of a value that is computed twice: float64, float32, and 16 bits or autocast.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 COARSE = 0.1
@@ -65,7 +58,7 @@ def _precision(
 
 def exact(device: torch.device) -> AbstractContextManager[None]:
     """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
-    return _precision(device, "highest", tf32=False, autocast=False)
+    return nullcontext() if is_exact(device) else _precision(device, "highest", tf32=False, autocast=False)
 
 
 def is_exact(device: torch.device) -> bool:
@@ -83,9 +76,9 @@ def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[N
 
 def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN."""
-    kept_B = factors_B != 0
-    if not any_set(~kept_B):
+    if not any_dropped(factors_B):
         return (factors_B, *tensors)
+    kept_B = factors_B != 0
     return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
 
 
@@ -108,11 +101,7 @@ def sq_sum(flat_BP: Tensor) -> Tensor:
 def in_pieces(
     measure: Callable[..., tuple[Tensor, ...]], numbers: int, *sides: Tensor, limit: int = SCRATCH
 ) -> tuple[Tensor, ...]:
-    """Values (B,) that are measured on some samples at a time, one at least.
-
-    Args:
-        measure: of sides of the same samples. numbers: that it forms for a sample. limit: how many it may form at once.
-    """
+    """Values (B,) that are measured on some samples at a time, one at least."""
     size = max(1, limit // max(1, numbers))
     if size >= len(sides[0]):
         return measure(*sides)
@@ -129,11 +118,6 @@ def safe_sq_norms(
     larger than its gradient (`reach_B`, the sum of their norms, against the norm), another sample's presence would
     change it by more than the bound allows. The parts of such samples are added up on their own first. The rounding
     error that depends on the order of additions is added to the norm.
-
-    Args:
-        sq_norms_B: as measured. reach_B: sums of the norms of parts. cancels: list for the mask.
-        additions: parts of a sample that are added one by one, where that is how they are summed.
-        lost_B: bound on the norm of what is too small to be squared, see `of_pairs`; None where it was not.
     """
     norms_B, eps = sq_norms_B.sqrt(), torch.finfo(reach_B.dtype).eps
     drifts = 2 * TOLERATED / (eps * max(1, additions))
@@ -143,14 +127,7 @@ def safe_sq_norms(
 
 
 def of_pairs(a_BTT: Tensor, p: int, b_BTT: Tensor, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of `sum_t a_t b_t^T`, from the products of all pairs of positions on both sides.
-
-    Args:
-        a_BTT, b_BTT: `a_t . a_u` and `b_t . b_u`. p, d: numbers of one `a_t`, of one `b_t`.
-
-    Returns:
-        `sq_norms_B, reach_B, lost_B`, see `safe_sq_norms`.
-    """
+    """Squared norms of `sum_t a_t b_t^T`, from the products of all pairs of positions on both sides."""
     a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
     # Each square below the smallest normal number may count as 0. Beside a very large factor, that can be all.
     lost_a, lost_b = (math.sqrt(size * torch.finfo(a_BT.dtype).tiny) for size in (p, d))
@@ -165,12 +142,6 @@ def mended_pairs(
 
     Those are measured on the gradients in float64.
     What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
-
-    Args:
-        paired: as `of_pairs` gives them. measure: of a mask, the first two for its samples.
-
-    Returns:
-        The three with the mended values.
     """
     sq_norms_B, reach_B, lost_B = paired
     rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
@@ -197,19 +168,25 @@ def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> 
 _Result = TypeVar("_Result")
 
 _LONGEST_PAUSE = 63
-_unread: ContextVar[list[Tensor] | None] = ContextVar("dpfunc_unread_marks", default=None)
+_unread: ContextVar[list[tuple[Tensor | None, Tensor]] | None] = ContextVar("dpfunc_unread_marks", default=None)
+
+
+def any_dropped(factors_B: Tensor) -> bool:
+    """True if a factor is 0; the factors of all parameters of a group are one tensor, which is looked at once."""
+    unread = _unread.get()
+    if unread is None:
+        return bool((factors_B == 0).any())
+    if not any(factors_B is known for known, _ in unread):
+        unread.append((factors_B, factors_B == 0))
+    return False
 
 
 def any_set(marks: Tensor) -> bool:
-    """True if a mark (bool) is set. Inside of `ReadTogether`: False, and it is read later.
-
-    >>> any_set(torch.tensor([False, True]))
-    True
-    """
+    """True if a mark (bool) is set. Inside of `ReadTogether`: False, and it is read later."""
     unread = _unread.get()
     if unread is None:
         return bool(marks.any())
-    unread.append(marks)
+    unread.append((None, marks))
     return False
 
 
@@ -219,13 +196,6 @@ class ReadTogether:
 
     A result is always the one that reading each mark gives, bit for bit. Where marks are set in each step, computing
     twice would cost more than reading: after a failure some steps read each mark, after the next one twice as many.
-
-    Args:
-        pause: steps that read each mark after the next failure. left: of the present pause.
-
-    >>> read_together = ReadTogether()
-    >>> read_together(lambda: "few" if any_set(torch.tensor([True])) else "none")
-    'few'
     """
 
     pause: int = 1
@@ -236,23 +206,18 @@ class ReadTogether:
         if self.left:
             self.left -= 1
             return compute()
-        unread: list[Tensor] = []
+        unread: list[tuple[Tensor | None, Tensor]] = []
         token = _unread.set(unread)
         try:
             result = compute()
         finally:
             _unread.reset(token)
-        if not _any_of(unread):
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for _, marks in unread:
+            by_device.setdefault(marks.device, []).append(marks.flatten())
+        if not any(bool(torch.cat(each).any()) for each in by_device.values()):  # one read for each device
             self.pause = 1
             return result
         del result  # its memory is needed again
         self.left, self.pause = self.pause, min(2 * self.pause + 1, _LONGEST_PAUSE)
         return compute()
-
-
-def _any_of(marks: list[Tensor]) -> bool:
-    """True if a mark is set; one read for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for each in marks:
-        by_device.setdefault(each.device, []).append(each.flatten())
-    return any(bool(torch.cat(each).any()) for each in by_device.values())

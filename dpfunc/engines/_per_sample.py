@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from dpfunc.engines._numerics import (
     ROUNDINGS,
     TOLERATED,
     accumulation_dtype,
-    any_set,
+    any_dropped,
     cancelling_samples,
     exact,
     in_pieces,
@@ -85,24 +85,15 @@ class Dense:
         return self.grads_B.shape[1:]
 
 
-@dataclass(frozen=True)
-class Late:
-    """Gradients that are formed when they are asked for: larger than their factors, which are kept until then."""
+class Late(NamedTuple):
+    """Factors, smaller than their gradients, which are formed when the activations of the pass are gone."""
 
     grad: PerSampleGrad
 
-    def dense(self) -> Tensor:
-        return self.grad.dense()
 
-    def sq_norms(self) -> Tensor:
-        return Dense(self.dense()).sq_norms()
-
-    def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        return Dense(self.dense()).weighted_sum(factors_B)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.grad.shape
+def formed(grad: PerSampleGrad | Late) -> PerSampleGrad:
+    """Gradients that were to be formed late are formed."""
+    return Dense(grad.grad.dense()) if isinstance(grad, Late) else grad
 
 
 @dataclass(frozen=True)
@@ -128,12 +119,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Outer:
-    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions.
-
-    Args:
-        products: `a` and its products `a a^T`, for the next norm of a gradient with the same `a`. Gradients that share
-            `a` share the list; None for others.
-    """
+    """`grad_i = sum_t a[i, t] b[i, t]^T`, reshaped to `shape`: the gradients of a matrix applied at T positions."""
 
     a_BTp: Tensor
     b_BTd: Tensor
@@ -332,9 +318,6 @@ def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
     """The gradient of a parameter that is used several times: the sum over its uses, exact in norm as well.
 
     Products are joined along their positions, look-ups too; whatever else meets is formed and added.
-
-    Args:
-        uses: at least one; all of the same samples.
     """
     if len(uses) == 1:
         return uses[0]
@@ -363,9 +346,6 @@ class _Stack:
 
     Small gradients of equal shapes are measured and summed by one torch call for all: a call takes microseconds
     whatever it computes, a copy of few numbers less.
-
-    Args:
-        names: of the parameters. grads: of each.
     """
 
     names: Sequence[str]
@@ -397,7 +377,7 @@ class _Stack:
         """Sums of all parameters by one product; None where samples are dropped, or have parts that cancel."""
         same = all(factors_B is factors[0] for factors_B in factors)
         factors_NB = factors[0][None] if same else torch.stack(tuple(factors))
-        if any_set(factors_NB == 0):
+        if any_dropped(factors[0] if same else factors_NB):
             return None
         if isinstance(self.joined, Outer):
             if self.joined.cancelling() is not None:
@@ -414,27 +394,9 @@ def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tenso
     a, b = (to_accumulation_dtype(side) for side in (outer.a_BTp, outer.b_BTd))
     a_NBTp, b_NBTd = (side.reshape(number, -1, *side.shape[1:]) for side in (a, b))
     scale_NB11 = factors_NB.to(a.dtype)[..., None, None]
-    if a.shape[2] <= b.shape[2]:
-        a_NBTp = a_NBTp * scale_NB11
-    else:
-        b_NBTd = b_NBTd * scale_NB11
-    sums_Npd = a_NBTp.flatten(1, 2).transpose(1, 2) @ b_NBTd.flatten(1, 2)
-    return sums_Npd.reshape(number, *outer.shape).unbind(0)
-
-
-def _stacked(grads: Mapping[str, PerSampleGrad]) -> list[_Stack]:
-    """All gradients, small ones of equal shapes as one; those of large parameters first.
-
-    A sum takes several times its memory while it is made: the largest ones are made while few others are in memory.
-
-    >>> [stack.names for stack in _stacked({"a": Dense(torch.ones(2, 3)), "b": Dense(torch.ones(2, 3))})]
-    [['a', 'b']]
-    """
-    together: dict[object, list[str]] = {}
-    for name, grad in grads.items():
-        together.setdefault(_key(grad) or name, []).append(name)
-    stacks = [_Stack(names, [grads[name] for name in names]) for names in together.values()]
-    return sorted(stacks, key=lambda stack: math.prod(stack.grads[0].shape), reverse=True)
+    scaled = (a_NBTp * scale_NB11, b_NBTd) if a.shape[2] <= b.shape[2] else (a_NBTp, b_NBTd * scale_NB11)
+    a_NBp, b_NBd = (side.flatten(1, 2) for side in scaled)
+    return (a_NBp.transpose(1, 2) @ b_NBd).reshape(number, *outer.shape).unbind(0)
 
 
 def _key(grad: PerSampleGrad) -> object:
@@ -449,11 +411,7 @@ def _key(grad: PerSampleGrad) -> object:
 
 @dataclass(frozen=True)
 class PerSample:
-    """The gradients of all parameters for B samples.
-
-    Args:
-        losses_B: of each sample. grads: name -> gradients. alone: each sample was computed alone. aux: of the loss.
-    """
+    """The gradients of all parameters for B samples."""
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
@@ -462,7 +420,12 @@ class PerSample:
 
     @cached_property
     def _stacks(self) -> list[_Stack]:
-        return _stacked(self.grads)
+        """All gradients, small ones of equal shapes as one; large ones first: a sum takes memory while it is made."""
+        together: dict[object, list[str]] = {}
+        for name, grad in self.grads.items():
+            together.setdefault(_key(grad) or name, []).append(name)
+        stacks = [_Stack(names, [self.grads[name] for name in names]) for names in together.values()]
+        return sorted(stacks, key=lambda stack: math.prod(stack.grads[0].shape), reverse=True)
 
     def sq_norms(self) -> dict[str, Tensor]:
         with exact(self.losses_B.device):
@@ -477,16 +440,12 @@ class PerSample:
 
 @dataclass
 class Kept:
-    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
-
-    Args:
-        counts: name -> uses in the forward pass, with a rule. pieces: name -> gradients of its uses.
-    """
+    """Gradients of one pass, formed or as factors, until all uses of each parameter are there."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad]] = field(default_factory=dict)
+    pieces: dict[str, list[PerSampleGrad | Late]] = field(default_factory=dict)
 
-    def take(self, name: str, grad: PerSampleGrad) -> None:
+    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Take the gradients of one use of a parameter, in the backward pass."""
         self.pieces.setdefault(name, []).append(grad)
 
@@ -498,7 +457,8 @@ class Kept:
     def joined(self, name: str, param: Tensor, num_samples: int) -> PerSampleGrad:
         """All of the gradient of a parameter; the pieces are given away."""
         pieces = self.pieces.pop(name, [])
-        for place, piece in enumerate(pieces):
-            if isinstance(piece, Late):  # the activations of the pass are gone
-                pieces[place] = Dense(piece.dense())
-        return add(pieces) if pieces else Zeros(num_samples, param)
+        pieces.reverse()
+        found: list[PerSampleGrad] = []
+        while pieces:
+            found.append(formed(pieces.pop()))  # one after the other: factors are freed
+        return add(found) if found else Zeros(num_samples, param)

@@ -1,7 +1,6 @@
-"""Numbers that Python reads, and shapes that follow from values: answered where all rows agree, else rows are grouped.
+"""Numbers that Python reads, and shapes that follow from values: answered where all rows agree bit for bit.
 
-A read is answered if all rows agree bit for bit: then each row alone would go the same way. Where they do not, the pass
-ends, and each group of rows that agree runs by itself, down to single rows.
+Elsewhere the pass ends, and each group of rows that agree runs by itself, down to single rows.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.lockstep import in_lockstep
-from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
-from dpfunc.engines._numerics import is_exact
-from dpfunc.engines._per_sample import PerSampleGrad
+from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows
+from dpfunc.engines._per_sample import Late, PerSampleGrad
 from dpfunc.engines._rules.table import Use
 from dpfunc.types import Params
 
@@ -28,11 +27,7 @@ class Stop(BaseException):
 
 
 class Diverged(Stop):
-    """Rows do not agree on what Python reads.
-
-    Args:
-        groups: the rows of each group, by their place in the pass. read: name of the function.
-    """
+    """Rows do not agree on what Python reads."""
 
     def __init__(self, groups: Sequence[Sequence[int]], read: str) -> None:
         super().__init__(read)
@@ -53,13 +48,7 @@ class NoRules(Stop):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of one pass over rows.
-
-    Args:
-        losses_B: of the rows. rest: gradients (B, *shape) by vmap and grad, of uses without a rule. params: without
-            graph. disagreed: rows that do not agree on what Python reads, so that the pass counts for nothing.
-        uses: that went to rules, in the order of the backward pass. aux: of the loss, or None.
-    """
+    """Results of one pass over rows."""
 
     losses_B: Tensor
     rest: Mapping[str, Tensor]
@@ -81,7 +70,7 @@ class Pass(TorchFunctionMode):
 
     def __init__(
         self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
-        take: Callable[[str, PerSampleGrad], None], counts: dict[str, int], rules: bool, watched: bool,
+        take: Callable[[str, PerSampleGrad | Late], None], counts: dict[str, int], rules: bool, watched: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
@@ -93,7 +82,7 @@ class Pass(TorchFunctionMode):
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
-        self.in_backward = self.is_exact = self.told = False
+        self.in_backward = self.told = False
 
     def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -101,7 +90,7 @@ class Pass(TorchFunctionMode):
 
     def is_open(self) -> bool:
         """True where an operation may run as its native kernel: outside of transforms of the loss, with gradients."""
-        return self.levels.on_top() and torch.is_grad_enabled()
+        return bool(functorch.maybe_current_level() == self.levels.grad) and torch.is_grad_enabled()
 
     def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function whose parts pass here."""
@@ -131,12 +120,6 @@ class Pass(TorchFunctionMode):
         if not self.in_backward:
             for name in names:
                 self.counts[name] = self.counts.get(name, 0) + 1
-
-    def begin_backward(self, losses: object) -> None:
-        """Note that the backward pass of the losses begins."""
-        self.in_backward = True
-        transforms_seen(True)
-        self.is_exact = isinstance(losses, Tensor) and is_exact(losses.device)
 
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""
@@ -399,11 +382,9 @@ def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
 
 def numbers(owner: Pass, given: Any) -> Any:
     """Arguments with the whole numbers of a row read: sizes and ends, which torch reads inside of an operation."""
-
-    def number(value: Tensor) -> Any:
-        return read(owner, Tensor.item, (value,), {}) if _is_number(value) else value
-
-    return pytree.tree_map_only(Tensor, number, given) if any_row(given) else given
+    if not any_row(given):
+        return given
+    return pytree.tree_map_only(Tensor, lambda v: read(owner, Tensor.item, (v,), {}) if _is_number(v) else v, given)
 
 
 def any_row(given: Any) -> bool:
@@ -439,11 +420,6 @@ def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return func(args[0], *rest, **kwargs)
 
 
-def by_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Another view of the same memory, in place: that of a row begins where that of all rows does."""
-    return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
-
-
 def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
@@ -453,6 +429,10 @@ def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], k
 
 def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return read(owner, func, args, kwargs) if any_row((args, kwargs)) else NotImplemented
+
+
+def _of_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
 
 
 def _named(*names: str) -> list[Any]:
@@ -481,7 +461,7 @@ READS: dict[Any, Handler] = {
     **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),
     **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
     **dict.fromkeys((torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq), solve),
-    **dict.fromkeys(_named("as_strided_"), by_memory),
+    **dict.fromkeys(_named("as_strided_"), _of_memory),
     **dict.fromkeys(
         _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
     ),

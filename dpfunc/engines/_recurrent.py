@@ -1,12 +1,7 @@
 """Recurrent layers of a row: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call.
 
-A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates.
-A rule sees each matrix once, with all inputs and all states before a step, not once a step. The other direction is the
-same on what is turned in time.
-
-Packed sequences are those of one row: the sequence itself, as long as the row says. So rows of one length go together:
-`PackedSequence.data` has as many positions, and the loss may read how many. Dropout between layers draws as a row does.
-
+A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates,
+so that a rule sees each matrix once. Packed sequences are those of one row, as long as it says.
 Axis letters: T steps, B samples, d features, H state, P output (H, or narrower), G gates times H, L layers times
 directions.
 """
@@ -15,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +28,7 @@ from dpfunc.engines._rules.linear import column_sum
 from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Weights of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
 
     inputs: Tensor
@@ -45,14 +38,8 @@ class Weights:
     proj: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Walked:
-    """The states of a layer and what its walk back needs.
-
-    Args:
-        states_TBP: the state before each step, and after the last. kept: as the kind needs it. cell_BH: the last cell
-            of an LSTM. inner_TBH: its outputs before they are projected.
-    """
+class _Walked(NamedTuple):
+    """The states of a layer and what its walk back needs."""
 
     states_TBP: Tensor
     kept: tuple[Tensor, ...] = ()
@@ -60,8 +47,7 @@ class _Walked:
     inner_TBH: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Gradients:
+class _Gradients(NamedTuple):
     """What a walk back gives: gradients of the shares of inputs and of states, if they differ, and of first states."""
 
     inputs_TBG: Tensor
@@ -177,13 +163,8 @@ def _rnn_back(
     return _Gradients(shares_TBH, shares_TBH, (dh_BH,))
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of recurrent layer: the walk through time, and the walk back.
-
-    Args:
-        adds: gates are the sum of the share of the inputs and that of the states.
-    """
+class Kind(NamedTuple):
+    """A kind of recurrent layer: the walk through time, and the walk back."""
 
     walk: Callable[..., _Walked]
     back: Callable[..., _Gradients]
@@ -268,8 +249,7 @@ class _Direction(torch.autograd.Function):
 
 def _like(weights: Weights, dtype: torch.dtype) -> Weights:
     """The weights in the dtype of the gates: under autocast another than theirs."""
-    cast: dict[str, Any] = {name: None if value is None else value.to(dtype) for name, value in vars(weights).items()}
-    return Weights(**cast)
+    return Weights._make(None if value is None else value.to(dtype) for value in weights)
 
 
 def layers(

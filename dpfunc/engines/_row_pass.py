@@ -1,9 +1,4 @@
-"""One forward and backward pass over some rows, at two levels: each torch function that the loss calls is seen.
-
-A row is a batch of one at the level of vmap, and the forward and the backward pass run inside of it, at a level of
-grad. A mode of torch functions, active during the pass only, gives operations on parameters to their rules
-(`islands.py`), answers what Python reads (`reads.py`) and draws random numbers of each row (`draws.py`).
-"""
+"""One forward and backward pass over some rows: a mode of torch functions sees each one that the loss calls."""
 
 from __future__ import annotations
 
@@ -96,19 +91,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch for one pass.
-
-    Args:
-        loss_fn, params: as for an engine. batch: the rows. positions: their places in the batch. source: of tensors
-            that a module swaps in itself; None where parameters are arguments. watched: what the loss keeps was noted.
-    """
+    """Rows of a batch for one pass."""
 
     loss_fn: LossFn
     params: Params
     batch: Batch
     positions: Sequence[int]
     source: Source | None = None
-    watched: bool = False
 
     def some(self, places: Sequence[int]) -> Rows:
         """The rows at these places."""
@@ -123,29 +112,18 @@ class _RowPass(Pass):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
 
     def __init__(
-        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept
-    ) -> None:
+        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept,
+        watched: bool,
+    ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
-        watched = rows.watched and is_warm(rows.loss_fn, rows.batch)
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
-        self.settings, self.draws, self._depth = settings, OwnDraws(positions_of(rows.positions)), 0
+        self.settings, self.draws = settings, OwnDraws(positions_of(rows.positions))
         self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
         self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not self.settings.plain_functions or self.in_backward:
-            return self._answer(func, args, kwargs)
-        self._depth += 1
-        transforms_seen(True)
-        try:
-            return self._answer(func, args, kwargs)
-        finally:
-            self._depth -= 1
-            transforms_seen(bool(self._depth))
-
-    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         handlers, kwargs = self._handlers.get(func), kwargs or {}
         if self._stands and func not in _OF_MEMORY:
             stands = self._stands
@@ -156,7 +134,7 @@ class _RowPass(Pass):
             return func(*args, **kwargs)
         try:
             refuse_earlier(args, kwargs)
-            if func in REGISTERED and self.rules:
+            if REGISTERED and func in REGISTERED and self.rules:
                 found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
@@ -167,12 +145,10 @@ class _RowPass(Pass):
                 if found is not NotImplemented:
                     return found
             return func(*args, **kwargs)
-        except DPFuncError as error:
-            self.stopped = self.stopped or error  # also where code of the loss catches it
-            raise
-        except ORDINARY as error:
+        except (DPFuncError, *ORDINARY) as error:  # also where code of the loss catches it
             if self.stopped is None:
-                self.stopped = Alone(f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
+                self.stopped = error if isinstance(error, DPFuncError) else Alone(reason)
             raise
 
     def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -217,8 +193,9 @@ class _RowPass(Pass):
 
     def written(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A write in place: none into parameters, whose memory is the caller's."""
-        target = None if is_row(args[0]) else inside(args[0])
-        if target is not None and any(_is_memory_of(target, param) for _, param in self._params.values()):
+        params = [param for _, param in self._params.values() if not is_row(args[0]) and not is_dtensor(param)]
+        target = inside(args[0])
+        if any(target.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params):
             raise UnsupportedModel(f"The loss writes into a parameter ({func.__name__}). Use out-of-place operations.")
         return NotImplemented
 
@@ -243,6 +220,25 @@ class _RowPass(Pass):
         return self.levels.row(values_B)
 
 
+class _PlainFunctions(_RowPass):
+    """A pass whose custom functions are nodes of the level of gradients; see `levels.custom_functions`."""
+
+    depth = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.in_backward:
+            return super().__torch_function__(func, types, args, kwargs)
+        self.depth += 1
+        transforms_seen(True)
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.depth -= 1
+            transforms_seen(bool(self.depth))
+
+
 def _copied(
     values: Tensor, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
 ) -> Tensor:
@@ -256,15 +252,7 @@ _DATA: Any = Tensor.data
 _OF_MEMORY = frozenset((Tensor.untyped_storage, _DATA.__get__, _DATA.__set__, Tensor.set_))
 
 
-def _is_memory_of(target: Tensor, param: Tensor) -> bool:
-    return not is_dtensor(param) and target.untyped_storage()._cdata == param.untyped_storage()._cdata
-
-
 _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
-
-
-def _composite(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return mode.seen(COMPOSITES[func], args, kwargs)
 
 
 def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -274,14 +262,6 @@ def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         return NotImplemented
     same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
     return None if same and target.stride() == value.stride() else NotImplemented
-
-
-def _undeclared(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return refuse_undeclared(func)
-
-
-def _requires_grad(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args[0].requires_grad else NotImplemented
 
 
 # Shapes, dtypes and the like: the same for all rows.
@@ -301,11 +281,11 @@ _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
     **dict.fromkeys(RANDOM, _RowPass.random),
     torch._functorch.autograd_function.custom_function_call: _RowPass.function,
-    Tensor.requires_grad_: _requires_grad,
+    Tensor.requires_grad_: lambda mode, func, args, kwargs: args[0] if args[0].requires_grad else NotImplemented,
     _DATA.__set__: _data_set,
     **RECURRENT_LAYERS,
-    **dict.fromkeys(COMPOSITES, _composite),
-    **dict.fromkeys(UNDECLARED, _undeclared),
+    **dict.fromkeys(COMPOSITES, lambda mode, func, args, kwargs: mode.seen(COMPOSITES[func], args, kwargs)),
+    **dict.fromkeys(UNDECLARED, lambda mode, func, args, kwargs: refuse_undeclared(func)),
 }
 
 
@@ -318,34 +298,30 @@ def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
 _WITH_RULES, _WITHOUT_RULES = _answered(_OWN, ISLANDS, READS), _answered(_OWN, READS)
 
 
-def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept) -> Passed:
-    """Losses of rows that go the same way; their gradients by rules go to `kept`.
-
-    Raises:
-        Stop: they do not, or cannot be computed with these settings.
-    """
+def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept, watched: bool) -> Passed:
+    """Losses of rows that go the same way; their gradients by rules go to `kept`."""
     num_rows = len(rows.positions)
     forget_gone()
-    tensors = rows.params if rows.source is None else rows.source.leaves(rows.params)
-    params = {name: param.detach() for name, param in tensors.items()} if rows.source is None else tensors
+    params = rows.source.leaves(rows.params) if rows.source else {n: p.detach() for n, p in rows.params.items()}
+    kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:
-        mode = _RowPass(rows, over, params, settings, uses, kept)
+        mode = kind(rows, over, params, settings, uses, kept, watched and is_warm(rows.loss_fn, rows.batch))
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
-        given = mode.leaves if rows.source is None else tensors
+        given = params if rows.source else mode.leaves
         try:
             with told_of_transforms(), backward_inside(), mode, custom_functions(settings.plain_functions):
                 losses_1, aux = split_aux(rows.loss_fn(dict(given), record))
                 if mode.stopped is not None:
                     raise mode.stopped
-                mode.begin_backward(losses_1)
+                mode.in_backward = True
+                transforms_seen(True)
                 with torch._C.DisableTorchFunction():
                     check_depends(check_losses(losses_1, 1).requires_grad, told=mode.told)
                     check_aux(aux, 1)
                     if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                         refuse_reentrant((), losses_1)
-                    loss = losses_1.sum()
-                found = run_backward(loss, (mode.anchor, *mode.leaves.values()))[1:]
+                found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
         except ORDINARY as error:
             refuse_out_of_memory(error)
             if mode.stopped is not None:
@@ -356,5 +332,6 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with Below():
             losses_B = over.all_rows(losses_1)[:, 0].detach()
-            aux = pytree.tree_map_only(Tensor, lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
+            if aux is not None:
+                aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
     return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux)

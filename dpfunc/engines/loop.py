@@ -49,7 +49,6 @@ from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
 
 _COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
-"""Of numbers of 16 bits."""
 
 # Numbers that a loss may ask of zeros while it builds what it keeps.
 _MANY = 100
@@ -64,13 +63,7 @@ _TELLING = frozenset(
 
 
 class Alone(NamedTuple):
-    """One row that was computed alone.
-
-    Args:
-        losses_1: its loss (1,). grads: name -> gradient of each parameter that it uses, on this rank. coarse: there
-            were numbers of 16 bits. asked: Python asked for numbers of tensors. told: they were of the row.
-        aux: of the loss, or None.
-    """
+    """One row that was computed alone."""
 
     losses_1: Tensor
     grads: dict[str, Tensor]
@@ -85,12 +78,7 @@ class _Told(BaseException):
 
 
 class RowAlone(TorchFunctionMode):
-    """One row alone: every torch function that the loss calls passes here.
-
-    Args:
-        row: the row. position: in the batch, which decides about its random numbers. allowed: how often the loss may
-            ask for numbers of the row; without a limit where it is None.
-    """
+    """One row alone: every torch function that the loss calls passes here."""
 
     def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
         super().__init__()
@@ -127,16 +115,12 @@ class RowAlone(TorchFunctionMode):
             found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        parts = partial(_recurrent, func) if func in KINDS and _has_dropout(args) else opened(func)
+        drops = func in KINDS and isinstance(args[2], (list, tuple)) and bool(args[6]) and args[5] > 0  # not packed
+        parts = partial(_recurrent, func) if drops else opened(func)
         if parts is None:
             return func(*args, **kwargs)
         with self:
             return parts(*args, **kwargs)
-
-
-def _has_dropout(args: Sequence[Any]) -> bool:
-    """True for a recurrent layer of a sequence that is not packed, with dropout between its parts."""
-    return isinstance(args[2], (list, tuple)) and bool(args[6]) and args[5] > 0
 
 
 def _recurrent(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
@@ -182,11 +166,7 @@ def loop() -> Loop:
 def rows_alone(
     loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int], *, read: bool = False
 ) -> PerSample:
-    """Gradients of rows at these positions of the batch, one after the other; see `loop`.
-
-    Args:
-        read: Python has been told numbers of these rows, or others of the batch, before.
-    """
+    """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
     refuse_kept(loss_fn)
     num_samples = batch_size(batch)
     recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
@@ -242,12 +222,7 @@ def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Itera
 def row_gradients(
     loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
 ) -> Alone:
-    """Loss and gradients of a row that has this position in its batch. torch's generator is at the state of the step.
-
-    Args:
-        loss_fn, params: as for an engine. row: a copy of it, a batch of one. position: in the batch.
-        recorder: notes the meshes of collectives inside of the loss.
-    """
+    """Loss and gradients of a row, by its position in the batch. torch's generator is at the state of the step."""
     leaves, mode = _copies(params), RowAlone(row, position)
     with parameters_unchanged(leaves), _inside(mode, recorder):
         losses_1, aux = split_aux(loss_fn(leaves, row))

@@ -17,8 +17,6 @@ from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 
-_TOLERANCE = 1e-8
-
 
 def register_rule(
     op: Callable[..., Tensor],
@@ -99,7 +97,7 @@ def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Map
             "function that torch can intercept, whose samples are on axis 0 of its result and of needs."
         )
     off = float((found - truth).abs().max()) / max(float(truth.abs().max()), 1e-12)
-    if found.shape != truth.shape or not off <= _TOLERANCE:
+    if found.shape != truth.shape or not off <= 1e-8:
         raise InvalidArgument(
             f"Expected the rule for {getattr(op, '__name__', op)} to give what single samples give, got a relative "
             f"difference of {off:.3g}. Compare per_sample_grad with the gradient of one sample."

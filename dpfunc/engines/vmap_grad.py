@@ -1,14 +1,9 @@
-"""The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast and are never needed to be right.
-
-A row is a batch of one at the level of vmap, and the forward and the backward pass run inside of it, at a level of
-grad. A mode of torch functions, active during the call only, gives operations on parameters to their rules
-(`islands.py`), answers what Python reads (`reads.py`) and draws random numbers of each row (`draws.py`).
-"""
+"""The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,11 +55,7 @@ class Decision:
 
 
 class _Part(NamedTuple):
-    """Rows of one pass: places in the batch, and gradients.
-
-    Args:
-        counted: false where they stand for no rows. alone: why each was computed alone; empty if they were not.
-    """
+    """Rows of one pass: places in the batch, and gradients."""
 
     rows: Sequence[int]
     samples: PerSample | Ghost
@@ -90,10 +81,12 @@ class Grouped:
 
     def _joined(self, values: Iterable[Tensor]) -> Tensor:
         """The values of the rows of each part that counts, in the order of the batch."""
-        own = [(value, part.rows) for value, part in zip(values, self.parts, strict=True) if part.counted]
-        joined_B = torch.cat([value for value, _ in own])
-        order = torch.tensor([row for _, rows in own for row in rows]).argsort()
-        return joined_B[order.to(joined_B.device)]
+        joined_B = torch.cat([value for value, part in zip(values, self.parts, strict=True) if part.counted])
+        return joined_B[self._order.to(joined_B.device)]
+
+    @property
+    def _order(self) -> Tensor:
+        return torch.tensor([row for part in self.parts if part.counted for row in part.rows]).argsort()
 
     @property
     def losses_B(self) -> Tensor:
@@ -101,9 +94,7 @@ class Grouped:
 
     @property
     def aux(self) -> Any:
-        own = [part for part in self.parts if part.counted]
-        order = torch.tensor([row for part in own for row in part.rows]).argsort()
-        return joined_aux([part.samples.aux for part in own], order)
+        return joined_aux([part.samples.aux for part in self.parts if part.counted], self._order)
 
     def sq_norms(self) -> dict[str, Tensor]:
         found = [part.samples.sq_norms() for part in self.parts]
@@ -118,32 +109,23 @@ class Grouped:
         return total
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Known:
-    """Facts about a loss from earlier batches; no result depends on them.
-
-    Args:
-        settings: with which its rows could be computed. decision: about its last step. read: name of a function by
-            which it was told numbers of rows. together: see `Measured`. uses: of parameters.
-    """
+    """Facts about a loss from earlier batches: how its rows could be computed; no result depends on them."""
 
     settings: Settings
     decision: Decision | None = None
-    read: str = ""
-    together: frozenset[str] = frozenset()
+    read: str = ""  # name of a function by which it was told numbers of rows
+    together: frozenset[str] = frozenset()  # see `Measured`
     uses: dict[object, Use] = field(default_factory=dict)
 
 
 class _Calls:
     """Calls of a loss for one batch. What it keeps must be the same after them, if it is told numbers of rows, or if
-    the number of calls follows from the rows.
+    the number of calls follows from the rows."""
 
-    Args:
-        read: name of a function by which the loss has been told numbers; empty for none.
-    """
-
-    def __init__(self, loss_fn: LossFn, seed: Tensor, read: str = "") -> None:
-        self.loss_fn, self.seed, self.read, self.number = loss_fn, seed, read, 0
+    def __init__(self, loss_fn: LossFn, seed: Tensor, known: _Known) -> None:
+        self.loss_fn, self.seed, self.known, self.read, self.number = loss_fn, seed, known, known.read, 0
         self.done = False
         self.kept: tuple[object, ...] = ()
 
@@ -167,10 +149,6 @@ class _Calls:
         warm_up(self.loss_fn, rows.params, rows.batch)
         self.read, self.kept = read, ()
 
-    def succeed(self) -> None:
-        """Note that a call was no error."""
-        self.done = True
-
     def end(self) -> None:
         """Note a loss that has changed what it keeps."""
         if self.kept:
@@ -180,12 +158,7 @@ class _Calls:
 
 @dataclass(frozen=True)
 class VmapGrad:
-    """Engine of `auto`, `vmap` and `ghost`; it remembers for each loss how its rows could be computed.
-
-    Args:
-        rules: operations on parameters go to their rules. two_passes: norms in the first pass, sums in the second.
-        source: see `ghost.Source`. told: gets each pass whose gradients are kept.
-    """
+    """Engine of `auto`, `vmap` and `ghost`; it remembers for each loss how its rows could be computed."""
 
     rules: bool = True
     two_passes: bool = False
@@ -201,7 +174,7 @@ class VmapGrad:
             return rows_alone(loss_fn, params, batch, ())
         refuse_kept(loss_fn)
         known = self._known.setdefault(loss_fn, _Known(Settings(self.rules)))
-        calls = _Calls(loss_fn, torch.default_generator.get_state(), known.read)
+        calls = _Calls(loss_fn, torch.default_generator.get_state(), known)
         every, ended = Rows(loss_fn, params, batch, range(num_rows), self.source), False
         try:
             with parameters_unchanged(params):
@@ -211,12 +184,11 @@ class VmapGrad:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        decision = self._decision(loss_fn, parts, read)
+        decision = self._decision(known, parts, read)
         if known.decision is None or known.decision.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
-        if decision != known.decision:
-            self._learn(loss_fn, decision=decision)
+        known.decision = decision
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
@@ -224,7 +196,7 @@ class VmapGrad:
 
         In lockstep all processes run as many.
         """
-        if self.source is None and any(is_dtensor(param) for param in every.params.values()):
+        if self.source is None and any(map(is_dtensor, every.params.values())):
             return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""
@@ -249,18 +221,14 @@ class VmapGrad:
                 done.append(_Part(places, found, counted))
         return done, read
 
-    def _learn(self, loss_fn: LossFn, **changes: Any) -> None:
-        self._known[loss_fn] = replace(self._known[loss_fn], **changes)
-
-    def _decision(self, loss_fn: LossFn, parts: Sequence[_Part], read: str) -> Decision:
+    def _decision(self, known: _Known, parts: Sequence[_Part], read: str) -> Decision:
         for part in reversed(parts):
             if part.alone:
                 return Decision("loop", f"rows alone, since {part.alone}")
         if read:
             told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
             return Decision("groups", told)
-        settings = self._known[loss_fn].settings
-        slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
+        slower = f", without rules, since {known.settings.since}" if self.rules and not known.settings.rules else ""
         return Decision("one pass", f"all rows together{slower}")
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
@@ -268,20 +236,16 @@ class VmapGrad:
         return self._known[loss_fn].decision if loss_fn in self._known else None
 
     def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
-        """Gradients of these rows by the first settings that compute them; or the groups in which they can be computed.
-
-        Raises:
-            Alone: no settings do.
-        """
-        loss_fn, reason, unruled = rows.loss_fn, "", False
-        for tried in _from(self._known[loss_fn].settings):
+        """Gradients of these rows by the first settings that compute them; or groups in which they can be computed."""
+        known, reason, unruled = calls.known, "", False
+        for tried in _from(known.settings):
             if tried.rules and unruled:
                 continue
             calls.begin()
             try:
-                found = self._pass(replace(rows, watched=calls.watched), tried, calls)
+                found = self._pass(rows, tried, calls)
             except FirstRead as stop:
-                self._learn(loss_fn, read=str(stop))
+                known.read = str(stop)
                 calls.build(rows, str(stop))
                 return self._try(rows, calls)
             except Diverged as stop:
@@ -295,19 +259,19 @@ class VmapGrad:
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
-            calls.succeed()
+            calls.done = True
             if reason:
-                self._learn(loss_fn, settings=replace(tried, since=reason))
+                known.settings = replace(tried, since=reason)
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)
 
     def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
-        uses = self._known[rows.loss_fn].uses
+        known = calls.known
         if not self.two_passes or not settings.rules:
             kept = Kept()
-            passed = one_pass(rows, settings, uses, kept)
+            passed = one_pass(rows, settings, known.uses, kept, calls.watched)
             if passed.disagreed is not None:
                 return passed.disagreed
             if self.told is not None:
@@ -317,33 +281,30 @@ class VmapGrad:
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
             return PerSample(passed.losses_B, grads, aux=passed.aux)
         while True:
-            together = self._known[rows.loss_fn].together
-            measured = Measured(together=together)
-            passed = one_pass(rows, settings, uses, measured)
+            measured = Measured(together=known.together)
+            passed = one_pass(rows, settings, known.uses, measured, calls.watched)
             if passed.disagreed is not None:
                 return passed.disagreed
             with exact(passed.losses_B.device), torch.no_grad():
                 missed = measured.rest(passed)
             if not missed:
                 around = precision_now(passed.losses_B.device)
-                again = partial(self._weigh, rows, settings, measured, calls.seed, around)
+                again = partial(self._weigh, rows, settings, measured, calls, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
-            self._learn(rows.loss_fn, together=together | missed)
+            known.together |= missed
             calls.begin()
 
     def _weigh(
-        self, rows: Rows, settings: Settings, measured: Measured, seed: Tensor,
+        self, rows: Rows, settings: Settings, measured: Measured, first: _Calls,
         around: Callable[[], AbstractContextManager[None]], factors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
         weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
-        known, after = self._known[rows.loss_fn], torch.default_generator.get_state()
-        calls = _Calls(rows.loss_fn, seed, known.read)
+        after, calls = torch.default_generator.get_state(), _Calls(rows.loss_fn, first.seed, first.known)
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
-                again = replace(rows, watched=calls.watched)
-                passed = one_pass(again, settings, known.uses, weighted)
+                passed = one_pass(rows, settings, first.known.uses, weighted, calls.watched)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
@@ -378,14 +339,11 @@ class VmapGrad:
         return _Part(rows.positions, found, alone=reason)
 
 
-def _from(first: Settings) -> list[Settings]:
+def _from(first: Settings) -> Iterator[Settings]:
     """The settings to try, in this order."""
-    tried = [first]
-    for rules, own_memory, plain in product((first.rules, False), (first.own_memory, True), (False, True)):
-        settings = Settings(rules, own_memory, plain)
-        if settings not in tried:
-            tried.append(settings)
-    return tried
+    yield first
+    others = product((first.rules, False), (first.own_memory, True), (False, True))
+    yield from dict.fromkeys(each for each in (Settings(*flags) for flags in others) if each != first)
 
 
 def auto() -> VmapGrad:
@@ -426,13 +384,7 @@ def vmap() -> VmapGrad:
     """`auto` without rules and native kernels: torch's vmap and grad do everything. The definition; slower.
 
     Returns:
-        An engine `(loss_fn, params, batch) -> PerSampleGrads`. Unreleased.
-
-    Raises:
-        InvalidArgument, UnsupportedModel: as `auto`.
-
-    Guarantees:
-        those of `auto`.
+        An engine as `auto`, with its errors and guarantees.
 
     >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
     >>> vmap()(loss_fn, {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])).sq_norms()["w"]
@@ -471,12 +423,6 @@ ENGINES: dict[str, Callable[[], Engine]] = {"auto": auto, "ghost": ghost, "vmap"
 
 def engine_of(engine: str | Engine) -> Engine:
     """The engine with this name, or the engine itself.
-
-    Args:
-        engine: a name in `ENGINES`, or an engine.
-
-    Raises:
-        InvalidArgument: an unknown name.
 
     >>> engine_of("rows")
     Traceback (most recent call last):

@@ -1,13 +1,9 @@
-"""Modules whose parameters are gathered for each forward pass: FSDP2 and similar wrappers.
-
-`fully_shard` swaps parameters in before a layer runs and out after it. Whatever else was put there is overwritten, so a
-parameter that it manages cannot be an argument of a function.
-"""
+"""Modules whose parameters are gathered for each forward pass, so that they cannot be arguments: FSDP2 and others."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -34,11 +30,7 @@ def _fsdp(name: str) -> type | None:
 
 
 def fsdp_parts(module: nn.Module) -> dict[str, Any]:
-    """The parts of a module that `fully_shard` was called on, by name.
-
-    >>> fsdp_parts(nn.Linear(1, 1))
-    {}
-    """
+    """The parts of a module that `fully_shard` was called on, by name."""
     kind = _fsdp("FSDPModule")
     return {} if kind is None else {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
@@ -55,16 +47,11 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
     for part in parts.values():
         groups = _groups(part)
         if groups is None:
-            return _split_below(module, tuple(parts))
+            below = tuple(f"{name}." if name else "" for name in parts)
+            return {n: p for n, p in module.named_parameters() if is_dtensor(p) and n.startswith(below)}
         for held in (held for group in groups for held in group.fsdp_params):
             known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
     return {name: param for name, param in module.named_parameters() if id(param) in known}
-
-
-def _split_below(module: nn.Module, parts: Sequence[str]) -> dict[str, Tensor]:
-    """The DTensors of the modules of these names."""
-    below = tuple(f"{name}." if name else "" for name in parts)
-    return {name: p for name, p in module.named_parameters() if is_dtensor(p) and name.startswith(below)}
 
 
 def _groups(part: Any) -> list[Any] | None:
@@ -126,10 +113,7 @@ def constant(module: nn.Module) -> set[str]:
 
 
 def communicates(module: nn.Module) -> str | None:
-    """Describe the parts of a module that exchange parameters or activations with other processes, or None.
-
-    >>> communicates(nn.Linear(1, 1))
-    """
+    """Describe the parts of a module that exchange parameters or activations with other processes, or None."""
     parts = fsdp_parts(module)
     if parts:
         return f"parts that fully_shard was called on ({shorten([name or 'the module' for name in parts])})"
@@ -181,23 +165,14 @@ def recovered(module: nn.Module) -> Iterator[None]:
     finally:
         if not done:
             parts = fsdp_parts(module)
-            for name in outermost(parts):
-                _reset(parts[name])
-
-
-def _reset(root: Any) -> None:
-    reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
-    begun = hasattr(root, "_get_fsdp_state") and getattr(root._get_fsdp_state(), "_is_root", None)
-    if reset is not None and begun:
-        reset()
+            for root in map(parts.__getitem__, outermost(parts)):
+                reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+                if reset is not None and getattr(root._get_fsdp_state(), "_is_root", None):
+                    reset()
 
 
 def outermost(names: Iterable[str]) -> list[str]:
-    """Names of modules that are in none of the others; parents come before their children.
-
-    >>> outermost(["a", "a.b", "ab"]), outermost(["", "a"])
-    (['a', 'ab'], [''])
-    """
+    """Names of modules that are in none of the others; parents come before their children."""
     kept: list[str] = []
     for name in names:
         if not any(not other or name.startswith(f"{other}.") for other in kept):

@@ -34,19 +34,7 @@ def pattern(name: str, expression: str) -> re.Pattern[str]:
 
 
 def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str, Tensor]:
-    """The trainable parameters of a module, in its order, each tensor once and under its first name.
-
-    Args:
-        module: any module. trainable: a regular expression that is searched in the names, a list of names, or None for
-            the parameters that require gradients.
-
-    Raises:
-        InvalidArgument: nothing selected, names that do not exist, or parameters that are not floating.
-
-    >>> select(nn.ReLU(), None)
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a module with parameters, got ReLU, which has none.
-    """
+    """The trainable parameters of a module, in its order, each tensor once and under its first name."""
     named = dict(module.named_parameters())
     if not named:
         raise InvalidArgument(f"Expected a module with parameters, got {type(module).__name__}, which has none.")
@@ -92,8 +80,7 @@ def _unknown(module: nn.Module, named: Mapping[str, Tensor], unknown: Sequence[s
 def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """For each parameter and buffer (by id) one name for each module attribute that holds it.
 
-    A module that is registered under two names holds its tensors in one place. `functional_call` with both names swaps
-    that place twice and restores it wrongly, so only the first name is given.
+    A module that is registered under two names has the first one alone: its places would be swapped twice.
     """
     places: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():  # each module once

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,13 +29,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
     The first would average gradients that must be clipped before; the second puts `_orig_mod.` before each name, and
     hides operations that a step must see.
-
-    Raises:
-        InvalidArgument: no module.
-        UnsupportedModel: DataParallel anywhere, or DistributedDataParallel around a part only.
-
-    >>> unwrapped(nn.Linear(3, 2))
-    Linear(in_features=3, out_features=2, bias=True)
     """
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
@@ -54,13 +48,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def refuse_unsupported(module: nn.Module, *, checkpointing: bool = False) -> None:
+def refuse_unsupported(
+    module: nn.Module, parts: Sequence[nn.Module] | None = None, *, checkpointing: bool = False
+) -> None:
     """Refuse modules that cannot work (`_REFUSED`); with `checkpointing`, gradient checkpointing is allowed."""
-    parts = all_parts(module)
-    for is_refused, message in _REFUSED:
-        if (is_refused is not _checkpoints or not checkpointing) and any(map(is_refused, parts)):
-            names = [name or type(part).__name__ for name, part in module.named_modules() if is_refused(part)]
-            raise UnsupportedModel(message.format(names=shorten(names), count=len(names)))
+    for part in all_parts(module) if parts is None else parts:
+        kind: Any = type(part)
+        for is_refused, message in _of_kind(kind):
+            if is_refused(part) and not (checkpointing and is_refused is _checkpoints):
+                names = [name or type(own).__name__ for name, own in module.named_modules() if is_refused(own)]
+                raise UnsupportedModel(message.format(names=shorten(names), count=len(names)))
 
 
 def all_parts(module: nn.Module) -> list[nn.Module]:
@@ -75,33 +72,44 @@ def all_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _checkpoints(part: Any) -> bool:
-    return part.training and getattr(part, "gradient_checkpointing", False) is True
+    own = part.__dict__.get("gradient_checkpointing")  # quick: nearly no part has it
+    named = own is not None or hasattr(type(part), "gradient_checkpointing")
+    return named and part.training and part.gradient_checkpointing is True
 
 
-# Kinds of modules that cannot work, and the message.
-_REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
+# Kinds of modules that cannot work: by their class; then what each part is asked, and the message.
+_REFUSED: tuple[tuple[Callable[[type], bool], Callable[[Any], bool], str], ...] = (
     (
+        lambda kind: issubclass(kind, _BatchNorm),
         lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None),
         "{count} BatchNorm layers in training mode mix the samples of a batch: {names}. Use "
         "dpfunc.replace_batchnorm(model), or model.eval() if their statistics come from public data.",
     ),
     (
+        lambda kind: kind.__name__ == "Linear8bitLt",
         lambda part: type(part).__name__ == "Linear8bitLt",  # their rounding depends on other rows
         "The LLM.int8 layers {names} choose outlier columns over the whole batch, so samples influence each other. "
         "Load the model with 4 bits (NF4) or in bfloat16.",
     ),
-    (_checkpoints, f"Gradient checkpointing is on in {{names}}: {_CHECKPOINTED}"),
+    (lambda kind: True, _checkpoints, f"Gradient checkpointing is on in {{names}}: {_CHECKPOINTED}"),
     (
+        lambda kind: issubclass(kind, (nn.Embedding, nn.EmbeddingBag)),
         lambda part: isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None,
         "The embeddings {names} have max_norm, which overwrites their weights in each forward pass. "
         "Build them with max_norm=None.",
     ),
     (
+        lambda kind: issubclass(kind, torch.jit.ScriptModule),
         lambda part: isinstance(part, torch.jit.ScriptModule),
         "The parts {names} are compiled by torch.jit, whose parameters cannot be replaced. "
         "Functionalize the module from which they were made, before torch.jit.script or torch.jit.trace.",
     ),
 )
+
+
+@functools.lru_cache(4096)
+def _of_kind(kind: type) -> tuple[tuple[Callable[[Any], bool], str], ...]:
+    return tuple((is_refused, message) for concerns, is_refused, message in _REFUSED if concerns(kind))
 
 
 @contextmanager

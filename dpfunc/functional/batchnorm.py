@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,22 +87,14 @@ def _replacement(norm: _BatchNorm, max_groups: int) -> nn.Module:
     return nn.Sequential(OrderedDict[str, nn.Module](norm=ours, **after)).train(norm.training)
 
 
-def _num_groups(channels: int, max_groups: int) -> int:
-    common = math.gcd(channels, max_groups)
-    return next((count for count in range(common, 1, -1) if common % count == 0 and 2 * count <= channels), 1)
-
-
 def _group_norm(norm: _BatchNorm, max_groups: int) -> nn.GroupNorm:
     theirs = dict(norm.named_parameters(recurse=False))
     like = next(iter(theirs.values()), norm.running_mean)
-    result = nn.GroupNorm(
-        1 if isinstance(norm, nn.BatchNorm1d) else _num_groups(norm.num_features, max_groups),
-        norm.num_features,
-        eps=norm.eps,
-        affine="weight" in theirs,
-        device=None if like is None else like.device,
-        dtype=None if like is None else like.dtype,
-    )
+    channels = norm.num_features
+    common = 1 if isinstance(norm, nn.BatchNorm1d) else math.gcd(channels, max_groups)
+    counts = (count for count in range(common, 1, -1) if common % count == 0 and 2 * count <= channels)
+    kind: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
+    result = nn.GroupNorm(next(counts, 1), channels, eps=norm.eps, affine="weight" in theirs, **kind)
     if "bias" not in theirs:  # an argument of GroupNorm in newer versions of torch only
         result.register_parameter("bias", None)
     for name, ours in result.named_parameters():

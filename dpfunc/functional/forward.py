@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.stateless import _reparametrize_module
 
 from dpfunc._utils.lockstep import initialized, is_independent
 from dpfunc._utils.validation import shorten
@@ -37,6 +36,9 @@ from dpfunc.functional._names import select, storage_places
 from dpfunc.functional._refuse import all_parts, check_params, checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
 
+_Owners = Mapping[str, tuple[nn.Module, str]]
+_ABSENT = object()
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -54,64 +56,64 @@ class Forward:
     places: Mapping[str, tuple[str, ...]] = field(repr=False)
     frozen: Mapping[str, Tensor] = field(repr=False)
     buffers: Mapping[str, Tensor] = field(repr=False)
+    _parts: list[nn.Module] = field(default_factory=list, repr=False, compare=False)
+    _owners: _Owners = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters in place of its own."""
         if torch.compiler.is_dynamo_compiling():  # it traces no version counters: what is written is thrown away
             check_params(params, self.shapes)
-            return self._run(params, {name: value.clone() for name, value in self.buffers.items()}, args, kwargs)
+            state = self._state(params, {name: value.clone() for name, value in self.buffers.items()})
+            before = dict(state)
+            output = functional_call(self.module, state, args, kwargs, tie_weights=False)
+            _refuse_replaced(before, state)
+            return output
         with torch._C.DisableTorchFunction():  # an engine does not look at each shape
             check_params(params, self.shapes)
         if is_independent() and initialized():
             refuse_communication(self.module)
         if _may_be_sharded():  # since it was functionalized
             refuse_swapped(self.module, (*self.shapes, *self.frozen))
-        stack = until_backward()
-        if stack is not None:
-            return self._run_until_backward(stack, params, args, kwargs)
-        refuse_unsupported(self.module)
+        stack, parts = until_backward(), all_parts(self.module)
+        refuse_unsupported(self.module, parts, checkpointing=stack is not None)
+        if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
+            with self._writing_is_an_error():
+                stack.enter_context(self._swapped(params, parts))
+                with _put_back(parts):
+                    return self.module(*args, **kwargs)
         refuse_old_vmap(self.module)
         with (
-            unfollowed_code_is_an_error(),
-            checkpoint_is_an_error(),
-            self._writing_is_an_error(),
-            recovered(self.module),
-            _put_back(self.module),
-        ):
-            output = self._run(params, self.buffers, args, kwargs)
+            unfollowed_code_is_an_error(), checkpoint_is_an_error(), self._writing_is_an_error(),
+            self._swapped(params, parts), _put_back(parts),
+        ):  # fmt: skip
+            output = self.module(*args, **kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
 
-    def _run_until_backward(
-        self, stack: ExitStack, params: Params, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Inside of an engine the parameters stay in place until its backward pass is done: gradient checkpointing
-        needs them when it repeats parts of the forward pass."""
-        refuse_unsupported(self.module, checkpointing=True)
-        with self._writing_is_an_error():
-            stack.enter_context(self._swapped(params))
-            with _put_back(self.module):
-                return self.module(*args, **kwargs)
-
     @contextmanager
-    def _swapped(self, params: Params) -> Iterator[None]:
-        state = self._state(params, self.buffers)
-        before = dict(state)
-        around = recovered(self.module) if _may_be_sharded() else nullcontext()
-        with _reparametrize_module(self.module, state), around:
-            yield
-        _refuse_replaced(before, state)
+    def _swapped(self, params: Params, parts: list[nn.Module]) -> Iterator[None]:
+        """Inside, the tensors are in the module; as `functional_call`, but for the search for each place."""
+        owners = self._owners if self._parts == parts else _owners(self.module, self.places)
+        state, swapped = self._state(params, self.buffers), list[tuple[dict[str, Any], str, Any]]()
+        found: dict[str, Any] = {}
+        try:
+            for place, tensor in state.items():
+                owner, name = owners[place]
+                held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+                swapped.append((held, name, held.get(name, _ABSENT)))
+                held[name] = tensor
+            with recovered(self.module) if _may_be_sharded() else nullcontext():
+                yield
+        finally:
+            for place, (held, name, before) in zip(state, swapped, strict=False):
+                found[place] = held.pop(name, None) if before is _ABSENT else held.get(name)
+                if before is not _ABSENT:
+                    held[name] = before
+        _refuse_replaced(state, found)
 
     def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {**buffers, **self.frozen, **params}
         return {place: tensor for name, tensor in tensors.items() for place in self.places[name]}
-
-    def _run(self, params: Params, buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = self._state(params, buffers)
-        before = dict(state)
-        output = functional_call(self.module, state, args, kwargs, tie_weights=False)
-        _refuse_replaced(before, state)
-        return output
 
     @contextmanager
     def _writing_is_an_error(self) -> Iterator[None]:
@@ -133,33 +135,33 @@ class Forward:
         refuse_written_buffers(names)
 
 
-@contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """Inside, an error in the module puts its parameters and buffers back into their places.
+def _owners(module: nn.Module, places: Mapping[str, Sequence[str]]) -> _Owners:
+    """The part and the attribute of each place."""
+    split = {place: place.rpartition(".") for own in places.values() for place in own}
+    return {place: (module.get_submodule(owner), name) for place, (owner, _, name) in split.items()}
 
-    A module may move its own tensors for the time of a call (PEFT merges adapters of attention so), and an error would
-    leave them elsewhere.
-    """
-    before: list[tuple[nn.Module, set[str], dict[str, Any], dict[str, Any]]] = [
-        (part, set(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in all_parts(module)
+
+@contextmanager
+def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, an error puts tensors back that a module has moved for the time of a call, as PEFT does."""
+    before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
+        (part, part._parameters.copy(), part._buffers.copy()) for part in parts
     ]
-    done = False
     try:
         yield
-        done = True
-    finally:
-        for part, names, parameters, buffers in () if done else before:
-            for name in (part.__dict__.keys() - names) & (parameters.keys() | buffers.keys()):
+    except BaseException:
+        for part, parameters, buffers in before:
+            for name in part.__dict__.keys() & (parameters.keys() | buffers.keys()):  # registered names are not there
                 del part.__dict__[name]
             for place, held in ((part._parameters, parameters), (part._buffers, buffers)):
                 place.clear()
                 place.update(held)
+        raise
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Refuse a call in which another tensor was put into a place: `after` has what was found there at its end."""
+    """Refuse a call in which another tensor was put into a place; at a level `buffer.to(device)` is another object."""
     other = {place: tensor for place, tensor in before.items() if after[place] is not tensor}
-    # a level gives `buffer.to(device)` as another object with the same tensor inside
     replaced = [place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)]
     if replaced:
         refuse_written_buffers(replaced)
@@ -218,12 +220,15 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     buffers = dict(module.named_buffers())
     places = storage_places(module)
     params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}
+    own = {name: places[id(tensor)] for name, tensor in {**buffers, **others, **chosen}.items()}
     forward = Forward(
         module,
         {name: param.shape for name, param in params.items()},
-        {name: places[id(tensor)] for name, tensor in {**buffers, **others, **chosen}.items()},
+        own,
         {name: param.detach() for name, param in others.items()},
         {name: buffer.detach().clone() for name, buffer in buffers.items()},
+        all_parts(module),
+        _owners(module, own),
     )
     return Functional(forward, params)
 

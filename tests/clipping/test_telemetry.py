@@ -70,8 +70,7 @@ def steps_of(plan, batch, seed=0, loss=loss_with_aux, steps=None, **options):
         yield grads, state
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "microbatch_size"), [*((name, None) for name in ENGINES), ("auto", 3)])
 @pytest.mark.parametrize("rule_name", [*RULES, "unequal"])
 @some
 @given(
@@ -157,14 +156,14 @@ def test_unbiased():
     """The mean over many draws is that of all records, although no step is divided by the number that it drew."""
     batch = {**records(3, 10), "value": torch.linspace(0.2, 1.0, 10), "load": torch.eye(3)[torch.arange(10) % 3]}
     statistics = (Statistic("value", high=1.0), Statistic("load", high=1.0, size=3), Statistic("norm", edges=(1.0,)))
-    plan = plan_of(statistics, share=0.5, noise_multiplier=0.05, size=10, q=0.3, num_steps=500, delta=1e-2)
+    plan = plan_of(statistics, share=0.5, noise_multiplier=0.05, size=10, q=0.3, num_steps=250, delta=1e-2)
     found = [state.telemetry for _, state in steps_of(plan, batch)]
     told = torch.tensor([[one["value"], *one["load"], *one["norm"]] for one in found]).double()
     norms = torch.cat([batch[name].flatten(1) for name in params()], 1).norm(dim=1)
     truth = torch.tensor([0.6, 0.4, 0.3, 0.3, float((norms < 1).double().mean()), float((norms >= 1).double().mean())])
     off = (told.mean(0) - truth) / (told.std(0) / len(told) ** 0.5)
     assert float(off.abs().max()) < 4.5
-    biased = (told.mean(0) - 1.2 * truth) / (told.std(0) / len(told) ** 0.5)
+    biased = (told.mean(0) - 1.3 * truth) / (told.std(0) / len(told) ** 0.5)
     assert float(biased.abs().max()) > 4.5
 
 

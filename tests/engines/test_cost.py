@@ -12,17 +12,6 @@ SIZES = st.integers(1, 4096)
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64))
-def test_no_representation_of_a_matrix_is_cheaper_than_the_chosen_one(positions, p, d, num_samples):
-    costs = matrix(positions, p, d)
-    choice = costs.choose(num_samples)
-    kept = costs.choose(num_samples, 0)
-    measured = num_samples * (costs.product + min(costs.ghost, costs.dropped))
-    assert choice.operations <= measured
-    assert kept.representation == "formed" or kept.operations == measured
-    assert costs.choose(num_samples) == choice
-
-
-@given(SIZES, SIZES, SIZES, st.integers(1, 64))
 def test_nothing_is_formed_beyond_the_budget_but_what_is_smaller_than_its_factors(positions, p, d, num_samples):
     choice = matrix(positions, p, d).choose(num_samples, 0)
     assert choice.representation != "formed" or choice.num_bytes <= 4 * num_samples * positions * (p + d)

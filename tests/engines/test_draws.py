@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -121,17 +119,6 @@ def test_rows_draw_different_numbers(engine):
     """Also rows of different microbatches."""
     _, unreleased = clipped(LOSSES["randn"], weights(), batch(1).expand(ROWS, D), engine, 2)
     assert len(set(unreleased.losses_B.tolist())) == ROWS
-
-
-@pytest.mark.parametrize("engine", ["auto", "loop"])
-def test_the_law_of_a_branch(engine):
-    """Probability .3 within 4 sigma, and not the .21 that one draw for two rows would give; for other sizes, see above."""
-    steps, hits = 150, 0
-    for step in range(steps):
-        _, unreleased = clipped(LOSSES["a branch"], weights(), batch(), engine, 3, insecure_key(step))
-        hits += int(torch.isclose(unreleased.losses_B, (weights()["w"] * batch()).sum(1)).sum())
-    off = lambda law: abs(hits / (steps * ROWS) - law) / math.sqrt(law * (1 - law) / (steps * ROWS))
-    assert off(0.3) < 4 < off(0.21)
 
 
 def test_positions_are_those_in_the_batch():

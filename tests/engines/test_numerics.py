@@ -179,7 +179,7 @@ def test_squares_too_small_for_their_dtype_hide_no_gradient(engine, layer, flush
 
 @fast
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("exponent", [14, 16, 18])
+@pytest.mark.parametrize("exponent", [14, 18])
 def test_small_inputs_beside_large_factors_are_no_doubt(engine, layer, exponent):
     """What is lost in their squares is measured again, and the norm is that of the sample alone."""
     loss_fn, params, batch = of_layer(layer, [10.0**-exponent] * 3)

@@ -29,7 +29,6 @@ FAMILIES = [f"{family}, {choice}" for family, choice in language.CASES]
 engines = pytest.mark.parametrize("engine", ENGINES)
 models = pytest.mark.parametrize("name", CASES)
 families = pytest.mark.parametrize("name", FAMILIES)
-dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 
 
 def case_of(name, dtype=torch.float64, device="cpu"):
@@ -47,10 +46,15 @@ def check(engine, name, dtype, device="cpu"):
     assert all(value < TOLERANCE[dtype] for value in found.values()), found
 
 
+# In float32 the default engine alone: rounding follows from the same rules in all.
+runs = pytest.mark.parametrize(
+    ("engine", "dtype"), [*((engine, torch.float64) for engine in ENGINES), ("auto", torch.float32)]
+)
+
+
 @devices
-@engines
 @models
-@dtypes
+@runs
 def test_gradients_equal_the_loop(engine, name, dtype, device):
     check(engine, name, dtype, device)
     if engine == "auto":
@@ -61,11 +65,9 @@ def test_gradients_equal_the_loop(engine, name, dtype, device):
 
 
 @families
-@pytest.mark.parametrize(
-    ("engine", "dtype"), [*((engine, torch.float64) for engine in ENGINES), ("auto", torch.float32)]
-)
+@runs
 def test_language_models_equal_the_loop(engine, name, dtype):
-    """Hugging Face families: text, images, both. In float32 the default engine alone: rounding is compared above."""
+    """Hugging Face families: text, images, both."""
     check(engine, name, dtype)
 
 
@@ -128,7 +130,7 @@ def test_clipped_sums_equal_the_loop(engine, name, device):
     """In microbatches of any size."""
     case = build(name, size=7, dtype=torch.float64, device=device)
     expected = clipped_by_loop(case, clipping.AllParameters(), 0.5)
-    for size in (None, 1, 3, "auto"):
+    for size in (None, 3, "auto"):
         got, _ = clipped_grad(*vars(case).values(), clipping.Flat(0.5), engine=ENGINES[engine], microbatch_size=size)
         for param in case.params:
             assert torch.allclose(got.sums[param], expected[param], atol=1e-10), (param, size)
@@ -181,15 +183,6 @@ def test_a_sample_that_is_not_finite_in_one_group_contributes_to_none(engine):
     for bad in (torch.nan, torch.inf):
         none, _ = clipped_grad(loss_fn, params, torch.full((3, 3), bad), rule, engine=ENGINES[engine])
         assert not any(value.any() for value in none.sums.values())
-
-
-def test_padded_rows_contribute_nothing():
-    case, mask_B = build("mlp", size=4), torch.tensor([True, False, True, True])
-    rule = clipping.Flat(0.5, groups=clipping.PerLayer())
-    got, _ = clipped_grad(case.loss_fn, case.params, case.batch, rule, engine=auto(), mask_B=mask_B)
-    rest = torch.utils._pytree.tree_map(lambda leaf: leaf[mask_B], case.batch)
-    expected, _ = clipped_grad(case.loss_fn, case.params, rest, rule, engine=auto())
-    torch.testing.assert_close(got.sums, expected.sums, rtol=1e-5, atol=1e-6)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,10 @@ from models import Case
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
 from dpfunc import engines
-from dpfunc.engines._recurrent import KINDS as KINDS_OF_LAYERS
-from dpfunc.engines._recurrent import layers
 from dpfunc.functional import functionalize, with_params
 
 # torch says once that projections are slower
@@ -39,10 +36,6 @@ LAYERS = {
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 fast = pytest.mark.parametrize("engine", ["auto", "vmap"])
-
-
-def credit(op, rule, args, grad):
-    """Nobody asks for the gradients of parameters."""
 
 
 class Classifier(nn.Module):
@@ -103,28 +96,6 @@ def check(engine, forward, params, batch):
     found = differences(engine, case, truth_of(case))
     tolerance = TOLERANCE[next(iter(params.values())).dtype]
     assert not {what: value for what, value in found.items() if not value < tolerance}, len(batch[0])
-
-
-def in_steps(layer, x, hx):
-    """Results of a layer, step by step; the arguments are those of torch's function."""
-    weights = [getattr(layer, name) for name in layer._flat_weights_names]
-    arguments = (x, hx if len(hx) > 1 else hx[0], weights, layer.bias, layer.num_layers)
-    function = getattr(torch, layer.mode.lower())
-    found = layers(KINDS_OF_LAYERS[function], credit, x, hx, *arguments[2:], layer.bidirectional)
-    return found, function, arguments
-
-
-@every_layer
-def test_results_are_those_of_torch(name):
-    model = made(*LAYERS[name], start=True)
-    recurrent, hx = model.layer, tuple(each.repeat(1, 3, 1) for each in model.start)
-    x = torch.randn(4, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found, function, arguments = in_steps(recurrent, x, hx)
-    wanted = function(*arguments, 0.0, False, recurrent.bidirectional, False)
-    assert len(found) == len(wanted)
-    for own, others in zip(found, wanted, strict=True):
-        assert own.shape == others.shape
-        assert (own - others).abs().max() < 1e-12
 
 
 @every_layer
@@ -237,26 +208,6 @@ def test_gates_that_are_closed():
     wanted, found = (run(loss_fn, params, x).sq_norms() for run in (engines.loop(), engines.auto()))
     for name, norms_B in wanted.items():
         assert (found[name] - norms_B).abs().max() < 1e-5, name
-
-
-class Counting(TorchFunctionMode):
-    calls = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["LSTM, deep, both directions", "GRU", "tanh"])
-def test_longer_sequences_make_no_more_calls(name):
-    """An engine looks at each call, so there is none for single steps."""
-    layer, counts = made(*LAYERS[name]).layer, []
-    for length in (2, 20):
-        hx = [torch.zeros(layer.num_layers * (1 + layer.bidirectional), 3, H).double()] * (1 + (layer.mode == "LSTM"))
-        with Counting() as mode:
-            in_steps(layer, torch.ones(length, 3, D).double(), tuple(hx))
-        counts.append(mode.calls)
-    assert counts[0] == counts[1] <= 25 * len(layer._flat_weights)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["", "dropout"])

@@ -16,7 +16,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.engines import auto
 from dpfunc.engines.vmap_grad import Decision
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import UnsupportedModel
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, torch_seed
 
@@ -74,14 +74,13 @@ def test_a_rule_for_vmap_of_a_custom_function_is_not_used():
 # Random numbers.
 
 
-def law_of(loss_fn, rows, steps, probability):
-    """z-score of how often the losses of a batch are 1."""
+def share_of(loss_fn, rows, steps):
+    """How often the losses of a batch are 1."""
     engine, hits = auto(), 0.0
     for step in range(steps):
         with torch_seed(insecure_key(step)):
             hits += float(engine(loss_fn, W, X[:1].expand(rows, 3)).losses_B.sum())
-    count = rows * steps
-    return (hits / count - probability) / math.sqrt(probability * (1 - probability) / count)
+    return hits / (rows * steps)
 
 
 def by_python(p, x):
@@ -96,8 +95,9 @@ def by_mask(p, x):
 @pytest.mark.parametrize(("loss_fn", "rows"), [(by_python, 1), (by_python, 2), (by_python, 8), (by_mask, 4)])
 def test_the_law_of_a_row_does_not_depend_on_the_others(loss_fn, rows):
     """Probability .3 within 4 sigma. One draw for all rows of a group, as torch gives it, would be .21, .17, .14."""
-    assert abs(law_of(loss_fn, rows, 1200 // rows, 0.3)) < 4
-    assert abs(law_of(loss_fn, rows, 1200 // rows, 0.21)) > 4
+    share = share_of(loss_fn, rows, 800 // rows)
+    off = {law: abs(share - law) / math.sqrt(law * (1 - law) / 800) for law in (0.3, 0.21)}
+    assert off[0.3] < 4 < off[0.21]
 
 
 # What a loss keeps.
@@ -139,22 +139,6 @@ def test_what_is_kept_and_never_used_or_a_constant_is_fine():
         assert torch.allclose(found.losses_B, (W["w"] * X * torch.arange(3.0)).square().sum(1))
 
 
-def test_a_latch_that_is_idle_at_first_is_refused():
-    seen = {}
-
-    def loss_fn(p, x):
-        if (x.abs() > 20).any():
-            seen["over"] = True
-        return squares(p, x) * (2.0 if seen else 1.0)
-
-    engine = auto()
-    assert off(loss_fn, W, X, engine) < 1e-12
-    with pytest.raises(UnsupportedModel, match="what it keeps"):
-        engine(loss_fn, W, torch.cat([X, 30 + X[:1]]))
-    with pytest.raises(UnsupportedModel, match="what it keeps"):
-        engine(loss_fn, W, X)
-
-
 def test_another_loss_of_the_same_code_starts_anew():
     """Whatever was learnt of a loss holds for that one."""
     engine = auto()
@@ -171,19 +155,6 @@ def test_an_error_of_a_loss_comes_through_as_it_is():
         raise KeyError("missing column")
 
     with pytest.raises(KeyError, match="missing column"):
-        auto()(loss_fn, W, X)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (lambda p, x: squares(p, x).sum(), "shape"),
-        (lambda p, x: squares({"w": p["w"].detach()}, x), "depend on params"),
-        (lambda p, x: None, "tensor"),
-    ],
-)
-def test_losses_of_a_wrong_form_are_refused(loss_fn, message):
-    with pytest.raises(InvalidArgument, match=message):
         auto()(loss_fn, W, X)
 
 

@@ -1,7 +1,6 @@
 """Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
 
-Levels keep the rows apart. The audit detects what they do not cover, in the rows that it draws: rules that give a wrong
-gradient, what a loss keeps from call to call, operations that torch computes otherwise for several rows.
+It detects what levels do not cover: wrong rules, what a loss keeps, operations that torch computes otherwise for rows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,36 +28,22 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
-# After the first step, rows alone take this share of the time at most, and one row in so many.
-TIME_SHARE = 0.01
-ROWS_IN = 100
+TIME_SHARE, ROWS_IN = 0.01, 100  # after the first step, rows alone take this share of the time, and one row in so many
 FIRST_ROWS = 2
-# Processes in lockstep, each of which has a clock of its own: one row in so many steps.
-_STEPS_IN = 100
-# A row that differs is computed again so many times, with parameters that differ by so many units of rounding.
-_TRIES = 8
-_ROUNDING_UNITS = 8
+_STEPS_IN = 100  # processes in lockstep, each of which has a clock of its own: one row in so many steps
+_TRIES, _ROUNDING_UNITS = 8, 8  # a row that differs is computed again, with parameters that differ by rounding
 
 
 @dataclass
 class Audits:
-    """Schedule of the audits of a loss function. No result depends on it.
-
-    Args:
-        steps: so far. counting: the loss changes what it keeps at each call: as many calls in each step, so that the
-            number of calls tells nothing. row_seconds: time of the last row alone.
-    """
+    """Schedule of the audits of a loss function. No result depends on it."""
 
     steps: int = 0
     counting: bool = False
     row_seconds: float = 0.0
 
     def due(self, count: int, seconds: float, chance: float) -> int:
-        """Number of rows of this step to compute alone.
-
-        Args:
-            count: rows of the step. seconds: that the engine took. chance: uniform in [0, 1).
-        """
+        """Number of rows of this step to compute alone."""
         if not count:
             return 0
         step, self.steps = self.steps, self.steps + 1
@@ -78,11 +63,7 @@ class Audits:
 
     @contextmanager
     def choose_rows(self, key: Key | None, batch: Batch, seconds: float) -> Iterator[list[int]]:
-        """Rows of this batch to compute alone, which is done inside and timed; see `due`.
-
-        Args:
-            key: of the step; nobody can predict what is drawn from it. batch, seconds: of the step.
-        """
+        """Rows of this batch to compute alone, which is done inside and timed; see `due`."""
         chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)
         count = batch_size(batch)
         wanted = self.due(count, seconds, chance.random())
@@ -92,51 +73,37 @@ class Audits:
             self.row_seconds = (time.perf_counter() - start) / wanted
 
 
-@dataclass(frozen=True)
-class Credited:
-    """Losses and norms that an engine credited to the samples of a batch, and all that an audit needs.
+class Credited(NamedTuple):
+    """What an engine credited to the samples of a batch, whose rows are computed alone."""
 
-    Args:
-        losses_B: their losses. sq_norms: name -> squared norms (B,). seed: the state of torch's generator before.
-        per_sample: gives weighted sums of rows; None where they can be taken once only.
-    """
-
-    losses_B: Tensor
+    loss_fn: LossFn
+    params: Params
+    batch: Batch
+    per_sample: PerSampleGrads
     sq_norms: Mapping[str, Tensor]
-    seed: Tensor
-    per_sample: PerSampleGrads | None
+    seed: Tensor  # the state of torch's generator before
+    repeatable: bool  # weighted sums can be taken more than once
+
+    def alone(self, row: int, params: Params | None = None) -> Alone:
+        """A row at its position, with its own random numbers; gradients of all parameters."""
+        params = self.params if params is None else params
+        with with_generator_state(self.seed):
+            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
+        unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
+        return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
 
 
-def credited_by(per_sample: Any, sq_norms: Mapping[str, Tensor], seed: Tensor, *, repeatable: bool) -> Credited | None:
-    """Collect the values to audit; None where each row was computed alone, and for engines of users.
-
-    Args:
-        per_sample, sq_norms: of the engine. seed: the state of torch's generator before.
-        repeatable: weighted sums can be taken more than once.
-    """
-    if getattr(per_sample, "alone", True):
-        return None
-    return Credited(per_sample.losses_B, sq_norms, seed, per_sample if repeatable else None)
-
-
-def audit(
-    loss_fn: LossFn, params: Params, batch: Batch, credited: Credited, chosen: Sequence[int], audits: Audits
-) -> None:
-    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone.
-
-    Raises:
-        UnsupportedModel: they differ; naming what, and by how much. A row that cannot be computed alone, too.
-    """
+def audit(rows: Credited, chosen: Sequence[int], audits: Audits) -> None:
+    """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone."""
     if not chosen:
         return
-    rows = _Rows(loss_fn, params, batch, credited)
     try:
         problem = _problem(rows, chosen, audits)
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
         failed(error)
         refuse_out_of_memory(error)
         problem = f"its loss cannot be computed alone: {str(error).splitlines()[0]}"
-    if on_any_rank(params, bool(problem)):
+    if on_any_rank(rows.params, bool(problem)):
         raise UnsupportedModel(
             f"A row of this batch was computed alone, and differs from what it has beside the others: "
             f"{problem or 'another process saw it'}. So the loss of a sample depends on the other samples, on earlier "
@@ -145,23 +112,6 @@ def audit(
             "BatchNorm, padding that the model does not mask (docs/padding.md). Nothing was released and nothing was "
             "spent."
         )
-
-
-class _Rows(NamedTuple):
-    """A step, whose rows are computed alone."""
-
-    loss_fn: LossFn
-    params: Params
-    batch: Batch
-    credited: Credited
-
-    def alone(self, row: int, params: Params | None = None) -> Alone:
-        """A row at its position, with its own random numbers; gradients of all parameters."""
-        params = self.params if params is None else params
-        with with_generator_state(self.credited.seed):
-            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
-        unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
-        return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
 
 
 class _Unstable(NamedTuple):
@@ -174,7 +124,7 @@ class _Unstable(NamedTuple):
 _STABLE = _Unstable(0.0, {})
 
 
-def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
+def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
     alone: dict[int, Alone] = {}
     for number, row in enumerate(chosen):
@@ -185,7 +135,7 @@ def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
             audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
             if audits.counting and number:
                 break
-    dtypes = (rows.credited.losses_B.dtype, *(param.dtype for param in rows.params.values()))
+    dtypes = (rows.per_sample.losses_B.dtype, *(param.dtype for param in rows.params.values()))
     tolerance = COARSE if any(row.coarse for row in alone.values()) else tolerance_of(*dtypes)
     problem = _compare(rows, alone, {}, tolerance)
     if problem and audits.counting:  # more calls would show its state, not rounding
@@ -201,7 +151,7 @@ def _problem(rows: _Rows, chosen: Sequence[int], audits: Audits) -> str:
     return problem if torch.equal(first, second) else ""
 
 
-def _unstable(rows: _Rows, row: int, alone: Alone) -> _Unstable:
+def _unstable(rows: Credited, row: int, alone: Alone) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
@@ -239,21 +189,21 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     return moved
 
 
-def _compare(rows: _Rows, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
+def _compare(rows: Credited, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
     """The first difference, in words; empty if there is none."""
     finite: dict[int, float] = {}
     for row, single in alone.items():
         norms = {name: _norm(single.grads[name]) for name in rows.params}
         norm, change = math.hypot(*norms.values()), unstable.get(row, _STABLE)
-        difference = _compare_losses(rows.credited.losses_B[row], single.losses_1, row, change, tolerance)
+        difference = _compare_losses(rows.per_sample.losses_B[row], single.losses_1, row, change, tolerance)
         difference = difference or _compare_norms(rows, row, norms, norm, change, tolerance)
         if difference:
             return difference
         if math.isfinite(norm):
             finite[row] = norm
-    if rows.credited.per_sample is None or not finite:
+    if not rows.repeatable or not finite:
         return ""
-    return _compare_sums(rows.credited.per_sample, alone, finite, unstable, tolerance)
+    return _compare_sums(rows.per_sample, alone, finite, unstable, tolerance)
 
 
 def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unstable, tolerance: float) -> str:
@@ -265,10 +215,10 @@ def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unst
 
 
 def _compare_norms(
-    rows: _Rows, row: int, norms: Mapping[str, float], norm: float, change: _Unstable, tolerance: float
+    rows: Credited, row: int, norms: Mapping[str, float], norm: float, change: _Unstable, tolerance: float
 ) -> str:
     """The first parameter with another norm; `norms` and `norm` are those of the row alone."""
-    squares = torch.stack([rows.credited.sq_norms[name][row].double() for name in norms]).tolist()
+    squares = torch.stack([rows.sq_norms[name][row].double() for name in norms]).tolist()
     beside = all(map(math.isfinite, squares))
     if beside != math.isfinite(norm):
         alone_is, beside_is = ("not ", "") if beside else ("", " not")

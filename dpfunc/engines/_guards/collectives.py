@@ -1,8 +1,7 @@
-"""Communication between ranks inside of a loss: it would mix the records of different ranks.
+"""Communication between ranks inside of a loss, which would mix the records of ranks: refused.
 
-Under vmap it is worse: a functional collective of a batched tensor returns its input, without an error. What torch's
-own wrappers communicate (DTensor, FSDP2) are parts of parameters, or parts of one record's activations: allowed. Ranks
-that hold parts of the same layers have the same records, and must agree in losses and in gradients of what all hold.
+What torch's own wrappers communicate (DTensor, FSDP2), parts of parameters or of one record's activations, is allowed.
+Ranks that hold parts of the same layers have the same records, and must agree in losses and gradients of what all hold.
 """
 
 from __future__ import annotations
@@ -55,26 +54,15 @@ _SPLITTING = {
 }
 
 
-def _collective(func: object) -> str | None:
-    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return None
-    namespace, _, name = str(func).partition(".")
-    communicates = namespace.startswith(_NAMESPACES) and not name.startswith(_WAITING)
-    return f"{namespace}.{name}" if communicates else None
-
-
 def _within(module: str, prefixes: Sequence[str]) -> bool:
     return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _caller() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", "?"))
-        if not _within(module, _PLUMBING):
-            return module, frame.f_lineno
+    while frame is not None and _within(str(frame.f_globals.get("__name__", "?")), _PLUMBING):
         frame = frame.f_back
-    return "?", 0
+    return ("?", 0) if frame is None else (str(frame.f_globals.get("__name__", "?")), frame.f_lineno)
 
 
 def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
@@ -95,11 +83,12 @@ def _refusal(name: str, module: str, line: int) -> UnsupportedModel:
 
 def _check_own(func: object) -> None:
     """Check that an operation that communicates was called by torch's own wrappers, not by the loss."""
-    name = _collective(func)
-    if name is not None:
+    namespace, _, name = str(func).partition(".")
+    of_torch = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    if of_torch and namespace.startswith(_NAMESPACES) and not name.startswith(_WAITING):
         module, line = _caller()
         if _within(module, tuple(_SPLITTING)) or not _within(module, _TORCH_WRAPPERS):
-            raise _refusal(name, module, line)
+            raise _refusal(f"{namespace}.{name}", module, line)
 
 
 _PRODUCTS = frozenset(
@@ -109,11 +98,7 @@ _PRODUCTS = frozenset(
 
 @dataclass(eq=False)
 class CollectiveRecorder(TorchDispatchMode):
-    """Refuses collectives that are not torch's own, and notes on which meshes layers are split.
-
-    Args:
-        meshes: of the DTensors that are computed with.
-    """
+    """Refuses collectives that are not torch's own, and notes on which meshes layers are split."""
 
     meshes: list[DeviceMesh] = field(default_factory=list)
 
@@ -148,12 +133,6 @@ def check_replicated(
 
     A parameter that is not split, but is applied to a part of the activations (a norm over this rank's own heads), has
     a part of its gradient on each rank: its norm would be wrong, and the ranks would drift apart.
-
-    Args:
-        losses_B, grads: of single samples; grads (B, *shape) are local. meshes: on which layers are split.
-
-    Raises:
-        UnsupportedModel: they differ; on all ranks.
     """
     if not meshes or not len(losses_B):
         return

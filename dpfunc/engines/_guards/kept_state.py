@@ -1,11 +1,6 @@
-"""What a loss keeps from call to call, by which records of one row or step could reach the gradients of another.
+"""What a loss keeps from call to call: values that it reaches (`python_state`), and memory of rows (`RowMemory`).
 
-Values are found by closures, attributes, classes and global names (`python_state`). They are compared where a loss
-gives numbers of its batch to Python, and where it is called several times for one batch.
-
-Tensors of rows of an earlier call may be kept, and must not be used. Under levels, torch itself marks them
-(`levels.is_dead`). Rows that are computed alone have plain tensors: the memory of what functions of torch compute from
-a row is noted (`RowMemory`).
+Tensors of rows of an earlier call may be kept, and must not be used; under levels torch marks them (`is_dead`).
 """
 
 from __future__ import annotations
@@ -67,16 +62,7 @@ _never_equal = itertools.count()
 
 
 def python_state(loss_fn: object) -> tuple[object, ...]:
-    """Values that change when what a function keeps changes: sizes and plain values of all that it reaches.
-
-    >>> kept = [0.0]
-    >>> before = python_state(lambda kept=kept: kept)
-    >>> before == python_state(lambda kept=kept: kept)
-    True
-    >>> kept[0] = 1.0
-    >>> before == python_state(lambda kept=kept: kept)
-    False
-    """
+    """Values that change when what a function keeps changes: sizes and plain values of all that it reaches."""
     visited: dict[int, object] = {}  # what is kept alive keeps its identity
     values: list[object] = [torch.initial_seed()]
     todo: list[Any] = [loss_fn]
@@ -123,7 +109,7 @@ def _some(tensor: Tensor) -> Tensor:
 def _parts(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
     own = vars(value) if hasattr(value, "__dict__") else None
-    left_out = () if own is None else _left_out(value)
+    left_out = () if own is None else next((names for concerns, names in _LEFT_OUT if concerns(value)), ())
     attributes = None if own is None else [i for n, i in own.items() if n not in left_out and not _of_generation(n, i)]
     for kinds, parts in _INSIDE:
         if isinstance(value, kinds):
@@ -131,24 +117,17 @@ def _parts(value: object) -> Iterable[Any]:
     return (*(_reduced(value) if attributes is None else attributes), type(value))
 
 
-def _left_out(value: object) -> frozenset[str]:
-    if isinstance(value, torch.nn.RNNBase):
-        return _OF_RECURRENT
-    if type(value) is torch.autocast:
-        return _OF_AUTOCAST
-    if isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] == "torch":
-        return _OF_COMPILER
-    return frozenset()
+# Attributes that torch keeps for itself.
+_LEFT_OUT: tuple[tuple[Callable[[Any], bool], frozenset[str]], ...] = (
+    (lambda value: isinstance(value, torch.nn.RNNBase), _OF_RECURRENT),
+    (lambda value: type(value) is torch.autocast, _OF_AUTOCAST),
+    (lambda value: isinstance(value, FunctionType) and f"{value.__module__}.".startswith("torch."), _OF_COMPILER),
+)
 
 
 def _of_generation(name: str, value: object) -> bool:
     """True for tensors only: numbers of Python would reach the next call unseen."""
     return name in _OF_GENERATION and (value is None or isinstance(value, Tensor))
-
-
-def _elements(value: Any) -> Iterable[Any]:
-    """The elements of a set, in an order that is the same each time."""
-    return sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()
 
 
 def _of_library(value: Any) -> bool:
@@ -207,19 +186,18 @@ def _frame(generator: Any) -> Iterable[Any]:
     return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
-def _bound(method: Any) -> Iterable[Any]:
-    return () if isinstance(method.__self__, (type, ModuleType)) else (method.__self__,)
-
-
 _INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
     ((dict,), lambda value: (*value.keys(), *value.values())),
     ((list, tuple, deque), lambda value: value),
-    ((set, frozenset), _elements),
+    ((set, frozenset), lambda value: sorted(value, key=repr) if len(value) < _MAX_OBJECTS else ()),
     ((bytearray,), lambda value: (bytes(value),)),
     ((functools.partial,), lambda value: (value.func, *value.args, *value.keywords.values())),
     ((functools._lru_cache_wrapper,), lambda value: (value.__wrapped__, *value.cache_info()[1:])),
     ((MethodType,), lambda value: (value.__self__, value.__func__)),
-    ((BuiltinFunctionType, MethodWrapperType), _bound),
+    (
+        (BuiltinFunctionType, MethodWrapperType),
+        lambda value: () if isinstance(value.__self__, (type, ModuleType)) else (value.__self__,),
+    ),
     ((FunctionType,), _reached),
     ((GeneratorType,), _frame),
     ((torch.jit.ScriptModule,), lambda value: (value._c.dump_to_str(False, True, False),)),
@@ -236,23 +214,14 @@ _keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
 def note_changed(loss_fn: object, before: object, told: str = "") -> None:
-    """Note a loss that has changed what it keeps: what it has kept stays.
-
-    Args:
-        before: `python_state` before its calls. told: why it must not change; by default, since the number of calls
-            follows from the other records.
-    """
+    """Note a loss that has changed what it keeps: what it has kept stays."""
     if loss_fn not in _keeping and python_state(loss_fn) != before:
         _keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
 
 
 def refuse_kept(loss_fn: object) -> None:
-    """Refuse a loss that keeps something from call to call.
-
-    Raises:
-        UnsupportedModel: it was noted.
-    """
-    if loss_fn in _keeping:
+    """Refuse a loss that keeps something from call to call."""
+    if _keeping and loss_fn in _keeping:
         raise UnsupportedModel(
             f"The loss {_keeping[loss_fn]}, and what it keeps from call to call has changed (a counter, a list, an "
             "attribute, a buffer, a cache, a random generator of its own): samples of this step or of later ones would "
@@ -263,11 +232,7 @@ def refuse_kept(loss_fn: object) -> None:
 
 
 def refuse_counting(loss_fn: object, before: object) -> None:
-    """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call.
-
-    Raises:
-        UnsupportedModel: what it keeps is not what it was `before`.
-    """
+    """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call."""
     note_changed(loss_fn, before)
     refuse_kept(loss_fn)
 
@@ -292,11 +257,7 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "map", "map_impl", "associative_s
 
 
 def refuse_undeclared(func: Callable[..., Any]) -> None:
-    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen.
-
-    Raises:
-        UnsupportedModel: it is one.
-    """
+    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen."""
     if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
         raise UnsupportedModel(
             "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
@@ -318,11 +279,7 @@ def forget_gone() -> None:
 
 
 def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to compute with a tensor of a row of an earlier call.
-
-    Raises:
-        UnsupportedModel: there is one among the arguments.
-    """
+    """Refuse to compute with a tensor of a row of an earlier call."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, (list, tuple)):
             refuse_earlier(value, {})

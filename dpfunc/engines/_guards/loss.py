@@ -25,9 +25,6 @@ def check_depends(depends: bool, *, told: bool) -> None:
 
     A row whose branch skips each trained layer (LayerDrop) has a gradient of zero. In lockstep that is an error as
     well, since the others wait for the backward pass.
-
-    Raises:
-        InvalidArgument: it uses no parameter, or other tensors of the same values.
     """
     if not depends and (not told or in_lockstep()):
         raise InvalidArgument(
@@ -38,11 +35,7 @@ def check_depends(depends: bool, *, told: bool) -> None:
 
 
 def check_losses(losses: object, num_samples: int) -> Tensor:
-    """The losses, if there is one for each sample, of floating dtype.
-
-    Raises:
-        InvalidArgument: another type, shape or dtype.
-    """
+    """The losses, if there is one for each sample, of floating dtype."""
     hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
     if not isinstance(losses, Tensor):
         raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
@@ -98,9 +91,6 @@ def refuse_reentrant(inputs: object, output: object) -> None:
     """Refuse reentrant checkpoints in the graph between inputs and output: they detach the parameters.
 
     Only for plain autograd; torch itself refuses them under torch.func. About a microsecond for each node of the graph.
-
-    Raises:
-        UnsupportedModel: a part of the module is checkpointed.
     """
     visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
     todo = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -183,11 +173,7 @@ _NOT_FOLLOWED = {
 
 @contextmanager
 def unfollowed_code_is_an_error() -> Iterator[None]:
-    """Inside, an error of torch about code that a step cannot follow says what to do.
-
-    Raises:
-        UnsupportedModel: there is such code. It does not repeat torch's message, which may show records.
-    """
+    """Inside, an error of torch about code that a step cannot follow says what to do."""
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:

@@ -1,8 +1,6 @@
 """Convolutions of 1, 2 and 3 axes, grouped, dilated, transposed. `grad_i` is torch's own weight gradient of sample i.
 
-Gradients of many samples are formed by one convolution whose groups are the samples. The norm is measured on them, or
-it is the ghost norm, whichever takes fewer operations; the weighted sum is one weight gradient of the whole batch, with
-the rows of g scaled.
+Gradients of many samples are formed by one convolution whose groups are the samples.
 Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions, S cells of the input.
 """
 
@@ -55,11 +53,7 @@ class ConvolutionArgs:
     output_padding: tuple[int, ...] = ()
 
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
-        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis.
-
-        Args:
-            memory: as many numbers as the gradient has, in place of the weight, of which torch reads the shape only.
-        """
+        """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
         shape = (copies * self.shape[0], *self.shape[1:])
         weight = x_NC.new_empty(shape) if memory is None else memory.view(shape)
         output_padding = self.output_padding or (0,) * len(self.stride)
@@ -92,11 +86,7 @@ class ConvolutionArgs:
         return offsets
 
     def over_taps(self, values: Tensor, axis: int, size: int, offsets: Sequence[int]) -> Tensor:
-        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u.
-
-        Args:
-            values: (n, m, *cells, m, *cells). axis: of the cells. size: positions on it.
-        """
+        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u."""
         first, second = 2 + axis, 3 + len(self.stride) + axis
         shape = list(values.shape)
         shape[first] = shape[second] = size
@@ -174,16 +164,13 @@ class Convolved:
     def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
         """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
         args, axes = self.args, len(self.args.stride)
-        moved, still = (
-            torch.unflatten(side.flatten(0, 1), 1, (args.groups, -1)).square().sum(2)
-            for side in self._sides(g_BmP, x_BmC)
-        )
+        (moved, scale_B), (still, other_B) = (_scaled(side, args.groups) for side in self._sides(g_BmP, x_BmC))
         ones = moved.new_ones(args.groups, 1, *args.shape[2:])
         windows = _CONVOLUTIONS[axes - 1](moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
         for axis, size in enumerate(still.shape[2:], 2):
             windows = windows.narrow(axis, 0, size)  # output_padding may reach further
         reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
-        return lengths(reach_BG, 1)
+        return lengths(reach_BG, 1) / scale_B / other_B
 
     def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
@@ -257,6 +244,14 @@ class Convolved:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.args.shape
+
+
+def _scaled(side: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Squared norms over the channels of each group, of samples times a power of two: none is lost or infinite."""
+    peaks_B = torch.linalg.vector_norm(side.flatten(1), ord=torch.inf, dim=1)
+    scale_B = torch.ldexp(torch.ones_like(peaks_B), -torch.frexp(peaks_B).exponent.clamp(-100, 100))
+    scaled = side * scale_B.reshape(-1, *(1,) * (side.ndim - 1))
+    return lengths(torch.unflatten(scaled.flatten(0, 1), 1, (groups, -1)), 2).square(), scale_B
 
 
 def _products(side: Tensor) -> Tensor:

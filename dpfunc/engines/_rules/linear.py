@@ -69,15 +69,6 @@ def _run_addmm(bound: Bound) -> Tensor:
     return torch.unflatten(torch.addmm(bound["input"], x.flatten(0, -2), bound["mat2"]), 0, x.shape[:-1])
 
 
-def _plain_addmm(bound: Bound) -> bool:
-    return _is_matrix(bound["mat2"]) and bound["input"].ndim == 1 and bound["beta"] == bound["alpha"] == 1
-
-
-def _embedding_costs(use: Use) -> Costs:
-    rows, d = use.shapes["weight"]
-    return table(use.output.numel() // max(1, use.num_samples * d), rows, d)
-
-
 def _embedding(use: Use, grad: Tensor, input: Tensor, padding_idx: int | None, **_: Any) -> Grads:
     """Table: `grad_i = sum_t e_{id_t} g_t^T`; the padding row gets nothing. `sparse` gives the same gradient, dense."""
     ids_BT, g_BTd = input.reshape(use.num_samples, -1).long(), use.positions(grad)
@@ -85,10 +76,6 @@ def _embedding(use: Use, grad: Tensor, input: Tensor, padding_idx: int | None, *
         padding = padding_idx % use.shapes["weight"][0]
         g_BTd = torch.where((ids_BT == padding)[:, :, None], torch.zeros_like(g_BTd), g_BTd)
     return {"weight": Gather(ids_BT, g_BTd, tuple(use.shapes["weight"]))}
-
-
-def _run_embedding(bound: Bound) -> tuple[Tensor, Any]:
-    return F.embedding(bound["input"], bound["weight"], bound["padding_idx"]), None
 
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -107,7 +94,7 @@ RULES: Sequence[Rule] = (
         (torch.addmm, Tensor.addmm),
         {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1},
         _run_addmm,
-        _plain_addmm,
+        lambda bound: _is_matrix(bound["mat2"]) and bound["input"].ndim == 1 and bound["beta"] == bound["alpha"] == 1,
     ),
     _Product("input", "other").rule(
         MATMULS,
@@ -120,9 +107,12 @@ RULES: Sequence[Rule] = (
         _EMBEDDING,
         _embedding,
         {"weight": ("input",)},
-        _embedding_costs,
+        lambda use: table(use.output.numel() // max(1, use.num_samples * use.output[-1]), *use.shapes["weight"]),
         Form(
-            "input", _run_embedding, None, lambda bound: bound["max_norm"] is None and not bound["scale_grad_by_freq"]
+            "input",
+            lambda bound: (F.embedding(bound["input"], bound["weight"], bound["padding_idx"]), None),
+            None,
+            lambda bound: bound["max_norm"] is None and not bound["scale_grad_by_freq"],
         ),
     ),
 )

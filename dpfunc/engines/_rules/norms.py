@@ -1,9 +1,4 @@
-"""Normalisations: `y = w * norm(x) + b`. The weight gets `sum_t g_t * norm(x)_t`, the bias `sum_t g_t`.
-
-norm(x) is computed again from x, which autograd keeps anyway: less memory than a second activation. A group norm needs
-mean and standard deviation only: torch's own gradients of weight and bias, with the channels of all samples as
-channels.
-"""
+"""Normalisations: `y = w * norm(x) + b`; norm(x) is computed again from x, which autograd keeps anyway."""
 
 from __future__ import annotations
 
@@ -49,12 +44,12 @@ def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: flo
 def _run_layer_norm(bound: Bound) -> tuple[Tensor, Any]:
     shape = list(bound["normalized_shape"])
     out, *statistics = torch.native_layer_norm(bound["input"], shape, bound["weight"], bound["bias"], bound["eps"])
-    return out, statistics
+    return out, (shape, *statistics)
 
 
 def _layer_norm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
-    shape, arguments = list(bound["normalized_shape"]), (bound["weight"], bound["bias"], [True, False, False])
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(grad, bound["input"], shape, *left, *arguments)[0]
+    arguments = (bound["weight"], bound["bias"], [True, False, False])
+    found: Tensor = torch.ops.aten.native_layer_norm_backward(grad, bound["input"], *left, *arguments)[0]
     return found
 
 

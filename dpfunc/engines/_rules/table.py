@@ -28,10 +28,8 @@ class Use:
     """One use of parameters by one operation: all facts but the tensors, the same in each step with the same shapes.
 
     Args:
-        rule: what applies. name: of the operation. num_samples: B.
-        wanted: argument of the operation -> name of the parameter. shapes: -> shape of the parameter there.
-        options: the operation's other arguments, None for tensors.
-        output: shape of the result. axis: of the samples, in the result and in the inputs.
+        wanted: argument of the operation -> name of the parameter. shapes: -> its shape there. options: the other
+            arguments, None for tensors. output: shape of the result. axis: of the samples, in result and inputs.
         images: positions of each sample on axis 0, of operations that have an axis of images.
     """
 
@@ -69,15 +67,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Form:
-    """An operation as a function of one input, with the gradient of that input in closed form.
+    """An operation as a function of one input, which differs from row to row, with its gradient in closed form.
 
     Args:
-        input: name of the argument that differs from row to row. run: of the arguments, with the input of all rows; the
-            result, and what `input_grad` gets of it. input_grad: `(arguments, gradient, what run left)` -> gradient;
-            None for inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input
+        run: of the arguments, with the input of all rows; the result, and what `input_grad` gets of it, which is None
+            for inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input
             without that of images, where the kernel has one; None where it takes any axes before its own.
-        reads_input: `input_grad` needs the input itself.
-        positions: every axis between that of rows and the last one is one of positions.
+        reads_input: `input_grad` needs the input. positions: each axis between rows and the last is one of positions.
     """
 
     input: str
@@ -95,11 +91,8 @@ class Rule:
 
     Args:
         ops: the functions it is for, as torch calls them. arguments: in their order: name -> default, or REQUIRED.
-        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`: per-sample gradients from the gradient of the
-            result. Tensors that `needs` does not name are None there.
-        needs: argument that may be a parameter -> arguments whose tensors its gradient needs.
-        costs: of a use, by its shapes: they decide whether gradients are formed or kept as factors. None where the
-            gradients of the rule are formed already.
+        grads: `(use, grad, **arguments) -> {argument: PerSampleGrad}`, from the gradient of the result; tensors that
+            `needs` (parameter -> arguments) does not name are None. costs: of a use; None where gradients are formed.
         form: how the operation runs; None where its caller runs it.
     """
 

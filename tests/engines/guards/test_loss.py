@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import Case
 from reference import loop_gradients
+from rows_alone import W, X
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
@@ -161,3 +162,32 @@ def test_one_tensor_under_two_names(engine):
     loss_fn = lambda p, b: squares(torch.tanh(b["x"] @ p["w"]) @ p["again"])
     case = Case(loss_fn, params(w=shared, again=shared), BATCH)
     assert all(value < 1e-10 for value in differences(ENGINES[engine](), case, truth_of(case)).values())
+
+
+WRITES = {
+    "data": lambda w: w.data.mul_(2),
+    "a list": lambda w: torch._foreach_mul_([w], 2.0),
+    "out": lambda w: torch.mul(w, 2.0, out=w),
+    "without gradients": lambda w: torch.no_grad()(w.mul_)(2.0),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@every
+def test_no_row_sees_what_another_has_written_into_a_parameter(way, engine):
+    """Refused, or each row has its own: the last of several rows has what it has alone."""
+
+    def loss_fn(p, x):
+        WRITES[way](p["w"])
+        return (p["w"] * x).square().sum(1)
+
+    def last(rows):
+        given = {"w": W["w"].clone()}
+        try:
+            found = ENGINES[engine]()(loss_fn, given, rows).sq_norms()["w"][-1]
+        except (DPFuncError, RuntimeError):
+            found = torch.zeros(())
+        assert torch.equal(given["w"], W["w"])
+        return found
+
+    torch.testing.assert_close(last(X), last(X[-1:]))

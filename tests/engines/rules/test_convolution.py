@@ -52,3 +52,14 @@ def test_a_bad_sample_stays_in_its_group(bad, drawn):
         spoilt = with_bad_row(grad, len(rows_B) - 1, bad)
         assert close(spoilt.dense()[:-1], rows_B[:-1].double(), 2e-5, float(rows_B.norm()))
         assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_small_inputs_beside_large_gradients_have_their_norm(transposed):
+    """Their squares are 0 and infinite in float32, and their product is neither."""
+    args = ConvolutionArgs((2, 2, 3, 3), (1, 1), (1, 1), (1, 1), 1, transposed)
+    generator = torch.Generator().manual_seed(0)
+    g, x = (torch.randn(4, 1, 2, 12, 12, generator=generator) for _ in range(2))
+    assert not Convolved(g, x, args).kernel().costs().ghost_pays
+    found = Convolved(g * 1e20, x * 1e-24, args).sq_norms()
+    torch.testing.assert_close(found, Convolved(g, x, args).sq_norms() * 1e-8, rtol=1e-4, atol=0)
