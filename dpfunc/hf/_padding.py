@@ -1,7 +1,4 @@
-"""Padding of short rows: how long the longest row of a batch is must not matter to the others.
-
-Axis letters: B samples, T positions, D features. A mask (B, T) is 1 at tokens and 0 at padding.
-"""
+"""Padding of short rows: how long the longest row of a batch is must not matter to the others."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from torch.utils import _pytree as pytree
 from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import UnsupportedModel
-from dpfunc.hf.losses import IGNORED
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key
 from dpfunc.sampling._own_rows import collated
 from dpfunc.sampling._records import read, spread
@@ -24,31 +20,6 @@ from dpfunc.types import Batch, LossFn, Params
 
 _READ = 64  # records whose lengths are compared
 _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
-
-
-def positions_of_tokens(mask_BT: Tensor) -> Tensor:
-    """Positions (B, T) that count tokens only, from 0."""
-    return (mask_BT.long().cumsum(1) - 1).clamp(min=0)
-
-
-def without_labels_after_padding(labels_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Labels of the tokens that follow a token: what comes after padding would be predicted from it."""
-    before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
-    return torch.where(before_BT == 0, IGNORED, labels_BT)
-
-
-def scores_of_tokens(scores_BT: Tensor, position_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores of tokens to choose from, those of padding being -inf, and a chosen position, ignored if it is padding."""
-    padding_BT = mask_BT == 0
-    at_B = position_B.clamp(0, mask_BT.shape[1] - 1)
-    is_padding_B = padding_BT.gather(1, at_B[:, None])[:, 0]
-    return scores_BT.masked_fill(padding_BT, -torch.inf), torch.where(is_padding_B, IGNORED, position_B)
-
-
-def mean_of_tokens(values_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
-    """Mean (B, D) over the tokens of each row; None: over all positions."""
-    mask_BT1 = torch.ones_like(values_BTD[..., :1]) if mask_BT is None else mask_BT[..., None].to(values_BTD)
-    return (values_BTD * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
 
 
 def refuse_padding(

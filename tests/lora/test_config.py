@@ -14,7 +14,7 @@ BAD = {
     "dropout": ({"dropout": 1.0}, "Expected 0 <= dropout < 1"),
     "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B'"),
     "init": ({"init": "zeros"}, "Expected init to be one of 'kaiming', 'orthonormal'"),
-    "rslora": ({"rslora": "no"}, "Expected rslora to be True or False, got rslora='no'"),
+    "rslora": ({"rslora": "no"}, "Expected rslora to be true or false, got rslora='no'"),
 }  # fmt: skip
 
 

@@ -33,8 +33,8 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
     them of something else, from 16. No label is in the message. A function as loss may read them in another way.
     """
     base = base_model(model)
-    classes = _num_classes(base)
-    if task not in _TASKS or classes is None:
+    classes = getattr(getattr(base, "config", None), "num_labels", None)
+    if task not in _TASKS or not isinstance(classes, int) or not _has_outputs(base, classes):
         return
     with torch_seed(insecure_key(0), accelerators=False):
         sample = read(dataset, spread(len(dataset), _PROBED))
@@ -49,20 +49,17 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
             _check(_flat(labels), column or "labels", problem, classes)
 
 
-def _num_classes(base: nn.Module) -> int | None:
-    """Number of outputs of the model, if its configuration says it and a layer has as many."""
-    if type(base).__name__.endswith(_OTHER_OUTPUTS):
-        return None
-    count = getattr(getattr(base, "config", None), "num_labels", None)
+def _has_outputs(base: nn.Module, classes: int) -> bool:
+    """True if a layer has as many outputs as the configuration says, and they are classes."""
     widths = {getattr(module, name, None) for module in base.modules() for name in ("out_features", "out_channels")}
-    return count if isinstance(count, int) and count in widths else None
+    return classes in widths and not type(base).__name__.endswith(_OTHER_OUTPUTS)
 
 
 def _collated(sample: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     try:
         return collate(sample)
     except ValueError as error:
-        texts = [name for name in _COLUMNS for record in sample[:1] if name in record and isinstance(record[name], str)]
+        texts = [name for name in _COLUMNS if name in sample[0] and isinstance(sample[0][name], str)]
         if not texts:
             raise
         raise InvalidArgument(
@@ -97,12 +94,8 @@ def _labels(dataset: Any, column: str) -> Iterator[list[Any]]:
 
 def _flat(labels: Any) -> npt.NDArray[np.float64]:
     """Numbers in nested lists, arrays and tensors, in their order."""
-    if hasattr(labels, "tolist"):
-        labels = labels.tolist()
-    nested = isinstance(labels, (list, tuple)) and any(
-        isinstance(each, (list, tuple)) or hasattr(each, "tolist") for each in labels
-    )
-    if nested:
+    labels = labels.tolist() if hasattr(labels, "tolist") else labels
+    if isinstance(labels, (list, tuple)) and any(hasattr(e, "tolist") or isinstance(e, (list, tuple)) for e in labels):
         return np.concatenate([_flat(each) for each in labels])
     return np.atleast_1d(np.asarray(labels, dtype=np.float64))
 

@@ -164,10 +164,6 @@ def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
     assert steps_of(folder) == plan.ledger()
     assert spent.ledgers[7] == spent.ledgers[8] == plan.ledger(8)  # step 8 was taken in the killed process
     assert json.loads((folder / ACCOUNTING).read_text())["epsilon"] == plan.guarantee().epsilon
-
-
-def test_L21_epochs_and_logs_go_on_where_they_were(uninterrupted, killed, tmp_path):
-    trainer = resumed(copy_of(killed, tmp_path), str(tmp_path / "checkpoint-6"))
     for name in ("epoch", "learning_rate"):
         told = [[logs.get(name) for logs in one.state.log_history] for one in (trainer, uninterrupted)]
         assert told[0] == told[1]
@@ -215,30 +211,6 @@ def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_p
     assert same(trained(trainer.model), trained(uninterrupted.model))
 
 
-def test_looking_at_batches_changes_nothing(killed, tmp_path):
-    """After a run, after an error, and inside of a run: nothing begins again, and the ledger never falls."""
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            self.trainer.get_train_dataloader()
-            assert self.trainer.ledger.num_steps >= state.global_step
-
-    look = Look()
-    trainer = look.trainer = run(copy_of(killed, tmp_path / "resumed"), callbacks=[look])
-    trainer.train(resume_from_checkpoint=True)
-    after, spent = {name: p.clone() for name, p in trained(trainer.model).items()}, trainer.ledger
-    batches = list(trainer.get_train_dataloader())
-    assert len(batches) == 5
-    assert trainer.ledger == spent == trainer.plan.ledger()
-    assert same(trained(trainer.model), after)
-    failed = run(tmp_path / "failed", callbacks=[type("Fail", (TrainerCallback,), {"on_train_begin": interrupt})()])
-    with pytest.raises(KeyboardInterrupt):
-        failed.train()
-    before = failed._run
-    failed.get_train_dataloader()
-    assert failed._run is before
-
-
 def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
     trainer = interrupted(tmp_path / "one", 5)
     journal = tmp_path / "one" / JOURNAL
@@ -258,23 +230,91 @@ def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
 
 
-FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "model.safetensors")
+def test_what_a_resumed_run_leaves_and_removes(killed, tmp_path):
+    """Looking at batches inside and after a run changes nothing; what kills left is swept; the accounting of an earlier
+    interruption, which would count fewer steps than were taken, is gone at once."""
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            self.trainer.get_train_dataloader()
+            assert self.trainer.ledger.num_steps >= state.global_step
+            assert not (folder / ACCOUNTING).exists()
+
+    folder, look = copy_of(killed, tmp_path), Look()
+    left = [folder / ".removing-checkpoint-3-ab", folder / "checkpoint-6" / "dpfunc" / ".saving-xyz"]
+    for path in left:
+        path.mkdir()
+        (path / "state.json").write_text("the key")
+    spent = dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),))
+    (folder / ACCOUNTING).write_text(
+        record(ledger=spent, epsilon=spent.epsilon(1e-5, "rdp").epsilon, accountant="rdp", global_step=4).to_json()
+    )
+    with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
+        read_spent([folder / ACCOUNTING])
+    again(KEY)
+    trainer = look.trainer = run(folder, callbacks=[look])
+    trainer.train(resume_from_checkpoint=True)
+    assert not any(path.exists() for path in left)
+    assert read_spent([folder / ACCOUNTING]).num_steps == 10
+    after = {name: p.clone() for name, p in trained(trainer.model).items()}
+    assert len(list(trainer.get_train_dataloader())) == 5
+    assert trainer.ledger == trainer.plan.ledger()
+    assert same(trained(trainer.model), after)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "changed"])
-def test_files_of_the_trainer_that_are_missing_or_changed_are_refused(killed, tmp_path, name, damage):
+DAMAGED = [("optimizer.pt", False), ("scheduler.pt", True), ("trainer_state.json", True), ("rng_state.pth", False),
+           ("model.safetensors", True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "there"), DAMAGED)
+def test_files_of_the_trainer_that_are_missing_or_changed_are_refused(killed, tmp_path, name, there):
     """The Trainer would start the optimizer anew: other parameters, and later steps, with the same noise."""
     file = copy_of(killed, tmp_path) / "checkpoint-6" / name
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes() + b" ")
+    file.write_bytes(file.read_bytes() + b" ") if there else file.unlink()
     journal = (tmp_path / JOURNAL).read_bytes()
-    whole = (name, damage) != ("trainer_state.json", "missing")  # which counts as half-written
-    with pytest.raises(CheckpointError, match=f"{name} is missing or was changed" if whole else "found none"):
+    with pytest.raises(CheckpointError, match=f"{name} is missing or was changed"):
         run(tmp_path).train(resume_from_checkpoint=True)
     assert (tmp_path / JOURNAL).read_bytes() == journal
+
+
+def test_half_written_and_half_removed_checkpoints_are_passed_over(killed, tmp_path, caplog):
+    """Their numbers can be higher than those to come, and they are no reason to remove a whole one."""
+    folder = copy_of(killed, tmp_path)
+    for number in (3, 7, 8, 9):
+        shutil.copytree(folder / "checkpoint-6", folder / f"checkpoint-{number}")
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
+    (folder / "checkpoint-7" / "trainer_state.json").write_text('{"global')
+    (folder / "checkpoint-8" / "dpfunc" / "trainer_files.json").unlink()
+    next((folder / "checkpoint-9" / "dpfunc").glob("step-*/state.json")).unlink()
+    assert trainer_state.newest(folder).name == "checkpoint-6"
+    assert "checkpoint-9 is not complete" in caplog.text
+    assert sorted(path.name for path in trainer_state.outdated(folder, 1, None)) == [
+        f"checkpoint-{n}" for n in (3, 7, 8, 9)
+    ]
+    with pytest.raises(CheckpointError, match="Expected a complete checkpoint"):
+        run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+
+
+def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
+    """A higher number is not a newer run; and runs that use a folder one after the other leave no mixture of files."""
+    folder, options = copy_of(killed, tmp_path), {"privacy": NOISY}
+    run(folder, changes={"save_strategy": "no", "max_steps": 1}, ledger=steps_of(folder), **options).train()
+    with pytest.raises(
+        CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
+    ):
+        run(folder).train(resume_from_checkpoint=True)
+    options["changes"] = {"save_steps": 1, "save_total_limit": 9}
+    run(folder, callbacks=[At(2)], ledger=steps_of(folder), **options).train()
+    several = r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-6 of run"
+    with pytest.raises(CheckpointError, match=several):
+        run(folder, **options).train(resume_from_checkpoint=True)
+    last = run(folder, callbacks=[At(2)], ledger=steps_of(folder), **options)
+    last.train()
+    for path in (folder / "checkpoint-1", folder / "checkpoint-2"):
+        (state,) = (path / "dpfunc").glob("step-*/state.json")
+        assert json.loads(state.read_text())["key"] == last._run.state.key.secret.hex()
+    resumed(folder, str(folder / "checkpoint-2"), callbacks=[At(3)], **options)
+    assert "has 11 steps of other runs" in caplog.text
 
 
 def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path, monkeypatch):
@@ -331,65 +371,9 @@ def test_L21_another_run_is_refused(killed, tmp_path, options, message):
     assert (folder / JOURNAL).read_bytes() == before
 
 
-def test_half_written_checkpoints_are_passed_over(uninterrupted, killed, tmp_path, caplog):
-    folder = copy_of(killed, tmp_path)
-    for name in ("checkpoint-7", "checkpoint-8"):
-        shutil.copytree(folder / "checkpoint-6", folder / name)
-    (folder / "checkpoint-7" / "trainer_state.json").unlink()
-    (folder / "checkpoint-8" / "trainer_state.json").write_text('{"global')
-    trainer = resumed(folder)
-    assert "checkpoint-8 is not complete" in caplog.text
-    assert same(trained(trainer.model), trained(uninterrupted.model))
-    # their numbers can be higher than those to come, and they are no reason to remove a whole one
-    assert [path.name for path in trainer_state.outdated(copy_of(killed, tmp_path / "new"), 1, None)] == []
-    with pytest.raises(CheckpointError, match="Expected a complete checkpoint"):
-        run(folder).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-
-
-def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
-    """A higher number is not a newer run: the second run here was killed in its second step, or at its first."""
-    folder = copy_of(killed, tmp_path)
-    changes = {"save_strategy": "no"}
-    run(folder, changes=changes, callbacks=[At(2)], ledger=steps_of(folder), privacy=NOISY).train()
-    with pytest.raises(
-        CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
-    ):
-        run(folder).train(resume_from_checkpoint=True)
-    caplog.clear()
-    run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-    assert "has 2 steps of other runs" in caplog.text
-    changes = {"save_steps": 1, "save_total_limit": 9}
-    run(folder, changes=changes, callbacks=[At(2)], ledger=steps_of(folder), privacy=NOISY).train()
-    with pytest.raises(
-        CheckpointError,
-        match=r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-10 of run",
-    ):
-        run(folder, privacy=NOISY).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_is_of_the_run_that_wrote_it_last(tmp_path):
-    """Runs that use a folder one after the other leave no mixture of their files."""
-    options = {"changes": {"save_steps": 1, "save_total_limit": 9}, "privacy": NOISY}
-    spent = None
-    for _ in range(3):
-        last = run(tmp_path, callbacks=[At(2)], ledger=spent, **options)
-        last.train()
-        spent = last.ledger
-    for path in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
-        (state,) = (path / "dpfunc").glob("step-*/state.json")
-        assert json.loads(state.read_text())["key"] == last._run.state.key.secret.hex()
-    assert resumed(tmp_path, callbacks=[At(4)], **options).ledger.num_steps == 8
-
-
 def copy_journal(source, folder):
     for name in (JOURNAL, HEAD):
         shutil.copy(source / name, folder)
-
-
-def test_nothing_to_resume(killed, tmp_path):
-    copy_journal(killed, tmp_path)
-    with pytest.raises(CheckpointError, match="found none.*The journal counts 8 steps"):
-        run(tmp_path).train(resume_from_checkpoint=True)
 
 
 class Copied(TrainerCallback):
@@ -499,27 +483,6 @@ def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
         assert trainer.ledger == earlier.compose(trainer.plan.ledger(trainer.ledger.num_steps - 3))
 
 
-def test_a_killed_run_leaves_no_accounting_of_an_earlier_end(killed, tmp_path):
-    """Of an interruption before: it would count fewer steps than were taken."""
-
-    class Seen(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            seen.append((tmp_path / ACCOUNTING).exists())
-
-    seen = []
-    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    spent = dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),))
-    (tmp_path / ACCOUNTING).write_text(
-        record(ledger=spent, epsilon=spent.epsilon(1e-5, "rdp").epsilon, accountant="rdp", global_step=4).to_json()
-    )
-    with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
-        read_spent([tmp_path / ACCOUNTING])
-    run(tmp_path, callbacks=[Seen()]).train(resume_from_checkpoint=True)
-    assert seen
-    assert not any(seen)
-    assert read_spent([tmp_path / ACCOUNTING]).num_steps == 10
-
-
 def test_the_key_is_readable_by_its_owner_alone(killed):
     (state,) = (killed / "checkpoint-6" / "dpfunc").glob("step-*/state.json")
     assert state.stat().st_mode & 0o077 == 0
@@ -581,29 +544,3 @@ def test_a_journal_that_lost_steps_is_no_accounting(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_state, "read_steps", lambda *args, **options: {})
     with pytest.raises(CheckpointError, match=r"Expected the \d+ steps of this run in the journal .*, got 0"):
         trainer.train()
-
-
-@pytest.mark.parametrize("part", ["dpfunc", "."])
-def test_a_checkpoint_that_a_kill_left_half_removed_is_passed_over(killed, tmp_path, part):
-    """As versions before this one left it: with any of its files gone."""
-    folder = copy_of(killed, tmp_path)
-    old = folder / "checkpoint-3"
-    shutil.copytree(folder / "checkpoint-6", old)
-    (gone,) = (old / "dpfunc").glob("step-*/state.json") if part == "dpfunc" else [old / "trainer_state.json"]
-    gone.unlink()
-    assert trainer_state.newest(folder).name == "checkpoint-6"
-    again(KEY)
-    second = resumed(folder)
-    assert second.ledger == second.plan.ledger()
-    assert names(folder) == ["checkpoint-10"]
-
-
-def test_what_kills_left_in_the_folder_is_swept(killed, tmp_path):
-    folder = copy_of(killed, tmp_path)
-    left = [folder / ".removing-checkpoint-3-ab", folder / "checkpoint-6" / "dpfunc" / ".saving-xyz"]
-    for path in left:
-        path.mkdir()
-        (path / "state.json").write_text("the key")
-    again(KEY)
-    resumed(folder)
-    assert not any(path.exists() for path in left)

@@ -149,26 +149,21 @@ REFUSED = [
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}), ("include_num_input_tokens_seen", "all"),
     ("mixed_precision", "fp16"),
 ]  # fmt: skip
+SIZES = [
+    ("per_device_train_batch_size", 0, "integer per_device_train_batch_size >= 1"),
+    ("gradient_accumulation_steps", 1.5, "integer gradient_accumulation_steps >= 1"),
+    ("num_train_epochs", float("nan"), "0 < num_train_epochs < inf"),
+]
 
 
-@pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_arguments_that_break_privacy_are_refused(tmp_path, name, value):
-    with pytest.raises(InvalidArgument, match=f"Expected {SCRIPT}, got {name}={re.escape(repr(value))}. ..."):
-        trainer_of(changed(training_arguments(tmp_path), {name: value}), classifier())
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("per_device_train_batch_size", 0, "integer per_device_train_batch_size >= 1"),
-        ("gradient_accumulation_steps", 1.5, "integer gradient_accumulation_steps >= 1"),
-        ("num_train_epochs", float("nan"), "0 < num_train_epochs < inf"),
-        ("num_train_epochs", 0, "0 < num_train_epochs < inf"),
-    ],
-)
-def test_sizes_and_epochs_are_named_as_the_user_names_them(tmp_path, name, value, message):
-    with pytest.raises(InvalidArgument, match=message):
-        trainer_of(changed(training_arguments(tmp_path), {name: value}), classifier())
+def test_arguments_that_break_privacy_are_refused(tmp_path):
+    """And sizes are named as the user names them."""
+    model, args = classifier(), training_arguments(tmp_path)
+    for name, value, message in [
+        (n, v, f"Expected {SCRIPT}, got {n}={re.escape(repr(v))}. ...") for n, v in REFUSED
+    ] + SIZES:
+        with pytest.raises(InvalidArgument, match=message):
+            trainer_of(changed(args, {name: value}), model)
 
 
 def test_each_row_of_the_table_is_tried():
@@ -209,28 +204,23 @@ def test_what_is_refused_is_named_before_anything_is_spent(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [setting for setting in table() if setting.startswith("`ACCELERATE") and "refuse" in table()[setting]],
-)
-def test_the_command_refuses_the_same_environment(tmp_path, monkeypatch, setting):
+def test_the_command_refuses_the_same_environment(tmp_path, monkeypatch):
     """Also in a dry run, and before a table is read. The twin without privacy is the Trainer's own."""
     write_job(tmp_path)
     monkeypatch.chdir(tmp_path)
     values = read_yaml(Path("job.yaml"))
-    for name, value in case(setting)[1].items():
-        monkeypatch.setenv(name, value)
-        with pytest.raises(InvalidArgument, match=name):
-            check_job(job_from_dict(values), False, None)
-    privacy = {**values["privacy"], "dp_enabled": False}
-    check_job(job_from_dict({**values, "privacy": privacy}), False, None)
-
-
-@pytest.mark.parametrize("value", ["TRUE", "1", "yes", "on", "anything"])
-def test_a_switch_is_off_only_if_it_says_so(value):
-    with pytest.raises(InvalidArgument, match="ACCELERATE_USE_FSDP"):
-        settings.refuse_environment({"ACCELERATE_USE_FSDP": value})
-    settings.refuse_environment({"ACCELERATE_USE_FSDP": value}, fsdp=True)  # `fsdp.sharding_of` looks at it
+    twin = job_from_dict({**values, "privacy": {**values["privacy"], "dp_enabled": False}})
+    for name, value in (pair for setting in outcomes("refused") for pair in case(setting)[1].items()):
+        if name.startswith("ACCELERATE"):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                with pytest.raises(InvalidArgument, match=name):
+                    check_job(job_from_dict(values), False, None)
+                check_job(twin, False, None)
+    for value in ("TRUE", "1", "yes", "on", "anything"):  # a switch is off only if it says so
+        with pytest.raises(InvalidArgument, match="ACCELERATE_USE_FSDP"):
+            settings.refuse_environment({"ACCELERATE_USE_FSDP": value})
+        settings.refuse_environment({"ACCELERATE_USE_FSDP": value}, fsdp=True)  # `fsdp.sharding_of` looks at it
     settings.refuse_environment({"ACCELERATE_USE_FSDP": "False", "ACCELERATE_DYNAMO_BACKEND": "NO"})
 
 

@@ -19,7 +19,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.trainer import _files as files
-from dpfunc.hf.trainer._telemetry import averaged, with_accuracy
+from dpfunc.hf.trainer._run import averaged, with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 
