@@ -115,10 +115,9 @@ PASS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PASS)
-def test_labels_that_can_be_learnt_pass(name):
-    labels, model, task = PASS[name]
-    refuse_labels(records(labels), collate, model, task)
+def test_labels_that_can_be_learnt_pass():
+    for labels, model, task in PASS.values():
+        refuse_labels(records(labels), collate, model, task)
 
 
 def test_a_collator_that_numbers_the_labels_is_believed():

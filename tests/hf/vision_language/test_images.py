@@ -45,7 +45,7 @@ def test_all_parameters_and_one_image_each(name):
 SIDES = ("right", "left", "right", "left", "right")
 
 
-@pytest.mark.parametrize(("name", "side"), zip(FAMILIES, SIDES, strict=True))
+@pytest.mark.parametrize(("name", "side"), [*zip(FAMILIES, SIDES, strict=True)])
 def test_adapters_and_several_images_or_none(name, side):
     """Rows with blank images of Qwen2-VL have other positions than rows without, so they are grouped."""
     model, collate = collator(name, 2, padding_side=side)
@@ -59,7 +59,7 @@ def test_adapters_and_several_images_or_none(name, side):
     assert not without_gradient(truth_of(case))
 
 
-@pytest.mark.parametrize(("name", "side"), zip(FAMILIES, ("left", *SIDES[:-1]), strict=True))
+@pytest.mark.parametrize(("name", "side"), [*zip(FAMILIES, ("left", *SIDES[:-1]), strict=True)])
 def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
     """Neither blank images nor padding nor the images of others change a loss; labels are given to the model here."""
     counts = (1, 2, 0, 2)

@@ -28,7 +28,7 @@ from dpfunc.hf.vision_language._strategies import (
     strategy,
     trained_parameters,
     unused_parameters,
-)
+)  # fmt: skip
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling._loader import without_rows
@@ -202,7 +202,7 @@ KEYED = {"key": insecure_key(0), "rank": 2, "alpha": 4.0}
 @pytest.mark.parametrize(
     ("make", "name", "options", "said"),
     [
-        (tiny_llava, "qlora", KEYED, "in 4 bits.* pip install bitsandbytes.* take 'lora'"),
+        (tiny_llava, "qlora", KEYED, "in 4 bits.*pip install bitsandbytes.*take 'lora'"),
         (packed_model, "full", {}, "Take 'qlora'"), (packed_model, "lora", KEYED, "Take 'qlora'"),
         (lambda: packed_model(True), "projector", {}, "llm_int8_skip_modules"),
         (lambda: packed_model(True), "qlora", {**KEYED, "train_projector": True}, "llm_int8_skip_modules"),
