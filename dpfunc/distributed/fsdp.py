@@ -148,13 +148,9 @@ def shard_frozen(
 
 
 def _shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    layers: str | Sequence[str] | None,
-    trained: Sequence[str],
-    mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool | None,
-) -> None:
+    module: nn.Module, mesh: DeviceMesh, layers: str | Sequence[str] | None, trained: Sequence[str],
+    mp_policy: MixedPrecisionPolicy | None, reshard_after_forward: bool | None,
+) -> None:  # fmt: skip
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     found = communicates(module)

@@ -23,13 +23,9 @@ _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
 def refuse_padding(
-    loss_fn: LossFn,
-    params: Params,
-    model: nn.Module,
-    dataset: Any,
-    collate: Callable[[list[Any]], Any],
+    loss_fn: LossFn, params: Params, model: nn.Module, dataset: Any, collate: Callable[[list[Any]], Any],
     prepare: Callable[[Any], Mapping[str, Any]],
-) -> None:
+) -> None:  # fmt: skip
     """Refuse a model whose gradient of a short row changes when the row is padded to a longer one.
 
     Of 64 records that are spread over the data set the shortest that has a gradient is computed alone, and in a batch

@@ -82,8 +82,7 @@ def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
     >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
     tensor([0.6931])
     """
-    if logits_BC.dim() != 2 or labels_BC.shape != logits_BC.shape:
-        raise _misfit("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
+    _check_equal("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
     logits_BC = _at_least_float32(logits_BC)
     return F.binary_cross_entropy_with_logits(logits_BC, labels_BC.to(logits_BC.dtype), reduction="none").mean(1)
 
@@ -98,8 +97,7 @@ def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
     tensor([1., 4.])
     """
     targets_BK = labels[:, None] if labels.dim() == 1 else labels
-    if outputs_BK.dim() != 2 or targets_BK.shape != outputs_BK.shape:
-        raise _misfit("outputs (B, K)", outputs_BK, "labels (B, K)", labels)
+    _check_equal("outputs (B, K)", outputs_BK, "labels (B, K)", targets_BK)
     outputs_BK = _at_least_float32(outputs_BK)
     return (outputs_BK - targets_BK.to(outputs_BK.dtype)).square().mean(1)
 
@@ -162,8 +160,7 @@ def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> 
     >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
     tensor([0.2500])
     """
-    if first_BD.dim() != 2 or first_BD.shape != second_BD.shape:
-        raise _misfit("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
+    _check_equal("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
     cosines_B = F.cosine_similarity(_at_least_float32(first_BD), _at_least_float32(second_BD))
     return regression(cosines_B[:, None], scores_B)
 
@@ -195,6 +192,11 @@ def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:
         raise _misfit(what, logits, other, labels)
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
+
+
+def _check_equal(what: str, outputs: Tensor, other: str, labels: Tensor) -> None:
+    if outputs.dim() != 2 or labels.shape != outputs.shape:
+        raise _misfit(what, outputs, other, labels)
 
 
 def _misfit(what: str, outputs: Tensor, other: str, labels: Tensor) -> InvalidArgument:

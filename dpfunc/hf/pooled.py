@@ -49,14 +49,9 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
             self.classifier.reset_parameters()
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        hidden: Tensor | None = None,
-        features: Tensor | None = None,
-        labels: Tensor | None = None,
-        **unused: object,
-    ) -> SequenceClassifierOutput:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, hidden: Tensor | None = None,
+        features: Tensor | None = None, labels: Tensor | None = None, **unused: object,
+    ) -> SequenceClassifierOutput:  # fmt: skip
         """Logits (B, classes), from whatever part of the way was computed before.
 
         Args:

@@ -75,19 +75,9 @@ def pipeline(params, batch):
     return _said_by("torch.distributed.pipelining.stage")(params, batch)
 
 
-LOSSES = {
-    f.__name__: f
-    for f in (
-        scaled_by_all,
-        scaled_in_place,
-        gathered,
-        autograd_function,
-        trained_by_all,
-        sums_weights,
-        context_parallel,
-        pipeline,
-    )
-}
+_ALL = (scaled_by_all, scaled_in_place, gathered, autograd_function, trained_by_all, sums_weights, context_parallel,
+        pipeline)  # fmt: skip
+LOSSES = {f.__name__: f for f in _ALL}
 
 
 def _losses(params, batch):

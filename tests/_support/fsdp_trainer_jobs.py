@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel
 from workers import caught
 
 import dpfunc
@@ -34,13 +33,6 @@ LAUNCHED = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }  # fmt: skip
 """What `accelerate launch --use_fsdp --fsdp_version 2` sets."""
-
-
-class Stop(TrainerCallback):
-    """A run that is stopped in the middle."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == STEPS // 2
 
 
 def writer(seed):
@@ -127,7 +119,9 @@ def two_adapters(seed):
 
 def refusals(folder, rank):
     """What is refused by all processes, where one alone would leave the others waiting; and a model that is in parts."""
-    stopped = sharded("stopped", folder, rank, callbacks=[Stop()])
+    from trainer_cases import stop
+
+    stopped = sharded("stopped", folder, rank, callbacks=[stop(STEPS // 2)])
     stopped.train()
     other = {**ASKED, "reshard_after_forward": rank == 0}
     return {
@@ -141,16 +135,10 @@ def refusals(folder, rank):
 
 def main(folder):
     ranks = distributed.from_environment(timedelta(seconds=120))
-    found = {}
-    for kind in ("full", "adapter"):
-        found[kind] = facts(sharded(kind, folder, ranks.rank), folder / kind)
-        torch.distributed.barrier()
-        if ranks.rank == 0:
-            shutil.rmtree(folder / kind / f"checkpoint-{STEPS}")
-        torch.distributed.barrier()
-        resumed = sharded(kind, folder, ranks.rank)
-        resumed.train(resume_from_checkpoint=True)
-        found[kind]["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
+    found = {kind: facts(sharded(kind, folder, ranks.rank), folder / kind) for kind in ("full", "adapter")}
+    resumed = sharded("full", folder, ranks.rank)
+    resumed.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{STEPS // 2}"))
+    found["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
     found["refused"] = refusals(folder, ranks.rank)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     distributed.shutdown()

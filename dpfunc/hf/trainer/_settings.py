@@ -7,6 +7,7 @@ of them is checked last, so that nothing gets past by another way.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Mapping
 from operator import attrgetter, not_
@@ -21,6 +22,8 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional._refuse import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import Key
+
+_logger = logging.getLogger(__name__)
 
 Domain = tuple[str, ...] | Callable[[Any], bool]
 """Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function."""
@@ -253,8 +256,12 @@ def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> Non
             raise InvalidArgument(f"Expected {name} of DPTrainer, got an override in {type(trainer).__name__}. {hint}")
 
 
-def refuse_arguments(args: Any) -> None:
-    """Check the `TrainingArguments` of a private run, and the environment that they were made in."""
+def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
+    """Check the `TrainingArguments` of a run, and the environment that they were made in."""
+    if not privacy.dp_enabled:
+        if args.label_smoothing_factor != 0:
+            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
+        return
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         integer(name, getattr(args, name), minimum=1)
     if args.max_steps <= 0:
@@ -262,6 +269,8 @@ def refuse_arguments(args: Any) -> None:
     refuse_environment(os.environ, fsdp=True)
     refuse_uploads(args, os.environ)
     refuse(SCRIPT, attributes(args))
+    for setting in without_effect(SCRIPT, attributes(args)):
+        _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
 
 
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:

@@ -91,29 +91,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None,
-        compute_loss_func: Callable[..., Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[Any] | None = None,
+        self, model: nn.Module, args: TrainingArguments | None = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None, compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None, callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
-        *,
-        privacy: PrivacyArguments,
-        loss: runs.Loss | None = None,
-        key: Key | None = None,
-        ledger: Ledger | None = None,
-        data_name: str | None = None,
-        unit: str = ONE_RECORD,
-        budget: Budget | None = None,
-    ) -> None:
+        preprocess_logits_for_metrics: Callable[..., Tensor] | None = None, *,
+        privacy: PrivacyArguments, loss: runs.Loss | None = None, key: Key | None = None, ledger: Ledger | None = None,
+        data_name: str | None = None, unit: str = ONE_RECORD, budget: Budget | None = None,
+    ) -> None:  # fmt: skip
         values = {
             "model": model, "privacy": privacy, "key": key, "model_init": model_init,
             "compute_loss_func": compute_loss_func, "unit": unit, "data_name": data_name,
@@ -123,14 +110,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.args: Any = args
         ledger = budget.spent() if budget is not None and ledger is None and privacy.dp_enabled else ledger
         self._budget = budget
-        self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
+        self.recipe, unasked = _recipe_of(model, train_dataset, privacy, ledger), args.per_device_train_batch_size
         if self.recipe is not None:
+            unasked = min(PHYSICAL, self.recipe.expected_batch_size)
             privacy = with_clip(privacy, self.recipe)
             at_once = privacy.dp_physical_batch_size or PHYSICAL
             args = settings.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
         self._task, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
         self._start: runs.Start | None = None
@@ -141,15 +128,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._told: list[Any] = []  # telemetry since the last line of the log
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
+        settings.refuse_arguments(args, privacy)
         if privacy.dp_enabled:
-            settings.refuse_arguments(args)
-            for setting in settings.without_effect(settings.SCRIPT, settings.attributes(args)):
-                _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
             args = settings.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
             self._division, args = fsdp.shard(model, args, privacy, optimizers)
-        elif args.label_smoothing_factor != 0:
-            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         self._ranks = runs.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -219,11 +202,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     # Training
 
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    ) -> TrainOutput:  # fmt: skip
         """Train to the end of the plan or of the budget, whichever is first.
 
         Args:
@@ -489,12 +470,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             _logger.warning("%s", text)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -503,13 +481,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return self._twin(inputs)
 
     def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
+        self, dataloader: DataLoader[Any], description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
         """As in `Trainer`, with a warning, once, if all predictions are one class."""
         options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         with fsdp.settled(self.model):

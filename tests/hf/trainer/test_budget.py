@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from trainer_cases import PRIVACY, classifier, labelled, training_arguments
-from transformers import TrainerCallback
+from trainer_cases import PRIVACY, at, classifier, interrupt, labelled, training_arguments
 
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD
@@ -25,14 +24,6 @@ def budget(tmp_path):
         epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"],
         earlier=Ledger((Event(0.2, 2.0, 5),)),
     )  # fmt: skip
-
-
-class Stop(TrainerCallback):
-    """The process is interrupted in the middle."""
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
 
 
 def trainer(budget, folder, **options):
@@ -55,7 +46,7 @@ def test_a_run_reserves_and_settles(budget, tmp_path):
 
 
 def test_an_interrupted_run_stays_charged_and_goes_on(budget, tmp_path):
-    run = trainer(budget, tmp_path / "run", callbacks=[Stop()])
+    run = trainer(budget, tmp_path / "run", callbacks=[at("on_pre_optimizer_step", interrupt, 5)])
     with pytest.raises(KeyboardInterrupt):
         run.train()
     account = budget.account()

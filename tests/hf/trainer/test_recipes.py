@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import BartConfig, BartForSequenceClassification, BertConfig, TrainerCallback
+from transformers import BartConfig, BartForSequenceClassification, BertConfig
 
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument
@@ -19,7 +19,7 @@ from dpfunc.hf.trainer import _recipes as recipes
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.recipes import recipe
-from tests._support.trainer_cases import classifier, labelled, training_arguments
+from tests._support.trainer_cases import classifier, labelled, stop, training_arguments
 
 N = 400
 DATA = labelled(N)
@@ -41,13 +41,6 @@ def adapted(seed=0):
 
 
 MODELS = {"head": head_only, "lora": adapted, "pretrained": classifier}
-
-
-class Stop(TrainerCallback):
-    """Ends a run after its first step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
 
 
 @pytest.fixture
@@ -85,7 +78,7 @@ def test_a_recipe_decides_plan_and_optimizer(tmp_path, strategy):
 
 
 def test_a_run_with_a_recipe_changes_all_that_is_trained(tmp_path):
-    found = trainer(tmp_path, head_only(), data=DATA[:40], dp_recipe="head", callbacks=[Stop()])
+    found = trainer(tmp_path, head_only(), data=DATA[:40], dp_recipe="head", callbacks=[stop()])
     before = {name: p.detach().clone() for name, p in found.model.named_parameters()}
     found.train()
     assert found.state.max_steps == found.recipe.num_steps
@@ -109,7 +102,7 @@ def test_what_was_given_is_kept_or_refused(tmp_path):
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=rf"Expected {name} to be left out with dp_recipe"):
             trainer(tmp_path, model, changes={name: value}, dp_recipe="head")
-    for given in ({}, {"dp_clip": "automatic"}, {"dp_max_grad_norm": 0.3}, {"dp_dataset_size": 1000}):
+    for given in ({}, {"dp_clip": "automatic"}, {"dp_max_grad_norm": 0.3}, {"dp_dataset_size": 900}):
         made = trainer(tmp_path, model, dp_recipe="head", **given)
         ruled = given.keys() & {"dp_clip", "dp_max_grad_norm"}
         assert made.plan.clip == (PrivacyArguments(**BUDGET, **given).clip() if ruled else made.recipe.clip)
@@ -147,12 +140,12 @@ def test_a_rate_that_leads_nowhere_is_warned_of_with_one_that_helps(tmp_path, wa
     (said,) = warned("hardly leave its start")
     rate, steps = re.search(r"Set learning_rate=(\S+) and max_steps=(\d+)", said).groups()
     changes = {"max_steps": int(steps), "learning_rate": float(rate)}
-    trainer(tmp_path / "b", MODELS[strategy](), callbacks=[Stop()], changes=changes).train()
+    trainer(tmp_path / "b", MODELS[strategy](), callbacks=[stop()], changes=changes).train()
     assert not warned("hardly leave its start")
 
 
 def test_noise_that_hides_everything_is_warned_of(tmp_path, warned):
-    trainer(tmp_path, head_only(), callbacks=[Stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
+    trainer(tmp_path, head_only(), callbacks=[stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
     (said,) = warned("noise_to_signal")
     assert re.search(r"[Hh]ave \d+ records", said)
 

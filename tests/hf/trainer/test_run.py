@@ -18,7 +18,7 @@ from trainer_cases import (
     texts,
     trained,
     training_arguments,
-)  # fmt: skip
+)
 from transformers import Trainer
 
 from dpfunc.errors import InvalidArgument
@@ -80,19 +80,9 @@ def test_T2_dry_run_trains_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("privacy", [NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "Expected 2 processes, as WORLD_SIZE says, got 1.*use_cpu=True"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "Expected 4 processes, as SLURM_STEP_NUM_TASKS says"),
-        ({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`.*got one process"),
-    ],
-    ids=["torchrun", "srun", "accelerate"],
-)
-def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch, environment, message, privacy):
+def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch, privacy):
     """Each would be a run of its own, with its own noise."""
     arguments = training_arguments(tmp_path)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidArgument, match=message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgument, match=r"Expected 2 processes, as WORLD_SIZE says, got 1.*use_cpu=True"):
         DPTrainer(classifier(), arguments, privacy=privacy, train_dataset=DATA)

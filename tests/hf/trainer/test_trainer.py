@@ -22,10 +22,11 @@ from trainer_cases import (
     plain_loop,
     private,
     same,
+    stop,
     texts,
     trained,
     training_arguments,
-)
+)  # fmt: skip
 from transformers import Trainer, get_linear_schedule_with_warmup
 
 import dpfunc
@@ -169,12 +170,13 @@ def test_L18_bfloat16(tmp_path, finished_short, how):
 def test_L4_L5_shuffled_batches_and_noise_of_the_device(tmp_path):
     """Stopped after three steps. Without a CUDA device there is one source of noise, the secure one. A key that everybody
     knows is told, the loss is logged as unreleased, and the caller's arguments are left alone."""
-    stop = type("Stop", (Seen,), {"on_step_end": lambda self, args, state, control, **kwargs: setattr(
-        control, "should_training_stop", state.global_step == 3)})()  # fmt: skip
+    seen = Seen()
     switches = {"dp_poisson_sampling": False, "dp_secure_mode": False, "dp_log_unreleased": True}
     privacy, arguments = PrivacyArguments(**VALUES, **switches), training_arguments(tmp_path)
     again(KEY(5))
-    trainer = DPTrainer(classifier(), arguments, privacy=privacy, key=KEY(5), train_dataset=DATA, callbacks=[stop])
+    trainer = DPTrainer(
+        classifier(), arguments, privacy=privacy, key=KEY(5), train_dataset=DATA, callbacks=[seen, stop(3)]
+    )
     batch = next(iter(trainer.get_train_dataloader()))  # which is no run
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     assert list(tmp_path.iterdir()) == []
@@ -189,7 +191,7 @@ def test_L4_L5_shuffled_batches_and_noise_of_the_device(tmp_path):
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (4, 3)
     assert (arguments.max_grad_norm, trainer.args.max_grad_norm) == (1.0, 0.0)
     assert LOGGED_LOSS in record["not_covered"]
-    for logs, name in ((stop.logs[0], "unreleased/loss"), (stop.logs[-1], "unreleased/train_loss")):
+    for logs, name in ((seen.logs[0], "unreleased/loss"), (seen.logs[-1], "unreleased/train_loss")):
         assert 0.3 < logs[name] < 1.5
         assert not {"loss", "train_loss"} & logs.keys()
 
