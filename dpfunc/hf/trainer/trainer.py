@@ -283,10 +283,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 "Expected one run for each DPTrainer: the noise was chosen for one. After an interruption use train("
                 "resume_from_checkpoint=True); for another phase make a new DPTrainer(..., ledger=trainer.ledger)."
             )
-        spent, resumed = self.ledger if saved is None else saved.state.ledger, saved is not None
-        distributed.once(
-            self._ranks, lambda: files.begin_accounting(self._folder / files.JOURNAL, spent, resumed=resumed)
-        )
+        spent, journal = self.ledger if saved is None else saved.state.ledger, self._folder / files.JOURNAL
+        distributed.once(self._ranks, lambda: files.begin_accounting(journal, spent, resumed=saved is not None))
         start = self._start_of(saved, data, spent)
         if start.limit < 1:
             raise BudgetExhausted(
@@ -304,11 +302,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _clean(self) -> None:
         """Remove what killed processes left unfinished; some of it holds the key."""
-        for path in (
-            self._folder,
-            *self._folder.glob("checkpoint-*"),
-            *self._folder.glob(f"checkpoint-*/{files.FOLDER}"),
-        ):
+        folder = self._folder
+        for path in (folder, *folder.glob("checkpoint-*"), *folder.glob(f"checkpoint-*/{files.FOLDER}")):
             sweep(path)
 
     def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:

@@ -79,23 +79,8 @@ def dtensors():
     return model
 
 
-# Setting in the guide -> arguments, or environment in capitals, that say the same here.
+# Setting in the guide that is no code -> arguments, or environment in capitals, that say the same here.
 CASES = {
-    "`TrainingArguments(bf16=True)`": {"bf16": True},
-    "`TrainingArguments(fp16=True)`": {"fp16": True},
-    "`TrainingArguments(gradient_accumulation_steps=3)`": {"gradient_accumulation_steps": 3},
-    '`accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 3}}`': {
-        "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}
-    },
-    '`accelerator_config={"split_batches": True}`': {"accelerator_config": {"split_batches": True}},
-    '`accelerator_config={"dispatch_batches": True}`': {"accelerator_config": {"dispatch_batches": True}},
-    "`TrainingArguments(ddp_find_unused_parameters=False)`": {"ddp_find_unused_parameters": False},
-    "`TrainingArguments(torch_compile=True)`": {"torch_compile": True},
-    '`TrainingArguments(fsdp_config={"version": 2})`': {"fsdp_config": {"version": 2}},
-    '`TrainingArguments(deepspeed="zero3.json")`': {"deepspeed": "zero3.json"},
-    "`TrainingArguments(parallelism_config=ParallelismConfig(tp_size=2))`": {
-        "parallelism_config": ParallelismConfig(tp_size=2)
-    },
     "`python train.py` with two CUDA devices": {"_n_gpu": 2},
     "devices other than CPUs and CUDA": {
         "distributed_state": SimpleNamespace(distributed_type=DistributedType.MULTI_XPU)
@@ -104,6 +89,7 @@ CASES = {
         "MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"
     },
 }  # fmt: skip
+CODE = re.compile(r"`(?:TrainingArguments\((.*)\)|(accelerator_config=.*))`")
 MODELS = {"`from_pretrained(..., tp_size=2)`": sharded_on_load, "a model whose parameters are DTensors": dtensors}
 LAUNCHED = {
     "`torchrun --nproc-per-node 2 train.py`": "tests/distributed/test_launch.py",
@@ -116,8 +102,10 @@ LAUNCHED = {
 
 def case(setting):
     """Arguments and environment of a row of the guide."""
-    variable = re.fullmatch(r"`([A-Z_]+)=(\S+)`", setting)
+    variable, code = re.fullmatch(r"`([A-Z_]+)=(\S+)`", setting), CODE.fullmatch(setting)
     values = {variable[1]: variable[2]} if variable else CASES.get(setting, {})
+    if code:
+        values = eval(f"dict({code[1] or code[2]})", {"ParallelismConfig": ParallelismConfig})
     return {n: v for n, v in values.items() if not n.isupper()}, {n: v for n, v in values.items() if n.isupper()}
 
 
@@ -134,8 +122,9 @@ def plain(tmp_path_factory):
 def test_every_row_of_the_guide_is_tried():
     rows = table()
     assert {outcome.split()[0].strip(":.,") for outcome in rows.values()} == {"works", "refused", "no"}
-    variables = {setting for setting in rows if re.fullmatch(r"`[A-Z_]+=\S+`", setting)}
-    assert rows.keys() == CASES.keys() | MODELS.keys() | LAUNCHED.keys() | variables
+    read = {setting for setting in rows if any(case(setting))}
+    assert rows.keys() == MODELS.keys() | LAUNCHED.keys() | read
+    assert CASES.keys() <= rows.keys()
 
 
 # Besides the guide's table: argument -> a value that breaks privacy.
