@@ -137,16 +137,12 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
     """Fields that must agree in a group and do not, with the values of all its processes; the data group is first."""
     over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
     groups = zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
-    compared = [(name, _column(table, name)) for table, names in groups for name in names]
+    compared = [(name, [getattr(row, name) for row in table]) for table, names in groups for name in names]
     differing = [(name, values) for name, values in compared if len(set(values)) > 1]
-    parts, replicas = _column(tables[0], "part"), _column(tables[0], "replica")
-    if len({*zip(parts, replicas, strict=True)}) > len({*parts}):
-        differing.append(("params", replicas))
+    parts = [(row.part, row.replica) for row in tables[0]]
+    if len(set(parts)) > len(dict(parts)):
+        differing.append(("params", [replica for _, replica in parts]))
     return differing
-
-
-def _column(table: list[RankSummary], name: str) -> list[int]:
-    return [getattr(row, name) for row in table]
 
 
 def _failure_message(data_group: list[RankSummary], step: int) -> str:

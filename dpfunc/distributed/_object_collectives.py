@@ -174,11 +174,9 @@ def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ran
         )
 
 
-def _part(tensor: Tensor) -> int:
+def _part(tensor: Any) -> int:
     """Number that identifies this process's part of a tensor by its position in the mesh."""
-    axes = shard_dims(tensor)
-    coordinates = tensor.device_mesh.get_coordinate() if axes else []  # type: ignore[attr-defined]  # of a DTensor
-    return digest(str([coordinates[axis] for axis in axes]))
+    return digest(str([tensor.device_mesh.get_coordinate()[axis] for axis in shard_dims(tensor)]))
 
 
 def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
@@ -191,7 +189,7 @@ def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dic
         table = gathered_rows([number for pair in values.values() for number in pair], group, ranks.device)
         for index, name in enumerate(values):
             pairs = [(row[2 * index], row[2 * index + 1]) for row in table]
-            if len(set(pairs)) > len({part for part, _ in pairs}):
+            if len(set(pairs)) > len(dict(pairs)):
                 differing.setdefault(name, [value for _, value in pairs])
     return differing, any_rank(bool(differing), ranks)
 

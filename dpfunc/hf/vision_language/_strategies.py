@@ -297,6 +297,4 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     >>> image_text_loss(projector.forward, projector.params, batch).shape
     torch.Size([1])
     """
-    nested = facts_of(forward).nested_images
-    inputs: dict[str, Any] = {**flatten_images(batch, nested=nested), "use_cache": False}  # a cache is for generation
-    return causal_lm(forward, params, inputs)
+    return causal_lm(forward, params, flatten_images(batch, nested=facts_of(forward).nested_images))

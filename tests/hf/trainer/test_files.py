@@ -448,37 +448,38 @@ def test_the_key_is_readable_by_its_owner_alone(killed):
 
 def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
     """Ctrl-C between the release of a step and the assignment of its result: the accounting has the step."""
-    trainer = run(tmp_path, key=dpfunc.secure_key())
+    trainer = run(tmp_path, key=dpfunc.secure_key(), changes={"max_steps": 4})
     real = trainer_module.replace
 
     def stopping(run, **changes):
-        if "state" in changes and changes["state"].step == 5:
+        if "state" in changes and changes["state"].step == 3:
             raise KeyboardInterrupt
         return real(run, **changes)
 
     monkeypatch.setattr(trainer_module, "replace", stopping)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert trainer.ledger.num_steps == 4
+    assert trainer.ledger.num_steps == 2
     said = json.loads((tmp_path / ACCOUNTING).read_text())
-    assert steps_of(tmp_path).num_steps == said["global_step"] == 5
-    assert read_spent([tmp_path / ACCOUNTING]) == steps_of(tmp_path) == trainer.plan.ledger(5)
+    assert steps_of(tmp_path).num_steps == said["global_step"] == 3
+    assert read_spent([tmp_path / ACCOUNTING]) == steps_of(tmp_path) == trainer.plan.ledger(3)
     monkeypatch.undo()
-    second = resumed(tmp_path)
+    second = resumed(tmp_path, changes={"max_steps": 4})
     assert second.ledger == steps_of(tmp_path) == second.plan.ledger()
 
 
 @pytest.mark.parametrize("when", ["on_step_begin", "on_train_end"])
 def test_a_full_disk_loses_nothing(tmp_path, when):
     """Nor does the accounting that cannot be written hide why a run ended."""
-    trainer = run(tmp_path, key=dpfunc.secure_key(), callbacks=[at(when, lambda *args: allow(700))])
+    short = {"max_steps": 2}
+    trainer = run(tmp_path, key=dpfunc.secure_key(), changes=short, callbacks=[at(when, lambda *args: allow(700))])
     try:
         with pytest.raises(NotWritten, match=r"could not be written: .* steps were released and epsilon=\d") as told:
             trainer.train()
     finally:
         allow()
     assert (ACCOUNTING if "end" in when else "checkpoint-0") in str(told.value).split(" could")[0]
-    second = resumed(tmp_path)
+    second = resumed(tmp_path, changes=short)
     assert second.ledger == second.plan.ledger()
 
 
@@ -493,7 +494,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_journal_that_lost_steps_is_no_accounting(tmp_path, monkeypatch):
-    trainer = run(tmp_path, key=dpfunc.secure_key())
+    trainer = run(tmp_path, key=dpfunc.secure_key(), changes={"max_steps": 1})
     monkeypatch.setattr(trainer_state, "read_steps", lambda *args, **options: {})
     with pytest.raises(CheckpointError, match=r"Expected the \d+ steps of this run in the journal .*, got 0"):
         trainer.train()
