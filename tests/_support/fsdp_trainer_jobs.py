@@ -97,15 +97,13 @@ def facts(trainer, folder):
     after = trainer.evaluate()["eval_loss"]
     ranks, plan, state = trainer._ranks, trainer.plan, trainer._run.state
     return {
-        "params": distributed.unshard(dict(trainer._run.params)),
+        "params": distributed.unshard(dict(trainer._run.params)), "eval": (before, after),
         "held": sum(local(p).numel() for p in trainer.model.parameters()),
         "sharded": all(is_dtensor(p) for p in trainer.model.parameters()),
         "logs": [[log["unreleased/loss"], log["grad_norm"]] for log in seen.logs if "unreleased/loss" in log],
-        "eval": (before, after),
-        "ledger": trainer.ledger.to_json(),
-        "epsilon": output.metrics["privacy/epsilon"],
+        "ledger": trainer.ledger.to_json(), "epsilon": output.metrics["privacy/epsilon"],
         "draws": [len(plan.draw(state, step, ranks)) for step in range(STEPS)],
-    }
+    }  # fmt: skip
 
 
 def two_adapters(seed):

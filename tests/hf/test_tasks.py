@@ -37,7 +37,7 @@ BATCH = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "token_classification", "masked_lm"])
-def test_labels_stay_and_all_else_goes_to_the_model(task):
+def test_T3_labels_stay_and_all_else_goes_to_the_model(task):
     """Museum 7: with labels the model would compute its own mean over the batch's tokens."""
     forward, calls = recorded()
     losses_B = make_loss_fn(forward, task)({}, {**BATCH, "token_type_ids": IDS})

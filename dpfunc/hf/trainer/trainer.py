@@ -30,13 +30,12 @@ from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
-from dpfunc.hf._padding import refuse_padding
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
-from dpfunc.hf.trainer._labels import refuse_labels
+from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
