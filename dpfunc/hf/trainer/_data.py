@@ -1,4 +1,4 @@
-"""Records that a private run cannot learn from, refused before it spends anything: labels, and padding of short rows."""
+"""Records that a private run cannot learn from, refused before anything is spent: labels, and padding of short rows."""
 
 from __future__ import annotations
 
