@@ -89,14 +89,10 @@ def unshard(params: Params) -> dict[str, Tensor]:
 
 
 def shard_frozen(
-    model: _Model,
-    mesh: DeviceMesh,
-    *,
-    layers: str | Sequence[str] | None = None,
-    trainable: str | Sequence[str] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    model: _Model, mesh: DeviceMesh, *, layers: str | Sequence[str] | None = None,
+    trainable: str | Sequence[str] | None = None, mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-) -> _Model:
+) -> _Model:  # fmt: skip
     """FSDP2 for all that is not trained: `fully_shard` on each layer and on the module.
 
     Trained parameters stay unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them.

@@ -122,14 +122,9 @@ def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B
 
 
 def ctc(
-    logits_BTV: Tensor,
-    labels_BL: Tensor,
-    frames_B: Tensor,
-    *,
-    blank: int = 0,
-    by_length: bool = True,
+    logits_BTV: Tensor, labels_BL: Tensor, frames_B: Tensor, *, blank: int = 0, by_length: bool = True,
     zero_infinity: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Connectionist temporal classification: `-log P(labels | frames)` of each sample.
 
     Args:

@@ -158,15 +158,9 @@ class ImageTextCollator:
 
 
 def image_text_collator(
-    processor: Any,
-    *,
-    max_length: int,
-    max_images: int = 1,
-    padding_side: Literal["left", "right"] = "right",
-    pad_to_multiple_of: int | None = None,
-    chat: bool = True,
-    image_size: tuple[int, int] | None = None,
-) -> ImageTextCollator:
+    processor: Any, *, max_length: int, max_images: int = 1, padding_side: Literal["left", "right"] = "right",
+    pad_to_multiple_of: int | None = None, chat: bool = True, image_size: tuple[int, int] | None = None,
+) -> ImageTextCollator:  # fmt: skip
     """A collate function for images in text: `{"prompt", "answer", "image" or "images"}` -> a batch, axis 0 = sample.
 
     LLaVA, and most models like it, put the features of all images of a batch, in order, where the image tokens of all

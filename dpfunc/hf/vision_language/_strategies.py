@@ -63,15 +63,9 @@ class Strategy:
 
 
 def strategy(
-    model: nn.Module,
-    name: str,
-    *,
-    key: Key | None = None,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: str | Sequence[str] | None = None,
-    train_projector: bool = False,
-) -> Strategy:
+    model: nn.Module, name: str, *, key: Key | None = None, rank: int | None = None, alpha: float | None = None,
+    targets: str | Sequence[str] | None = None, train_projector: bool = False,
+) -> Strategy:  # fmt: skip
     """A vision-language model as `(forward, params)`, for a loop of your own.
 
     `"full"`: every parameter that the output depends on. `"projector"`: the projector between images and text.
@@ -113,14 +107,9 @@ def strategy(
 
 
 def prepare(
-    model: nn.Module,
-    name: str,
-    *,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: str | Sequence[str] | None = None,
-    train_projector: bool = False,
-) -> nn.Module:
+    model: nn.Module, name: str, *, rank: int | None = None, alpha: float | None = None,
+    targets: str | Sequence[str] | None = None, train_projector: bool = False,
+) -> nn.Module:  # fmt: skip
     """A vision-language model for a Trainer, or a `PeftModel` around it: what the strategy trains requires gradients.
 
     Args:
