@@ -323,7 +323,7 @@ def check_readable(path: Path | str) -> None:
 def _opened_image(path: Path | str) -> Iterator[Any]:
     """Open an image file, of which only the header is read so far; messages do not name it, which can be private.
 
-    (tests/hf/vision_language/test_reading.py::test_images_that_take_all_memory_are_refused)
+    (tests/hf/vision_language/test_images.py::test_images_that_take_all_memory_are_refused)
     """
     from PIL import Image, UnidentifiedImageError
 
