@@ -120,7 +120,13 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
     """
     peft_model = unwrapped(peft_model)
     active = _active(peft_model)
-    filled: Any = _with_values(peft_model, params)
+    named = select(peft_model, list(params))
+    check_params(params, {name: value.shape for name, value in named.items()})
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*peft_model.parameters(), *peft_model.buffers())}
+    for name, ours in named.items():
+        value = params[name].detach().to(device=ours.device, dtype=ours.dtype, copy=True).contiguous()
+        memo[id(ours)] = nn.Parameter(value, requires_grad=ours.requires_grad)
+    filled: Any = copy.deepcopy(peft_model, memo)  # which takes what its memo holds in place of the original
     if not any(config.is_prompt_learning for config in active.values()):
         _refuse_lost(filled, list(active), params)
     filled.save_pretrained(str(directory), selected_adapters=list(active))
@@ -160,18 +166,6 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
             f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
             "If it was computed from public data, say initialized_on_public_data=True."
         )
-
-
-def _with_values(module: nn.Module, params: Params) -> nn.Module:
-    """A copy of the structure with these parameters in place, that shares all other tensors with the module."""
-    named = select(module, list(params))
-    check_params(params, {name: value.shape for name, value in named.items()})
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    for name, ours in named.items():
-        value = params[name].detach().to(device=ours.device, dtype=ours.dtype, copy=True).contiguous()
-        memo[id(ours)] = nn.Parameter(value, requires_grad=ours.requires_grad)
-    result: nn.Module = copy.deepcopy(module, memo)  # deepcopy takes what its memo holds in place of the original
-    return result
 
 
 def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:

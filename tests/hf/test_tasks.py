@@ -124,30 +124,19 @@ def test_answers_do_not_depend_on_padding():
     assert all(set(call) == {"input_ids"} for call in calls)
 
 
-def test_a_task_of_your_own():
-    loss_fn = make_loss_fn(recorded()[0], lambda forward, params, batch: batch["labels"].float().sum(1))
-    assert loss_fn({}, BATCH).tolist() == [6, -95]
-
-
-MADE = {
-    "causal_lm": (zoo.gpt2, zoo.gpt_neox, zoo.opt, zoo.llama, zoo.qwen2), "masked_lm": (zoo.roberta,), "seq2seq": (zoo.t5,),
-    "sequence_classification": (zoo.bert,), "image_classification": (zoo.vit,), "vqa": (zoo.llava,),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("task", MADE)
-def test_the_task_of_a_model(task):
-    for make in MADE[task]:
+def test_the_task_of_a_model():
+    """Of a class of the user's own it is that of the class below it; some classes do not tell."""
+    for make, task in (
+        (zoo.gpt2, "causal_lm"),
+        (zoo.qwen2, "causal_lm"),
+        (zoo.vit, "image_classification"),
+        (zoo.llava, "vqa"),
+    ):
         model = make()
-        assert infer_task(model) == task
-        subclass = type("MyModel", (type(model),), {})
-        assert infer_task(subclass(model.config)) == task
-
-
-@pytest.mark.parametrize("model", [nn.Linear(1, 1), zoo.clip])
-def test_models_whose_class_does_not_tell_are_refused(model):
-    with pytest.raises(UnsupportedModel, match="Name the task"):
-        infer_task(model if isinstance(model, nn.Module) else model())
+        assert infer_task(model) == infer_task(type("MyModel", (type(model),), {})(model.config)) == task
+    for model in (nn.Linear(1, 1), zoo.clip()):
+        with pytest.raises(UnsupportedModel, match="Name the task"):
+            infer_task(model)
 
 
 @pytest.mark.parametrize(

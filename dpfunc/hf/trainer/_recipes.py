@@ -49,10 +49,10 @@ def model_recipe(
     is_head = weight is not None and (strategy == "head" or len(weight) == classes)  # not words of a language model
     facts: dict[str, Any] = {}
     if weight is not None and is_head:
-        own = _size(head)
+        own = sum(p.numel() for p in head.values())
         norm = _feature_norm(model, [*head.values()], measure) or math.sqrt(own / len(weight))
         facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
-    size = _size(trainable(model))
+    size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
         return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
@@ -71,10 +71,6 @@ def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
     if strategy == "lora":
         return {name: p for name, p in params.items() if _ADAPTER not in name}
     return params if strategy == "head" else {}
-
-
-def _size(params: dict[str, Tensor]) -> int:
-    return sum(p.numel() for p in params.values())
 
 
 def _feature_norm(model: nn.Module, head: list[Tensor], measure: bool) -> float | None:

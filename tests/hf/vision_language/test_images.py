@@ -13,7 +13,6 @@ from trainer_cases import PRIVACY, training_arguments
 from zoo.parity import engine_that_equals_the_loop, nonzero_b, truth_of, without_gradient
 
 import dpfunc
-from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import infer_task, make_loss_fn
@@ -130,22 +129,6 @@ def test_images_in_one_tensor_for_all_samples_are_refused():
     forward, params = functionalize(model)
     with pytest.raises(InvalidArgument, match=r"pixel_values.*has 48.*image_text_collator"):
         dpfunc.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
-
-
-@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
-def test_images_of_others_are_refused(engine):
-    """Two images for two samples, but both are of the first one: axis 0 has the right length."""
-    _, apart = collator("LLaVA-NeXT", 2)
-    model, _ = collator("LLaVA-NeXT", 1)
-    batch = flatten_images(apart(samples("LLaVA-NeXT", (2, 0))))
-    batch = {name: value[:2] for name, value in batch.items()}
-    blanks = batch["input_ids"][1] == 4
-    batch["input_ids"][1, blanks] = 0
-    forward, params = functionalize(model)
-    with pytest.raises((UnsupportedModel, ValueError, RuntimeError)):
-        dpfunc.clipped_grad(
-            make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0), engine=getattr(engines, engine)()
-        )
 
 
 def test_private_training(tmp_path):
