@@ -6,9 +6,8 @@ import os
 
 import torch
 import torch.distributed as dist
-from fsdp_jobs import LORA, Net, classes, data, mesh_of, plan, ranks_of
+from fsdp_jobs import LORA, LoRALinear, Net, classes, data, mesh_of, plan, ranks_of
 from torch import nn
-from tp_jobs import LoRALinear
 from workers import caught
 
 import dpfunc
@@ -29,7 +28,7 @@ def adapt(model):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for layer in model.layers:
-            layer.up, layer.down = LoRALinear(layer.up, 2), LoRALinear(layer.down, 2)
+            layer.up, layer.down = LoRALinear(layer.up), LoRALinear(layer.down)
     return model
 
 

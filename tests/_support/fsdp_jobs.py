@@ -31,15 +31,19 @@ LORA = r"lora_"
 
 
 class LoRALinear(nn.Module):
-    def __init__(self, inner, outer, rank=2):
+    def __init__(self, base_layer, rank=2):
         super().__init__()
-        self.base = nn.Linear(inner, outer).requires_grad_(False)
-        self.lora_A = nn.Linear(inner, rank, bias=False)
-        self.lora_B = nn.Linear(rank, outer, bias=False)
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
 
     def forward(self, x):
         low = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
-        return self.base(x) + 2.0 * low.to(x.dtype)
+        return self.base_layer(x) + 2.0 * low.to(x.dtype)
+
+
+def adapted(inner, outer):
+    return LoRALinear(nn.Linear(inner, outer))
 
 
 class Block(nn.Module):
@@ -54,7 +58,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, two residual blocks, and a head whose 3 rows do not reach 4 processes."""
 
-    def __init__(self, linear=LoRALinear):
+    def __init__(self, linear=adapted):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(Block(linear) for _ in range(2))
@@ -68,7 +72,7 @@ class Net(nn.Module):
         return self.head(x.mean(1))
 
 
-def net(linear=LoRALinear):
+def net(linear=adapted):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Net(linear)

@@ -1,11 +1,9 @@
-"""What torchrun starts in tests/hf/trainer/test_fsdp.py: runs of the Trainer whose model is in parts."""
+"""What the workers of tests/hf/trainer/test_fsdp.py do: runs of the Trainer whose model is in parts."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -132,15 +130,16 @@ def refusals(folder, rank):
 
 
 def main(folder):
-    ranks = distributed.from_environment(timedelta(seconds=120))
+    """The runs and refusals of one of two processes; what it found, and what it was told about settings."""
+    ranks, told, handler = distributed.data_parallel(), [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("dpfunc.hf.trainer._fsdp").addHandler(handler)
+    rank = str(ranks.rank)  # as torchrun says it, to accelerate
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="::1", MASTER_PORT="0"
+    )
     found = {kind: facts(sharded(kind, folder, ranks.rank), folder / kind) for kind in ("full", "adapter")}
     resumed = sharded("full", folder, ranks.rank)
     resumed.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{STEPS // 2}"))
     found["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
-    found["refused"] = refusals(folder, ranks.rank)
-    torch.save(found, folder / f"rank{ranks.rank}.pt")
-    distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {**found, "refused": refusals(folder, ranks.rank), "told": told}

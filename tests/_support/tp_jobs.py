@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from fsdp_jobs import LoRALinear
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,17 +36,6 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.head(self.norm(x + self.down(F.gelu(self.up(x))))).mean(1)
-
-
-class LoRALinear(nn.Module):
-    def __init__(self, base_layer, rank):
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base_layer(x) + 2.0 * self.lora_B(self.lora_A(x))
 
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

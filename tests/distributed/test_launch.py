@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from launcher import torchrun, works
 from safetensors.torch import load_file
+from sharded_cases import close
 from text_job import write_job
 
 import dpfunc
@@ -27,12 +28,6 @@ JOBS = launch_jobs.__file__
 FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
 KILLED = ("train", "job.yaml", *FLAGS, "--output_dir", "killed")
 TEXTS = ("-n", "6", "--batch-size", "2", "--max-new-tokens", "6", "--allow-non-private", "--seed", "4")
-
-
-def close(found, expected, tolerance=1e-6):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 def weights(folder):

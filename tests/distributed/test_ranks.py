@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sharded_cases import close
 from workers import outcomes, run
 
 from dpfunc.checkpoint.journal import journal_ledger
-
-
-def close(found, expected, tolerance):
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
-
 
 CASES = [
     # engine, clip rule, dtype, microbatch size, expected batch size, tolerance
