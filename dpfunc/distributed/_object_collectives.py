@@ -42,11 +42,6 @@ def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
     """Inside, each process does its own part; then all go on, or all raise: `error` where another one failed.
 
     Nothing inside may communicate.
-
-    >>> from dpfunc.errors import StepAborted
-    >>> with together(None, StepAborted("Another process failed.")):
-    ...     print("done")
-    done
     """
     failed, anywhere = True, False
     try:
@@ -144,9 +139,6 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
 
     Guarantees:
         tests/distributed/test_object_collectives.py::test_a_data_set_in_another_order_is_an_error_of_all.
-
-    >>> check_same_data(lambda: "mails of May", None)
-    'mails of May'
     """
     unread = StepAborted("Another process could not read its data set; its own error says why. Nothing was spent.")
     with together(ranks, unread):

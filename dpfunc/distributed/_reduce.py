@@ -119,10 +119,6 @@ def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> 
 
     Rows are divided where tiles of noise begin. The windows of all ranks together have each row of each leaf once
     (tests/distributed/test_reduce.py::test_each_number_belongs_to_one_process).
-
-    >>> shapes = {"w": (512, 256), "b": (512,)}
-    >>> [{name: part.rows for name, part in noise_windows(shapes, rank, 2).items()} for rank in (0, 1)]
-    [{'w': (0, 256)}, {'w': (256, 512), 'b': (0, 512)}]
     """
     total = sum(math.prod(shape) for shape in shapes.values())
     found: dict[str, Window] = {}

@@ -1,7 +1,4 @@
-"""A layer plus its low-rank part.
-
-Hu et al. 2022, LoRA: `h = W x + (alpha / rank) B A x` with A (rank, in) and B (out, rank).
-"""
+"""A layer plus its low-rank part (Hu et al. 2022): `h = W x + (alpha / rank) B A x`, A (rank, in), B (out, rank)."""
 
 from __future__ import annotations
 
