@@ -27,7 +27,7 @@ def budget(tmp_path):
 
 
 def trainer(budget, folder, **options):
-    arguments = training_arguments(folder, save_strategy="steps", save_steps=3)
+    arguments = training_arguments(folder, max_steps=6, save_strategy="steps", save_steps=3)
     return DPTrainer(classifier(), arguments, privacy=PRIVACY, train_dataset=DATA, budget=budget, **options)
 
 
