@@ -102,7 +102,7 @@ def packed():
      {**build("causal language model")[1], "seq_lengths": torch.ones(4, 2)}],
     ids=["flattened", "seq_idx", "seq_lengths"],
 )  # fmt: skip
-def test_packed_rows_are_refused(batch):
+def test_packed_rows_and_models_without_frames_are_refused(batch):
     loss_fn, params, _ = loss_of("causal language model")
     with pytest.raises(InvalidArgument, match=r"packed rows.*padding_free=False"):
         loss_fn(params, batch)
