@@ -6,19 +6,6 @@ from dpfunc.distributed.launch import from_environment, shutdown
 from dpfunc.distributed.ranks import Ranks, data_parallel, sharded
 
 __all__ = [
-    "Ranks",
-    "any_rank",
-    "check_same",
-    "data_parallel",
-    "from_environment",
-    "functionalize_managed",
-    "is_writer",
-    "once",
-    "replicate",
-    "shard",
-    "shard_frozen",
-    "sharded",
-    "shared_key",
-    "shutdown",
-    "unshard",
-]
+    "Ranks", "any_rank", "check_same", "data_parallel", "from_environment", "functionalize_managed", "is_writer",
+    "once", "replicate", "shard", "shard_frozen", "sharded", "shared_key", "shutdown", "unshard",
+]  # fmt: skip

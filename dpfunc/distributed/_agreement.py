@@ -10,15 +10,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.digests import checksum, digest, in_hex
 from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
-from dpfunc.batches import (
-    batch_size,
-    check_finite,
-    digest_and_mark,
-    pad_rows,
-    refuse_sums,
-    signature,
-    tree_map,
-)
+from dpfunc.batches import batch_size, check_finite, digest_and_mark, pad_rows, refuse_sums, signature, tree_map
 from dpfunc.distributed._object_collectives import any_rank, gathered_rows
 from dpfunc.distributed._reduce import check_placements, in_step
 from dpfunc.distributed.ranks import Ranks, is_sharded_over
@@ -145,16 +137,12 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
     """Fields that must agree in a group and do not, with the values of all its processes; the data group is first."""
     over_data = _EQUAL_OVER_DATA_GROUP if ranks.independent else (*_EQUAL_OVER_DATA_GROUP, "rows")
     groups = zip(tables, (over_data, _EQUAL_OVER_TENSOR_GROUP), strict=False)
-    compared = [(name, _column(table, name)) for table, names in groups for name in names]
+    compared = [(name, [getattr(row, name) for row in table]) for table, names in groups for name in names]
     differing = [(name, values) for name, values in compared if len(set(values)) > 1]
-    parts, replicas = _column(tables[0], "part"), _column(tables[0], "replica")
-    if len({*zip(parts, replicas, strict=True)}) > len({*parts}):
-        differing.append(("params", replicas))
+    parts = [(row.part, row.replica) for row in tables[0]]
+    if len(set(parts)) > len(dict(parts)):
+        differing.append(("params", [replica for _, replica in parts]))
     return differing
-
-
-def _column(table: list[RankSummary], name: str) -> list[int]:
-    return [getattr(row, name) for row in table]
 
 
 def _failure_message(data_group: list[RankSummary], step: int) -> str:
@@ -225,16 +213,10 @@ def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bo
     with in_step(ranks):
         own, names, marked = digest_and_mark(released, None, mark)
         own = _SPOILED if names else own
-        if any(is_dtensor(value) for value in released.values()):
-            own = _over_all(own, ranks)
+        for group in ranks.groups if any(map(is_dtensor, released.values())) else ():
+            digests = [number for (number,) in gathered_rows([own], group, ranks.device)]
+            own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
+            own = _SPOILED if _SPOILED in digests else own
         if own == _SPOILED:
             refuse_sums(names)
     return in_hex(own), marked
-
-
-def _over_all(own: int, ranks: Ranks) -> int:
-    for group in ranks.groups:
-        digests = [number for (number,) in gathered_rows([own], group, ranks.device)]
-        own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
-        own = _SPOILED if _SPOILED in digests else own
-    return own

@@ -119,10 +119,6 @@ def noise_windows(shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> 
 
     Rows are divided where tiles of noise begin. The windows of all ranks together have each row of each leaf once
     (tests/distributed/test_reduce.py::test_each_number_belongs_to_one_process).
-
-    >>> shapes = {"w": (512, 256), "b": (512,)}
-    >>> [{name: part.rows for name, part in noise_windows(shapes, rank, 2).items()} for rank in (0, 1)]
-    [{'w': (0, 256)}, {'w': (256, 512), 'b': (0, 512)}]
     """
     total = sum(math.prod(shape) for shape in shapes.values())
     found: dict[str, Window] = {}
@@ -150,8 +146,11 @@ def sum_over(ranks: Ranks, sums: Params, params: Params) -> dict[str, Tensor]:
 
     One all-reduce for all parameters that are not sharded over the data group. Local parts go in as plain tensors.
     """
-    if ranks.keeps_parts:
-        return _already_summed(sums, params)
+    if ranks.keeps_parts:  # the engine has added over all processes; those of one without records are zeros
+        own_only = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
+        if own_only:
+            raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(own_only)}.")
+        return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
     with _added_up(_packed(sums, params, ranks), ranks) as (terms, _):
         pass
     return {
@@ -165,14 +164,6 @@ def sum_over(ranks: Ranks, sums: Params, params: Params) -> dict[str, Tensor]:
 def _packed(sums: Params, params: Params, ranks: Ranks) -> Params:
     """The sums that go into one message."""
     return {name: value for name, value in sums.items() if not is_sharded_over(params[name], ranks)}
-
-
-def _already_summed(sums: Params, params: Params) -> dict[str, Tensor]:
-    """Sums that the engine has added over all processes; those of a process without records are zeros."""
-    own_only = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
-    if own_only:
-        raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(own_only)}.")
-    return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
 
 
 @contextmanager
@@ -209,7 +200,8 @@ def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
     device = next((value.device for value in sums.values()), ranks.device)
     device = device if device.type != "cpu" else message_device(ranks.group)
     lengths = {name: -(-value.numel() // _ALIGNED) * _ALIGNED for name, value in sums.items()}
-    message = torch.empty(sum(lengths.values()) + 2, dtype=_message_dtype(sums), device=device)
+    dtype = torch.float64 if any(value.dtype == torch.float64 for value in sums.values()) else torch.float32
+    message = torch.empty(sum(lengths.values()) + 2, dtype=dtype, device=device)
     message[-2:] = 0.0
     terms, start = {}, 0
     for name, value in sums.items():
@@ -217,10 +209,6 @@ def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
         message[start + value.numel() : start + lengths[name]] = 0.0
         start += lengths[name]
     return message, terms
-
-
-def _message_dtype(sums: Params) -> torch.dtype:
-    return torch.float64 if any(value.dtype == torch.float64 for value in sums.values()) else torch.float32
 
 
 def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
@@ -232,8 +220,7 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     placements = [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)]
     form: Any = {"shape": param.shape, "stride": param.stride()}
     partial_sums = DTensor.from_local(total, spec.device_mesh, placements, run_check=False, **form)
-    result: Tensor = partial_sums.redistribute(placements=spec.placements)
-    return result
+    return partial_sums.redistribute(placements=spec.placements)
 
 
 def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
@@ -241,10 +228,8 @@ def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> 
 
     Without it parts would be clipped by norms that are too small. A replicated parameter counts once.
     """
-    if ranks.tensor_group is None:
-        return sq_norms
     sharded_names = [name for name, p in params.items() if is_sharded_over(p, ranks, tensor=True)]
-    if not sharded_names:
+    if ranks.tensor_group is None or not sharded_names:
         return sq_norms
     parts_NB = torch.stack([sq_norms[name].double() for name in sharded_names])
     arrived(dist.all_reduce(parts_NB, group=ranks.tensor_group, async_op=True))

@@ -1,9 +1,8 @@
 """Models and parameters of which each process holds a part.
 
 `shard_frozen` shards the frozen parameters by FSDP2, and `shard` the trained ones, which are arguments. With
-`functionalize_managed` all are FSDP2's, for full fine-tuning: one layer is gathered at a time, in weights and in sums.
-The module swaps its own tensors in and out while it runs. They stand for the parameters: the engine of two passes
-recognises their uses, and each weighted sum is sharded over the processes as soon as it is computed.
+`functionalize_managed` all are FSDP2's: the module swaps its own tensors in and out while it runs. They stand for the
+parameters: the engine of two passes recognises their uses, and each weighted sum is sharded as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -68,13 +67,11 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str
     replicated: list[Any] = [Replicate()] * mesh.ndim
     sharded: list[Any] = [*replicated[1:], Shard(0)]
 
-    def distribute(param: Tensor) -> Tensor:
-        if is_dtensor(param):
-            return param
-        divisible = param.ndim > 0 and param.numel() >= limit
-        return distribute_tensor(param.detach(), mesh, sharded if divisible else replicated, src_data_rank=None)
-
-    return {name: distribute(param) for name, param in params.items()}
+    found = dict(params)
+    for name, param in ((name, param) for name, param in params.items() if not is_dtensor(param)):
+        placements = sharded if param.ndim > 0 and param.numel() >= limit else replicated
+        found[name] = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
+    return found
 
 
 def unshard(params: Params) -> dict[str, Tensor]:
@@ -92,14 +89,10 @@ def unshard(params: Params) -> dict[str, Tensor]:
 
 
 def shard_frozen(
-    model: _Model,
-    mesh: DeviceMesh,
-    *,
-    layers: str | Sequence[str] | None = None,
-    trainable: str | Sequence[str] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    model: _Model, mesh: DeviceMesh, *, layers: str | Sequence[str] | None = None,
+    trainable: str | Sequence[str] | None = None, mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
-) -> _Model:
+) -> _Model:  # fmt: skip
     """FSDP2 for all that is not trained: `fully_shard` on each layer and on the module.
 
     Trained parameters stay unsharded, for `dpfunc.functionalize(module, trainable)`; `distributed.shard` shards them.
@@ -133,7 +126,8 @@ def shard_frozen(
             raise InvalidArgument("Expected trainable=None for an adapter, which knows what is trained.")
         module = model.adapted
         names = [*model.constants, *model.params]
-        _own_parameters(module, set(names))
+        # The copy shares its frozen parameters with the original, and FSDP changes what they hold.
+        _replace(module, {p: nn.Parameter(p.detach(), False) for n, p in module.named_parameters() if n not in names})
         _shard(module, mesh, layers, names, mp_policy, reshard_after_forward)
         params, constants = (
             {name: tensor.to(mesh.device_type) for name, tensor in tensors.items()}
@@ -150,13 +144,9 @@ def shard_frozen(
 
 
 def _shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    layers: str | Sequence[str] | None,
-    trained: Sequence[str],
-    mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool | None,
-) -> None:
+    module: nn.Module, mesh: DeviceMesh, layers: str | Sequence[str] | None, trained: Sequence[str],
+    mp_policy: MixedPrecisionPolicy | None, reshard_after_forward: bool | None,
+) -> None:  # fmt: skip
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     found = communicates(module)
@@ -183,29 +173,19 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     >>> _layer_names(model, None), _layer_names(model, "^1$")
     (['0.0', '0.1'], ['1'])
     """
-    names = [name for name, _ in module.named_modules() if name]
+    names = list(dict(module.named_modules()))[1:]  # without the module itself
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-    found = (
-        outermost(filter(pattern("layers", layers).search, names))
-        if isinstance(layers, str)
-        else _listed(names, layers)
-    )
+    if isinstance(layers, str):
+        found = outermost(filter(pattern("layers", layers).search, names))
+    else:
+        found = list(filter(layers.__contains__, names))
+        if unknown := set(layers) - set(names):
+            raise InvalidArgument(f"Expected names of layers, got unknown {shorten(sorted(unknown))}.")
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
-
-
-def _listed(names: Sequence[str], layers: Sequence[str]) -> list[str]:
-    if unknown := [name for name in layers if name not in names]:
-        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(unknown)}.")
-    return [name for name in names if name in layers]
-
-
-def _own_parameters(module: nn.Module, trained: set[str]) -> None:
-    """Frozen parameters of its own for a copy that shares them with the original: FSDP changes what they hold."""
-    _replace(module, {p: nn.Parameter(p.detach(), False) for n, p in module.named_parameters() if n not in trained})
 
 
 def _to_device(module: nn.Module, trained: set[str], device: str) -> None:
@@ -283,8 +263,8 @@ class ManagedForward:
         """The module's output with these parameters."""
         if is_independent():
             refuse_communication(self.module)
-        stack = until_backward()
-        if stack is not None and not self._stands_for(params):
+        stack, own = until_backward(), vars(self).get("gathered", {})
+        if stack is not None and any(own.get(name) is not param for name, param in params.items()):
             raise UnsupportedModel(
                 "Parameters that fully_shard manages have no per-sample gradients in this engine. Use the engine and "
                 "the ranks that functionalize_managed returned."
@@ -299,11 +279,6 @@ class ManagedForward:
                 return self.module(*args, **kwargs)
             with recovered(self.module):
                 return self.module(*args, **kwargs)
-
-    def _stands_for(self, params: Params) -> bool:
-        """True if these are the module's own tensors, as its engine gives them."""
-        own = vars(self).get("gathered", {})
-        return all(own.get(name) is param for name, param in params.items())
 
     def write(self, params: Params) -> None:
         """Write parameter shards into the module; layers still gathered from an earlier pass are released."""

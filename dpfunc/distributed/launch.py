@@ -66,13 +66,7 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
 
 
 def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
-    """Refuse processes that do not find each other: they would be separate runs, whose costs nobody would add up.
-
-    >>> check_launch({"OMPI_COMM_WORLD_SIZE": "2"}, 1)
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected 2 processes, as OMPI_COMM_WORLD_SIZE says, got 1. Start it with \
-`torchrun --nproc-per-node N ...`, or one process without a launcher.
-    """
+    """Refuse processes that do not find each other: they would be separate runs, whose costs nobody would add up."""
     for name in ("WORLD_SIZE",) if "WORLD_SIZE" in environment else _OTHER_LAUNCHERS:
         promised = environment.get(name, "1")
         if not promised.isdigit() or int(promised) > num_processes:
@@ -85,14 +79,7 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
-    """Refuse a run without ranks on several processes: they would be separate runs, whose costs nobody would add up.
-
-    >>> check_alone({"WORLD_SIZE": "2"})
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected ranks=..., because WORLD_SIZE=2: without it each process is a run of its \
-own, and nobody adds up what they cost. Pass ranks=dpfunc.distributed.from_environment(), or sharded(mesh), to \
-make_dp_step and plan.batches; for runs on different data, unset what the launcher set.
-    """
+    """Refuse a run without ranks on several processes: they would be separate runs, whose costs nobody would add up."""
     told = {name: environment.get(name, "1") for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS)}
     found = [f"{name}={count}" for name, count in told.items() if count != "1"]
     if initialized() and dist.get_world_size() > 1:

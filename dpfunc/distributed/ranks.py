@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -177,9 +178,11 @@ def sharded(
             f"data={tuple(data)}, tensor={tuple(tensor)}. Context, sequence and pipeline parallelism put parts of a "
             "record's gradient on several processes and are not supported."
         )
-    groups = [_joint(mesh, tuple(dims)) for dims in (data, tensor) if dims]
-    for group in groups:
-        _check_timeout(group)
+    groups = []
+    for dims in filter(None, map(tuple, (data, tensor))):
+        part = mesh if len(dims) == len(named) == 1 else mesh[dims]
+        groups.append(part.get_group() if len(dims) == 1 else part._flatten("_".join(dims)).get_group())
+        _check_timeout(groups[-1])
     held = [weakref.ref(group) for group in groups]
     rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     return Ranks(held[0], held[1] if tensor else None, rank, size, False, dummy, tensor_axes=tuple(tensor))
@@ -187,11 +190,9 @@ def sharded(
 
 def _check_timeout(group: dist.ProcessGroup) -> None:
     """Refuse a timeout of more than an hour: a process that died or hangs must become an error for the others."""
-    try:
-        options = group._get_backend(message_device(group)).options
-    except (RuntimeError, AttributeError):  # backends without options have no timeout that could be read
-        return
-    timeout = getattr(options, "_timeout", None)
+    timeout = None
+    with suppress(RuntimeError, AttributeError):  # backends without options have no timeout that could be read
+        timeout = group._get_backend(message_device(group)).options._timeout
     if timeout is not None and timeout > LONGEST_WAIT:
         raise InvalidArgument(
             f"Expected a process group with a timeout of at most {LONGEST_WAIT}, got {timeout}: a process that died "
@@ -205,8 +206,3 @@ def _check_initialised() -> None:
             "Expected torch.distributed to be initialised. Call "
             "torch.distributed.init_process_group(timeout=timedelta(minutes=5)) in each process, under torchrun."
         )
-
-
-def _joint(mesh: DeviceMesh, dims: tuple[str, ...]) -> dist.ProcessGroup:
-    part = mesh if len(dims) == len(mesh.mesh_dim_names or ()) == 1 else mesh[dims]
-    return part.get_group() if len(dims) == 1 else part._flatten("_".join(dims)).get_group()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf._padding import positions_of_tokens
 from dpfunc.hf.losses import IGNORED
 from dpfunc.types import Params
 
@@ -21,16 +20,14 @@ AnyForward = Callable[..., Any]
 
 _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
 """Decoders with a table of positions that is looked up from the start of the row, padding or not."""
-_POSITIONS = ("wpe", "position_embeddings", "embed_positions")
-"""Names of layers that look positions up in a table."""
-_NESTED = ("idefics", "smolvlm", "mllama")
-"""Vision-language models that take images with an axis for the samples and one for the images of a sample."""
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # layers that look positions up in a table
+_NESTED = ("idefics", "smolvlm", "mllama")  # images have an axis for the samples and one for those of a sample
 
 
 class Speech(NamedTuple):
     """Facts about a model with a CTC loss."""
 
-    blank: int
+    blank: int  # class
     by_length: bool  # the loss is divided by the number of labels
     zero_infinity: bool  # the loss is 0 for labels that are longer than the frames
     frames: Callable[[Tensor], Tensor] | None  # of lengths of inputs (B,); None if not known
@@ -43,25 +40,25 @@ class Tables:
     tokens: int | None = None
     positions: int | None = None
 
-    def explain(self, error: Exception, ids: object) -> InvalidArgument | None:
-        """The error for token ids that are not in these tables, or rows too long, if torch reports that on a CPU.
+    def explain(self, error: Exception, ids: object) -> None:
+        """Raise a better error for token ids that are not in these tables, or rows too long, if torch reports that.
 
         It tells by the message and by shapes: engines compute rows under `vmap`, where no number can be read.
         """
         if not isinstance(ids, Tensor) or self.tokens is None:
-            return None
+            return
         longest = self.positions
         long = longest is not None and ids.dim() > 1 and ids.shape[-1] > longest
         if not (long and "size" in str(error)) and "index out of range" not in str(error):
-            return None
+            return
         most = "" if longest is None else f" and rows of at most {longest} tokens"
         cut = "" if longest is None else f", and truncate: tokenizer(..., truncation=True, max_length={longest})"
-        return InvalidArgument(
+        raise InvalidArgument(
             f"Expected token ids 0 <= id < {self.tokens}{most}, as the tables of this model have them; got others in "
             "at least one record, which is private and not shown. Use the tokenizer that belongs to the model, or call "
             f"model.resize_token_embeddings(len(tokenizer)) before its parameters are taken{cut}. Nothing was spent by "
             "this step."
-        )
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -89,31 +86,26 @@ class Caller:
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output, the same for a sample whatever padding the batch has on its left."""
-        self._refuse_inputs(kwargs)
-        mask_BT = kwargs.get("attention_mask")
-        if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
-            kwargs["position_ids"] = positions_of_tokens(mask_BT)
-        try:
-            return self.forward(params, *args, **{**self.facts.options, **kwargs})
-        except (IndexError, RuntimeError) as error:
-            explained = self.facts.tables.explain(error, kwargs.get("input_ids"))
-            if explained is None:
-                raise
-            raise explained from error
-
-    def _refuse_inputs(self, inputs: Mapping[str, Any]) -> None:
         if self.facts.augmented is not None and self.facts.augmented.training:
             raise UnsupportedModel(
                 f"{type(self.facts.augmented).__name__} masks its inputs at random in training mode (SpecAugment), by "
                 "numpy's generator, which the key of the run does not drive: no step could be repeated, and no row "
                 "compared. Set model.config.apply_spec_augment = False, or mask in the collator with torch."
             )
-        if self.facts.blocks and "token_type_ids" not in inputs:
+        if self.facts.blocks and "token_type_ids" not in kwargs:
             raise InvalidArgument(
                 "Expected 'token_type_ids' in the batch: which tokens of this model (PaliGemma) see later ones depends "
                 "on them, and without them on whether any record of the batch is padded. Its processor makes them: "
                 "processor(..., suffix=answers)."
             )
+        mask_BT = kwargs.get("attention_mask")
+        if self.facts.counts_padding and "position_ids" not in kwargs and mask_BT is not None and mask_BT.dim() == 2:
+            kwargs["position_ids"] = (mask_BT.long().cumsum(1) - 1).clamp(min=0)  # counts tokens only
+        try:
+            return self.forward(params, *args, **{**self.facts.options, **kwargs})
+        except (IndexError, RuntimeError) as error:
+            self.facts.tables.explain(error, kwargs.get("input_ids"))
+            raise
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -144,19 +136,22 @@ def facts_of_model(module: nn.Module) -> Facts:
     """Facts about a model, or about the one inside of a PEFT model."""
     base = base_model(module)
     config = getattr(base, "config", None)
-    caches = "use_cache" in inspect.signature(base.forward).parameters
+    inputs = inspect.signature(base.forward).parameters
     soft_prompt = _soft_prompt(module)
+    # A language model without a causal flag gets causal masks from the vision-language model around it. Transformers
+    # leaves them out where a batch has no padding, and relies on the flag: all tokens then see all others.
+    bidirectional = getattr(getattr(config, "text_config", None), "use_bidirectional_attention", None) is True
     return Facts(
-        options=MappingProxyType({"use_cache": False} if caches else {}),
+        options=MappingProxyType({"use_cache": False} if "use_cache" in inputs else {}),
         soft_prompt=soft_prompt,
         counts_padding=getattr(config, "model_type", "") in _COUNT_PADDING and not soft_prompt,
         problem=getattr(config, "problem_type", None),
         decoder_inputs=_decoder_inputs(base),
         speech=_speech(base),
         augmented=base if augments(config) else None,
-        blocks=_has_blocks(config),
+        blocks=bidirectional and getattr(config, "vision_config", None) is not None,
         nested_images=str(getattr(config, "model_type", "")).startswith(_NESTED),
-        tables=_tables(base),
+        tables=_tables(base) if "input_ids" in inputs else Tables(),
     )
 
 
@@ -169,8 +164,6 @@ def _soft_prompt(module: nn.Module) -> int:
 
 
 def _tables(base: nn.Module) -> Tables:
-    if "input_ids" not in inspect.signature(base.forward).parameters:
-        return Tables()
     inputs: Any = getattr(base, "get_input_embeddings", lambda: None)()
     positions = None
     for name, module in base.named_modules():
@@ -185,16 +178,6 @@ def augments(config: object) -> bool:
     """True if a configuration asks for SpecAugment, whose default in speech models is on."""
     names = ("mask_time_prob", "mask_feature_prob")
     return bool(getattr(config, "apply_spec_augment", False)) and any(getattr(config, name, 0) for name in names)
-
-
-def _has_blocks(config: object) -> bool:
-    """True if a language model without a causal flag is given causal masks by the vision-language model around it.
-
-    Transformers leaves a mask out where a batch has no padding, and relies on the flag: all tokens then see all others.
-    """
-    inner = getattr(config, "text_config", None)
-    reads_images = getattr(config, "vision_config", None) is not None
-    return reads_images and getattr(inner, "use_bidirectional_attention", None) is True
 
 
 def _speech(base: nn.Module) -> Speech | None:

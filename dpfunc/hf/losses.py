@@ -2,9 +2,9 @@
 
 Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features.
 
-All return (B,), unreleased, in float32, or float64 for float64 outputs. They select nothing by value: what is ignored
-is multiplied away, so that every engine can run them. Shapes that do not fit are an `InvalidArgument`; on a CPU also
-classes that the outputs do not have.
+All take outputs of any floating dtype and return (B,), unreleased, in float32, or float64 for float64 outputs. They
+select nothing by value: what is ignored is multiplied away, so that every engine can run them. Shapes that do not fit
+are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
     """Next-token cross entropy: `sum_t m_t CE(logits_{t-1}, labels_t) / max(1, sum_t m_t)` for each sample, t >= 1.
 
     Args:
-        logits_BTV: floating, any dtype. labels_BT: the input ids, not shifted; `ignore_index` where nothing is to be
-            learnt (padding, prompts, image tokens). ignore_index: that label.
+        logits_BTV: floating. labels_BT: the input ids, not shifted; `ignore_index` where nothing is to be learnt
+            (padding, prompts, image tokens). ignore_index: that label.
 
     Returns:
         (B,): torch's mean cross entropy of each sample alone, whatever the length that the batch is padded to
@@ -34,7 +34,7 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
     >>> causal_lm(logits_BTV, torch.tensor([[1, 2, 3], [1, -100, -100]]))
     tensor([1.3863, 0.0000])
     """
-    _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
+    _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)  # before they are shifted
     return token_mean(logits_BTV[:, :-1], labels_BT[:, 1:], ignore_index=ignore_index)
 
 
@@ -42,8 +42,8 @@ def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGN
     """Cross entropy of each token, mean over the sample's own labelled ones: `sum_t m_t CE_t / max(1, sum_t m_t)`.
 
     Args:
-        logits_BTV: floating, any dtype; position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it
-            predicts. labels_BT, ignore_index: see `causal_lm`; m_t = 1 where the label is not ignored.
+        logits_BTV: position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it predicts.
+        labels_BT, ignore_index: see `causal_lm`; m_t = 1 where the label is not ignored.
 
     Returns:
         (B,). 0 with zero gradient for a sample without labelled tokens.
@@ -52,8 +52,7 @@ def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGN
     tensor([1.3863])
     """
     _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
-    flat_NV, flat_N = _at_least_float32(logits_BTV).flatten(0, 1), labels_BT.flatten()
-    losses_N = _cross_entropy(flat_NV, flat_N, ignore_index)
+    losses_N = _cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index)
     count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
     return losses_N.reshape(labels_BT.shape).sum(1) / count_B
 
@@ -65,26 +64,25 @@ def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = I
     """Cross entropy of one class for each sample.
 
     Args:
-        logits_BC: floating, any dtype. labels_B: class numbers. ignore_index: a label whose sample has loss 0.
+        logits_BC: floating. labels_B: class numbers. ignore_index: a label whose sample has loss 0.
 
     >>> classification(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([1.3863, 1.3863])
     """
     _check("logits (B, C)", logits_BC, "labels (B,)", labels_B)
-    return _cross_entropy(_at_least_float32(logits_BC), labels_B, ignore_index)
+    return _cross_entropy(logits_BC, labels_B, ignore_index)
 
 
 def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
     """Binary cross entropy, mean over the classes of each sample.
 
     Args:
-        logits_BC: floating, any dtype. labels_BC: 0 or 1, or probabilities.
+        logits_BC: floating. labels_BC: 0 or 1, or probabilities.
 
     >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
     tensor([0.6931])
     """
-    if logits_BC.dim() != 2 or labels_BC.shape != logits_BC.shape:
-        raise _misfit("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
+    _check_equal("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
     logits_BC = _at_least_float32(logits_BC)
     return F.binary_cross_entropy_with_logits(logits_BC, labels_BC.to(logits_BC.dtype), reduction="none").mean(1)
 
@@ -93,14 +91,13 @@ def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
     """Squared error, mean over the K outputs of each sample.
 
     Args:
-        outputs_BK: floating, any dtype. labels: (B, K), or (B,) for K = 1.
+        outputs_BK: floating. labels: (B, K), or (B,) for K = 1.
 
     >>> regression(torch.zeros(2, 1), torch.tensor([1.0, 2.0]))
     tensor([1., 4.])
     """
     targets_BK = labels[:, None] if labels.dim() == 1 else labels
-    if outputs_BK.dim() != 2 or targets_BK.shape != outputs_BK.shape:
-        raise _misfit("outputs (B, K)", outputs_BK, "labels (B, K)", labels)
+    _check_equal("outputs (B, K)", outputs_BK, "labels (B, K)", targets_BK)
     outputs_BK = _at_least_float32(outputs_BK)
     return (outputs_BK - targets_BK.to(outputs_BK.dtype)).square().mean(1)
 
@@ -125,20 +122,15 @@ def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B
 
 
 def ctc(
-    logits_BTV: Tensor,
-    labels_BL: Tensor,
-    frames_B: Tensor,
-    *,
-    blank: int = 0,
-    by_length: bool = True,
+    logits_BTV: Tensor, labels_BL: Tensor, frames_B: Tensor, *, blank: int = 0, by_length: bool = True,
     zero_infinity: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Connectionist temporal classification: `-log P(labels | frames)` of each sample.
 
     Args:
-        logits_BTV: floating, any dtype. labels_BL: classes, negative where a sample has fewer. frames_B: frames of
-            each sample that are not padding. blank: class of the blank. by_length: divide by the number of labels,
-            at least 1. zero_infinity: 0 instead of infinity for a sample with more labels than its frames can give.
+        logits_BTV: floating. labels_BL: classes, negative where a sample has fewer. frames_B: frames of each sample
+            that are not padding. blank: class of the blank. by_length: divide by the number of labels, at least 1.
+            zero_infinity: 0 instead of infinity for a sample with more labels than its frames can give.
 
     Paper: Graves, Fernandez, Gomez, Schmidhuber 2006, "Connectionist Temporal Classification", section 3.
 
@@ -149,11 +141,8 @@ def ctc(
         raise _misfit("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL)
     there_BL = labels_BL >= 0
     scores_TBV = F.log_softmax(_at_least_float32(logits_BTV), dim=2).transpose(0, 1)
-    count_B = there_BL.sum(1)
-    losses_B = F.ctc_loss(
-        scores_TBV, torch.where(there_BL, labels_BL, 0), frames_B, count_B,
-        blank=blank, reduction="none", zero_infinity=zero_infinity,
-    )  # fmt: skip
+    count_B, labels_BL = there_BL.sum(1), torch.where(there_BL, labels_BL, 0)
+    losses_B = F.ctc_loss(scores_TBV, labels_BL, frames_B, count_B, blank, "none", zero_infinity)
     return losses_B / count_B.clamp(min=1) if by_length else losses_B
 
 
@@ -161,13 +150,12 @@ def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> 
     """Squared error of the cosine of two vectors: `(cos(u, v) - score)^2`.
 
     Args:
-        first_BD, second_BD: floating, any dtype. scores_B: the wanted cosine of each pair.
+        first_BD, second_BD: floating. scores_B: the wanted cosine of each pair.
 
     >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
     tensor([0.2500])
     """
-    if first_BD.dim() != 2 or first_BD.shape != second_BD.shape:
-        raise _misfit("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
+    _check_equal("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
     cosines_B = F.cosine_similarity(_at_least_float32(first_BD), _at_least_float32(second_BD))
     return regression(cosines_B[:, None], scores_B)
 
@@ -178,12 +166,9 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 def _cross_entropy(logits_NC: Tensor, labels_N: Tensor, ignore_index: int) -> Tensor:
-    """Cross entropy of each row, (N,); the message about a class that does not exist names no record's label.
-
-    Accelerators find such a class later, with an error of their own.
-    """
+    """Cross entropy of each row, (N,); the message about a class that does not exist names no record's label."""
     try:
-        return F.cross_entropy(logits_NC, labels_N, ignore_index=ignore_index, reduction="none")
+        return F.cross_entropy(_at_least_float32(logits_NC), labels_N, ignore_index=ignore_index, reduction="none")
     except (IndexError, RuntimeError) as error:  # the second under torch.func.vmap
         if "out of bounds" not in str(error):
             raise
@@ -204,7 +189,11 @@ def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:
         raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
 
 
+def _check_equal(what: str, outputs: Tensor, other: str, labels: Tensor) -> None:
+    if outputs.dim() != 2 or labels.shape != outputs.shape:
+        raise _misfit(what, outputs, other, labels)
+
+
 def _misfit(what: str, outputs: Tensor, other: str, labels: Tensor) -> InvalidArgument:
-    return InvalidArgument(
-        f"Expected {what} and {other} that fit, got {tuple(outputs.shape)} and {tuple(labels.shape)}."
-    )
+    shapes = f"{tuple(outputs.shape)} and {tuple(labels.shape)}"
+    return InvalidArgument(f"Expected {what} and {other} that fit, got {shapes}.")

@@ -41,8 +41,7 @@ class ModelCheck:
     def __str__(self) -> str:
         lines = [f"{self.trained} of {self.total} parameters are trained; task: {self.task or 'not known'}"]
         lines += [f"must be changed: {problem}" for problem in self.problems]
-        lines += [f"advice: {advice}" for advice in self.advice]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"advice: {advice}" for advice in self.advice])
 
 
 def check_model(model: nn.Module) -> ModelCheck:
@@ -61,6 +60,9 @@ def check_model(model: nn.Module) -> ModelCheck:
     config = getattr(base_model(model), "config", None)
     batchnorms = count_batchnorm(model)
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    task: str | None = None
+    with suppress(UnsupportedModel):
+        task = infer_task(model)
     advice = {
         f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics of "
         "public data are fine too: model.eval().": batchnorms > 0,
@@ -69,15 +71,9 @@ def check_model(model: nn.Module) -> ModelCheck:
         '(padding="max_length"), or a record changes the gradients of others by its length.':
             getattr(config, "feat_extract_norm", None) == "group",
     }  # fmt: skip
-    task: str | None = None
-    with suppress(UnsupportedModel):
-        task = infer_task(model)
-    sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
-    return ModelCheck(
-        task, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes), batchnorms,
-        tuple(text for text, applies in _problems(model, task).items() if applies),
-        tuple(text for text, applies in advice.items() if applies),
-    )  # fmt: skip
+    trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
+    told = [tuple(text for text, applies in each.items() if applies) for each in (_problems(model, task), advice)]
+    return ModelCheck(task, trained, total, batchnorms, *told)
 
 
 def _problems(model: nn.Module, task: str | None) -> dict[str, bool]:

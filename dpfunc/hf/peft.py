@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,30 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
 
 
 def _refuse_without_effect(peft_model: nn.Module) -> None:
-    """Refuse adapters that are merged into their layers, or switched off."""
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
-    merged = [name for name, layer in layers if layer.merged_adapters]
-    off = [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True]
     enable = "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
     for found, where, advice in (
-        (merged, "merged into", "Call peft_model.unmerge_adapter()."), (off, "switched off in", enable),
-    ):  # fmt: skip
+        (
+            [name for name, layer in layers if layer.merged_adapters],
+            "merged into",
+            "Call peft_model.unmerge_adapter().",
+        ),
+        (
+            [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True],
+            "switched off in",
+            enable,
+        ),
+    ):
         if found:
             raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
+
+
+def _parameters_of_others(peft_model: Any, active: Mapping[str, Any]) -> set[int]:
+    """The ids of what belongs to other adapters: PEFT keeps adapters in dictionaries, each under its name."""
+    names = set(peft_model.peft_config)
+    kept = [part for part in peft_model.modules() if isinstance(part, (nn.ModuleDict, nn.ParameterDict))]
+    held = [part[name] for part in kept if set(part) <= names for name in part if name not in active]
+    return {id(p) for each in held for p in (each.parameters() if isinstance(each, nn.Module) else [each])}
 
 
 def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> Functional:
@@ -106,7 +120,13 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
     """
     peft_model = unwrapped(peft_model)
     active = _active(peft_model)
-    filled: Any = _with_values(peft_model, params)
+    named = select(peft_model, list(params))
+    check_params(params, {name: value.shape for name, value in named.items()})
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*peft_model.parameters(), *peft_model.buffers())}
+    for name, ours in named.items():
+        value = params[name].detach().to(device=ours.device, dtype=ours.dtype, copy=True).contiguous()
+        memo[id(ours)] = nn.Parameter(value, requires_grad=ours.requires_grad)
+    filled: Any = copy.deepcopy(peft_model, memo)  # which takes what its memo holds in place of the original
     if not any(config.is_prompt_learning for config in active.values()):
         _refuse_lost(filled, list(active), params)
     filled.save_pretrained(str(directory), selected_adapters=list(active))
@@ -146,26 +166,6 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
             f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
             "If it was computed from public data, say initialized_on_public_data=True."
         )
-
-
-def _parameters_of_others(peft_model: Any, active: Collection[str]) -> set[int]:
-    """The ids of what belongs to other adapters: PEFT keeps adapters in dictionaries, each under its name."""
-    names = set(peft_model.peft_config)
-    kept = [part for part in peft_model.modules() if isinstance(part, (nn.ModuleDict, nn.ParameterDict))]
-    held = [part[name] for part in kept if set(part) <= names for name in part if name not in active]
-    return {id(p) for each in held for p in (each.parameters() if isinstance(each, nn.Module) else [each])}
-
-
-def _with_values(module: nn.Module, params: Params) -> nn.Module:
-    """A copy of the structure with these parameters in place, that shares all other tensors with the module."""
-    named = select(module, list(params))
-    check_params(params, {name: value.shape for name, value in named.items()})
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    for name, ours in named.items():
-        value = params[name].detach().to(device=ours.device, dtype=ours.dtype, copy=True).contiguous()
-        memo[id(ours)] = nn.Parameter(value, requires_grad=ours.requires_grad)
-    result: nn.Module = copy.deepcopy(module, memo)  # deepcopy takes what its memo holds in place of the original
-    return result
 
 
 def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:

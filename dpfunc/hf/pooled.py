@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from dpfunc.hf._padding import mean_of_tokens
 from dpfunc.recipes import Head
 
 
@@ -37,7 +36,10 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.backbone: Any = _without_pooler(config)
+        try:  # without a pooler, which would be trained and not used
+            self.backbone: Any = AutoModel.from_config(config, add_pooling_layer=False)
+        except TypeError:  # this kind has none
+            self.backbone = AutoModel.from_config(config)
         self.classifier = Head(config.hidden_size, config.num_labels)
         self.first_layer: int | None = None
         self.post_init()
@@ -47,14 +49,9 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
             self.classifier.reset_parameters()
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        hidden: Tensor | None = None,
-        features: Tensor | None = None,
-        labels: Tensor | None = None,
-        **unused: object,
-    ) -> SequenceClassifierOutput:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, hidden: Tensor | None = None,
+        features: Tensor | None = None, labels: Tensor | None = None, **unused: object,
+    ) -> SequenceClassifierOutput:  # fmt: skip
         """Logits (B, classes), from whatever part of the way was computed before.
 
         Args:
@@ -78,7 +75,8 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
             x_BTd = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         else:
             x_BTd = _through(self.backbone.encoder.layer[self.first_layer :], hidden.to(self.dtype), attention_mask)
-        mean_Bd = mean_of_tokens(x_BTd, attention_mask)
+        mask_BT1 = torch.ones_like(x_BTd[..., :1]) if attention_mask is None else attention_mask[..., None].to(x_BTd)
+        mean_Bd = (x_BTd * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
         return F.layer_norm(mean_Bd, mean_Bd.shape[-1:])
 
     def lower(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -106,14 +104,6 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
         self.train(was_training)
         self.first_layer = layer if same else None
         return same
-
-
-def _without_pooler(config: Any) -> Any:
-    """The encoder of a configuration, without a pooler that would be trained and not used."""
-    try:
-        return AutoModel.from_config(config, add_pooling_layer=False)
-    except TypeError:  # this kind has none
-        return AutoModel.from_config(config)
 
 
 def _through(layers: Iterable[nn.Module], x_BTd: Tensor, attention_mask: Tensor | None) -> Tensor:

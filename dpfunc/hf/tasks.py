@@ -5,7 +5,7 @@ The model is called without labels. What it would compute from them is a mean ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf import _padding as padding
 from dpfunc.hf import losses
 from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of
 from dpfunc.hf.vision_language._images import flatten_images
@@ -35,17 +34,24 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     sample of the batch, and the loss of the others must not.
     """
     inputs, labels_BT = _split(batch)
-    _refuse_packing(inputs)
+    found = [name for name in _PACKED if name in inputs]
+    if not found and "position_ids" in inputs and "attention_mask" not in inputs:
+        found = ["position_ids without attention_mask"]
+    if found:  # of TRL, or DataCollatorWithFlattening
+        raise InvalidArgument(
+            f"Expected one record in each row, got {', '.join(found)}: the sign of packed rows, in which records share "
+            "a row, and a record can be in two. A row is what is clipped and protected, so the records in it would "
+            "not be. Switch packing off (packing=False, padding_free=False) and pad: one row, one record. For rows "
+            "that are not packed add an attention_mask, or leave position_ids out."
+        )
     if (mask_BT := inputs.get("attention_mask")) is not None and mask_BT.shape == labels_BT.shape:
-        labels_BT = padding.without_labels_after_padding(labels_BT, mask_BT)
+        before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
+        labels_BT = torch.where(before_BT == 0, losses.IGNORED, labels_BT)
     return losses.causal_lm(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
 
 def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """`causal_lm` of a vision-language model: the batch has "pixel_values", labels are -100 at image tokens.
-
-    Samples are on axis 0 of all tensors, also of several images and of patches: see `flatten_images`.
-    """
+    """`causal_lm` of a vision-language model: the batch has "pixel_values", labels are -100 at image tokens."""
     if "pixel_values" not in batch:
         raise InvalidArgument(
             f"Expected images under 'pixel_values' in the batch, got {sorted(batch)}. For text alone use \"causal_lm\"."
@@ -112,26 +118,31 @@ def question_answering(forward: AnyForward, params: Params, batch: Mapping[str, 
         tests/hf/test_tasks.py: a row that is padded to another length has the same loss
         (test_answers_do_not_depend_on_padding).
     """
-    first_B, last_B = _answers(batch)
+    both = tuple(batch[name] for name in _ANSWER if name in batch)
+    if len(both) < len(_ANSWER):
+        _, labels = _split(batch)
+        if labels.dim() != 2 or labels.shape[1] != 2:
+            raise InvalidArgument(
+                "Expected 'start_positions' and 'end_positions', or 'labels' (B, 2) with both, got labels "
+                f'{tuple(labels.shape)}. Where answers are classes (ViLT) name the task "sequence_classification".'
+            )
+        both = labels.unbind(1)
     output = forward(params, **{name: value for name, value in batch.items() if name not in ("labels", *_ANSWER)})
-    start_BT, end_BT, mask_BT = output.start_logits, output.end_logits, batch.get("attention_mask")
-    if mask_BT is not None and mask_BT.shape == start_BT.shape:
-        start_BT, first_B = padding.scores_of_tokens(start_BT, first_B, mask_BT)
-        end_BT, last_B = padding.scores_of_tokens(end_BT, last_B, mask_BT)
+    mask_BT = batch.get("attention_mask")
+    (start_BT, first_B), (end_BT, last_B) = (
+        _among_tokens(scores_BT, at_B, mask_BT)
+        for scores_BT, at_B in zip((output.start_logits, output.end_logits), both, strict=True)
+    )
     return losses.question_answering(start_BT, end_BT, first_B, last_B)
 
 
-def _answers(batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """First and last position of each answer."""
-    if all(name in batch for name in _ANSWER):
-        return [batch[name] for name in _ANSWER]
-    _, labels = _split(batch)
-    if labels.dim() != 2 or labels.shape[1] != 2:
-        raise InvalidArgument(
-            "Expected 'start_positions' and 'end_positions', or 'labels' (B, 2) with both, got labels "
-            f'{tuple(labels.shape)}. Where answers are classes (ViLT) name the task "sequence_classification".'
-        )
-    return labels.unbind(1)
+def _among_tokens(scores_BT: Tensor, position_B: Tensor, mask_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scores of tokens to choose from, those of padding being -inf, and a chosen position, ignored if it is padding."""
+    if mask_BT is None or mask_BT.shape != scores_BT.shape:
+        return scores_BT, position_B
+    padding_BT, at_B = mask_BT == 0, position_B.clamp(0, mask_BT.shape[1] - 1)
+    is_padding_B = padding_BT.gather(1, at_B[:, None])[:, 0]
+    return scores_BT.masked_fill(padding_BT, -torch.inf), torch.where(is_padding_B, losses.IGNORED, position_B)
 
 
 def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -169,8 +180,17 @@ def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str,
     sentences, scores_B = _sentences(batch)
     if len(sentences) != 2:
         raise InvalidArgument(f"Expected two sentences in the batch, got {len(sentences)}, from {sorted(batch)}.")
-    first, second = (_embedding(forward(params, sentence)) for sentence in sentences)
-    return losses.cosine_similarity(first, second, scores_B)
+    embeddings = []
+    for output in (forward(params, sentence) for sentence in sentences):
+        found = output.get("sentence_embedding") if isinstance(output, Mapping) else None
+        if not isinstance(found, Tensor):
+            raise InvalidArgument(
+                f"Expected a model that returns a mapping with 'sentence_embedding', got {type(output).__name__}. For "
+                "an encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your "
+                "own."
+            )
+        embeddings.append(found)
+    return losses.cosine_similarity(embeddings[0], embeddings[1], scores_B)
 
 
 def sentence_classes(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -205,25 +225,18 @@ TASKS: Mapping[str, SampleLoss] = MappingProxyType({name: loss for name, loss, _
 """Name of a task -> its loss."""
 
 _FUNCTION = "a function (forward, params, batch) -> losses_B"
-
-_NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
-"""Endings of names that say too little: Flaubert's head is masked, XLM's either, the others see some later tokens."""
-
-_ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
-"""Decoders whose configuration has `is_decoder`, and does not use it."""
-
 _ANSWER = ("start_positions", "end_positions")
 _SENTENCE_LABELS = ("label", "labels", "score")
 _IDS = "_input_ids"
-
-_COMPARE_RECORDS = (
-    "Negatives", "Batch", "GIST", "CoSENT", "AnglE", "OnlineContrastive", "Tension", "InfoNCE", "NTXent", "Clip",
-    "SigLip",
-)  # fmt: skip
-"""Parts of the names of losses in which the records of a batch are compared with each other."""
-
+# Endings of names that say too little: Flaubert's head is masked, XLM's either, the others see some later tokens.
+_NO_GUESS = ("WithLMHeadModel", "XLNetLMHeadModel", "CpmAntForCausalLM", "ProphetNetForCausalLM")
+# Decoders whose configuration has `is_decoder`, and does not use it.
+_ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+# Parts of the names of losses in which the records of a batch are compared with each other.
+_COMPARE_RECORDS = ("Negatives", "Batch", "GIST", "CoSENT", "AnglE", "OnlineContrastive", "Tension", "InfoNCE",
+                    "NTXent", "Clip", "SigLip")  # fmt: skip
+# Names by which collators say where the texts begin that they have put into one row.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
-"""Names by which collators say where the texts begin that they have put into one row."""
 
 
 def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
@@ -288,8 +301,7 @@ def infer_task(model: nn.Module) -> str:
     """
     base = base_model(model)
     config: Any = getattr(base, "config", None)
-    names = [kind.__name__ for kind in type(base).__mro__]
-    task = None if any(name.endswith(_NO_GUESS) for name in names) else _by_ending(names) or _by_config(base, config)
+    task = _guess(base, config)
     encodes = getattr(config, "is_decoder", None) is False and config.model_type not in _ALWAYS_DECODERS
     if task == "causal_lm" and encodes:
         raise UnsupportedModel(
@@ -305,18 +317,17 @@ def infer_task(model: nn.Module) -> str:
     return task
 
 
-def _by_ending(names: Sequence[str]) -> str | None:
-    """The task of the first class whose name has a known ending."""
-    return next((task for name in names for task, _, endings in _TABLE if name.endswith(endings)), None)
-
-
-def _by_config(base: Any, config: object) -> str | None:
-    """The task of a model that writes, where its class does not say it."""
+def _guess(base: Any, config: object) -> str | None:
+    """The task by the ending of the name of a class; or of a model that writes, where its class does not say it."""
+    names = [kind.__name__ for kind in type(base).__mro__]
+    if any(name.endswith(_NO_GUESS) for name in names):
+        return None
+    found = [task for name in names for task, _, endings in _TABLE if name.endswith(endings)]
     reads_images = getattr(config, "vision_config", None) is not None
     writes_apart = bool(getattr(config, "is_encoder_decoder", False))
-    if not getattr(base, "can_generate", lambda: False)() or reads_images == writes_apart:
-        return None
-    return "vqa" if reads_images else "seq2seq"
+    if getattr(base, "can_generate", lambda: False)() and reads_images != writes_apart:
+        found.append("vqa" if reads_images else "seq2seq")
+    return next(iter(found), None)
 
 
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -335,20 +346,6 @@ def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
 
 
-def _refuse_packing(inputs: Mapping[str, Tensor]) -> None:
-    """Refuse rows of several texts (TRL, DataCollatorWithFlattening); their sign: positions without a mask."""
-    found = [name for name in _PACKED if name in inputs]
-    if not found and "position_ids" in inputs and "attention_mask" not in inputs:
-        found = ["position_ids without attention_mask"]
-    if found:
-        raise InvalidArgument(
-            f"Expected one record in each row, got {', '.join(found)}: the sign of packed rows, in which records share "
-            "a row, and a record can be in two. A row is what is clipped and protected, so the records in it would "
-            "not be. Switch packing off (packing=False, padding_free=False) and pad: one row, one record. For rows "
-            "that are not packed add an attention_mask, or leave position_ids out."
-        )
-
-
 def _logits_of_tokens(forward: AnyForward, params: Params, inputs: Mapping[str, Tensor], labels_BT: Tensor) -> Tensor:
     """Logits (B, T, C) of the tokens that have labels; those of a soft prompt, which come first, are left out."""
     logits_BTC = _logits(forward(params, **inputs))
@@ -360,10 +357,10 @@ def _logits_of_tokens(forward: AnyForward, params: Params, inputs: Mapping[str, 
 
 def _logits(output: object) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    got = type(output).__name__
-    raise InvalidArgument(f"Expected a model whose output has .logits, got {got}. Pass a loss function of your own.")
+    if not isinstance(logits, Tensor):
+        found = f"Expected a model whose output has .logits, got {type(output).__name__}"
+        raise InvalidArgument(f"{found}. Pass a loss function of your own.")
+    return logits
 
 
 def _sentences(batch: Mapping[str, Tensor]) -> tuple[list[dict[str, Tensor]], Tensor]:
@@ -379,13 +376,3 @@ def _sentences(batch: Mapping[str, Tensor]) -> tuple[list[dict[str, Tensor]], Te
         {name.removeprefix(f"{column}_"): value for name, value in batch.items() if name.startswith(f"{column}_")}
         for column in columns
     ], labels[0]
-
-
-def _embedding(output: Any) -> Tensor:
-    found = output.get("sentence_embedding") if isinstance(output, Mapping) else None
-    if not isinstance(found, Tensor):
-        raise InvalidArgument(
-            f"Expected a model that returns a mapping with 'sentence_embedding', got {type(output).__name__}. For an "
-            "encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your own."
-        )
-    return found

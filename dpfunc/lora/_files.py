@@ -71,23 +71,20 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     forms = {n: (_form(saved.get(n)), _form(expected.get(n))) for n in sorted(saved.keys() | expected.keys())}
     if differ := [f"{n}: saved {was}, module needs {need}" for n, (was, need) in forms.items() if was != need]:
         raise CheckpointError(f"The adapter {path} does not fit the module: {shorten(differ)}.")
-    constants, params = (
-        {name: saved[name].to(ours) for name, ours in part.items()} for part in (adapter.constants, adapter.params)
-    )
-    return dataclasses.replace(adapter, constants=constants), params
-
-
-def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-            return saved, file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
+    fitting = {name: saved[name].to(ours) for name, ours in expected.items()}
+    return dataclasses.replace(adapter, constants={n: fitting.pop(n) for n in adapter.constants}), fitting
 
 
 def _form(value: Tensor | None) -> str:
     return "absent" if value is None else str(tuple(value.shape))
+
+
+def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return load_file(path), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error

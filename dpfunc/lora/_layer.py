@@ -1,7 +1,4 @@
-"""A layer plus its low-rank part.
-
-Hu et al. 2022, LoRA: `h = W x + (alpha / rank) B A x` with A (rank, in) and B (out, rank).
-"""
+"""A layer plus its low-rank part (Hu et al. 2022): `h = W x + (alpha / rank) B A x`, A (rank, in), B (out, rank)."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 
 def adaptable(layer: nn.Module) -> bool:
-    """True if a layer can be adapted: a known kind that holds its weight itself (no parametrization)."""
+    """True for a known kind of layer that holds its weight itself (no parametrization)."""
     known = isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or _is_conv1d(layer)
     return known and layer._parameters.get("weight") is not None
 
@@ -88,23 +85,17 @@ def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tenso
 
 def initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[Tensor, Tensor]:
     """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised."""
-    shape_a, shape_b = _factor_shapes(layer, rank)
-    weight = layer.get_parameter("weight")
+    shape, shape_b = _factor_shapes(layer, rank)
+    weight, random = layer.get_parameter("weight"), stream(key)
     like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
-    a = _initial_a(key, shape_a, init, 1 if isinstance(layer, nn.Embedding) else math.prod(shape_a[1:]))
-    return a.to(like), torch.zeros(shape_b).to(like)
-
-
-def _initial_a(key: Key, shape: tuple[int, ...], init: str, inputs: int) -> Tensor:
-    """A in float64: uniform, or orthonormal rows; either way `A x` has variance 1/3 for inputs of variance 1.
-
-    `inputs` is the number of inputs that are not zero: one of a row of an embedding.
-    """
-    fan_in, random = math.prod(shape[1:]), stream(key)
-    if init == "kaiming":
-        return torch.from_numpy(random.uniform(-1, 1, shape) / math.sqrt(inputs))
-    q, _ = np.linalg.qr(random.standard_normal((fan_in, shape[0])))
-    return torch.from_numpy(np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3))
+    fan_in = math.prod(shape[1:])
+    inputs = 1 if isinstance(layer, nn.Embedding) else fan_in  # those that are not zero
+    if init == "kaiming":  # either way `A x` has variance 1/3 for inputs of variance 1
+        a = random.uniform(-1, 1, shape) / math.sqrt(inputs)
+    else:
+        q, _ = np.linalg.qr(random.standard_normal((fan_in, rank)))
+        a = np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3)
+    return torch.from_numpy(a).to(like), torch.zeros(shape_b).to(like)
 
 
 def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -119,7 +110,6 @@ def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[
     else:
         width, out = layer.get_parameter("weight").shape  # Embedding, Conv1D
         a, b = (rank, width), (out, rank)
-    limit = min(b[0], math.prod(a[1:]))
-    if rank > limit:
+    if rank > (limit := min(b[0], math.prod(a[1:]))):
         raise InvalidArgument(f"Expected rank <= {limit}, the rank of {layer}, got rank={rank}.")
     return a, b

@@ -80,18 +80,10 @@ class LoRA:
 
 
 def attach(
-    module: nn.Module,
-    key: Key,
-    *,
-    targets: str | Sequence[str],
-    rank: int,
-    alpha: float,
-    rslora: bool = False,
-    dropout: float = 0.0,
-    train: Literal["AB", "B"] = "AB",
-    init: Literal["kaiming", "orthonormal"] = "kaiming",
+    module: nn.Module, key: Key, *, targets: str | Sequence[str], rank: int, alpha: float, rslora: bool = False,
+    dropout: float = 0.0, train: Literal["AB", "B"] = "AB", init: Literal["kaiming", "orthonormal"] = "kaiming",
     also_train: str | Sequence[str] = (),
-) -> LoRA:
+) -> LoRA:  # fmt: skip
     """Low-rank adapters on named layers of a module, as a function of the adapter's parameters.
 
     Args:

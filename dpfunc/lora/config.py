@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dpfunc._utils.validation import fail, integer, one_of, positive, real
+from dpfunc._utils.validation import boolean, integer, one_of, positive, real
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,9 @@ class LoRAConfig:
         object.__setattr__(self, "also_train", tuple(self.also_train))
         object.__setattr__(self, "rank", integer("rank", self.rank, minimum=1))
         object.__setattr__(self, "alpha", positive("alpha", self.alpha))
-        dropout = real("dropout", self.dropout, "0 <= dropout < 1")
-        if not 0 <= dropout < 1:
-            raise fail("0 <= dropout < 1", "dropout", self.dropout)
+        dropout = real("dropout", self.dropout, "0 <= dropout < 1", inside=lambda share: 0 <= share < 1)
         object.__setattr__(self, "dropout", dropout)
-        if not isinstance(self.rslora, bool):
-            raise fail("rslora to be True or False", "rslora", self.rslora)
+        boolean("rslora", self.rslora)
         one_of("train", self.train, ("AB", "B"))
         one_of("init", self.init, ("kaiming", "orthonormal"))
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from dpfunc import distributed
 from dpfunc._utils.validation import fail, integer, positive, probability, unique_json, unsigned
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf.trainer._run import place
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_base, load_processing, one_line
@@ -164,7 +163,7 @@ def sample(
     (tests/train/test_generate.py::test_the_same_seed_gives_the_same_texts).
     """
     wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
-    starts, (rank, size) = range(0, how.num, how.batch_size), place(ranks)
+    starts, (rank, size) = range(0, how.num, how.batch_size), rank_and_size(ranks)
     for turn in range(0, len(starts), size):
         own = starts[turn + rank : turn + rank + 1]
         draw = partial(_drawn, writer, wanted, how, own)

@@ -61,37 +61,21 @@ def sums_weights(params, batch):
 
 def _said_by(module):
     """The loss with an ordinary collective, as if its code were in another module."""
-    code = scaled_in_place.__code__
-    return FunctionType(code, {**globals(), "__name__": module}, "as_in_" + module)
-
-
-def context_parallel(params, batch):
-    """As torch's context parallelism does."""
-    return _said_by("torch.distributed.tensor.experimental._context_parallel")(params, batch)
-
-
-def pipeline(params, batch):
-    """As torch's pipelines do."""
-    return _said_by("torch.distributed.pipelining.stage")(params, batch)
-
-
-LOSSES = {
-    f.__name__: f
-    for f in (
-        scaled_by_all,
-        scaled_in_place,
-        gathered,
-        autograd_function,
-        trained_by_all,
-        sums_weights,
-        context_parallel,
-        pipeline,
-    )
-}
+    return FunctionType(scaled_in_place.__code__, {**globals(), "__name__": module}, "as_in_" + module)
 
 
 def _losses(params, batch):
     return F.cross_entropy(F.linear(batch["x"], params["w"], params["b"]).mean(1), batch["y"], reduction="none")
+
+
+LOSSES = {
+    **{
+        f.__name__: f
+        for f in (scaled_by_all, scaled_in_place, gathered, autograd_function, trained_by_all, sums_weights)
+    },
+    "context_parallel": _said_by("torch.distributed.tensor.experimental._context_parallel"),
+    "pipeline": _said_by("torch.distributed.pipelining.stage"),
+}
 
 
 def case(dtype=torch.float32):

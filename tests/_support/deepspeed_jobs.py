@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from fsdp_jobs import LORA, Net, classes, data, mesh_of, plan, ranks_of
+from fsdp_jobs import LORA, LoRALinear, Net, classes, data, mesh_of, plan, ranks_of
 from torch import nn
 from workers import caught
 
@@ -16,19 +16,6 @@ from dpfunc.batches import take
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 from dpfunc.step import make_dp_step
-
-
-class Adapted(nn.Module):
-    """An adapter around a layer that is there already."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
-        self.lora_B = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.lora_B(self.lora_A(x))
 
 
 def net():
@@ -41,7 +28,7 @@ def adapt(model):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for layer in model.layers:
-            layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
+            layer.up, layer.down = LoRALinear(layer.up), LoRALinear(layer.down)
     return model
 
 
@@ -55,14 +42,9 @@ def initialize(model, stage, efficient):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled now
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     trained = [param for param in model.parameters() if param.requires_grad]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": stage, "memory_efficient_linear": efficient, "stage3_param_persistence_threshold": 0,
-        },
-    }  # fmt: skip
+    zero = {"stage": stage, "memory_efficient_linear": efficient, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+              "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}  # fmt: skip
     optimizer = torch.optim.SGD(trained, lr=0.1) if trained else None
     return deepspeed.initialize(
         model=model, model_parameters=trained or None, optimizer=optimizer, config=config, dist_init_required=False

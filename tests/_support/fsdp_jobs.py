@@ -31,15 +31,19 @@ LORA = r"lora_"
 
 
 class LoRALinear(nn.Module):
-    def __init__(self, inner, outer, rank=2):
+    def __init__(self, base_layer, rank=2):
         super().__init__()
-        self.base = nn.Linear(inner, outer).requires_grad_(False)
-        self.lora_A = nn.Linear(inner, rank, bias=False)
-        self.lora_B = nn.Linear(rank, outer, bias=False)
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
 
     def forward(self, x):
         low = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
-        return self.base(x) + 2.0 * low.to(x.dtype)
+        return self.base_layer(x) + 2.0 * low.to(x.dtype)
+
+
+def adapted(inner, outer):
+    return LoRALinear(nn.Linear(inner, outer))
 
 
 class Block(nn.Module):
@@ -54,7 +58,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, two residual blocks, and a head whose 3 rows do not reach 4 processes."""
 
-    def __init__(self, linear=LoRALinear):
+    def __init__(self, linear=adapted):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(Block(linear) for _ in range(2))
@@ -68,7 +72,7 @@ class Net(nn.Module):
         return self.head(x.mean(1))
 
 
-def net(linear=LoRALinear):
+def net(linear=adapted):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Net(linear)
@@ -193,36 +197,35 @@ def managed_refusals():
     return found, float((evaluated - expected).abs().max()), sharded
 
 
-def plan(size=2.9, steps=8, clip=None):
-    return Plan(
-        sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS),
-        clip=clipping.Flat(1.0) if clip is None else clip,
-        noise_multiplier=1.0,
-        num_steps=steps,
-        delta=1e-3,
-    )
+def plan(size=2.9, steps=8):
+    return Plan(sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), clipping.Flat(1.0), 1.0, steps, delta=1e-3)
 
 
 def classes(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["ids"]).float(), b["y"], reduction="none")
 
 
-def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, seed=7, **options):
-    """A run of eight noisy steps: parameters put together, ledger, records of this process in each step."""
+def train_with(options):
+    """A run of eight noisy steps, see `_train`."""
+    return _train(**options)
+
+
+def _train(way, engine, whole=False, microbatch_size=None, adam=False, **options):
+    """Parameters put together, ledger, records of this process in each step, and what its optimizer holds."""
     mesh = None if whole else mesh_of(options.get("hsdp", False))
     ranks = None if whole else ranks_of(mesh)
     if way == "managed":
         forward, params, engine, ranks = managed(mesh, **options)
     else:
         forward, params = built(way, mesh, **options)
-    the_plan = plan(size)
+    the_plan = plan()
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
     weights = {name: nn.Parameter(param) for name, param in params.items()}
     optimizer = (
         torch.optim.AdamW(weights.values(), lr=0.01) if adam else torch.optim.SGD(weights.values(), 0.3, momentum=0.5)
     )
     records, counts = data(), []
-    state = replay(dp_step.init(weights, insecure_key(seed)))
+    state = replay(dp_step.init(weights, insecure_key(7)))
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(weights, take(records, indices), state)
         for name, weight in weights.items():
@@ -234,22 +237,12 @@ def train(way, engine, whole=False, microbatch_size=None, size=2.9, adam=False, 
     return distributed.unshard(weights), state.ledger.to_json(), counts, (sharded, sum(v.numel() for v in held))
 
 
-def train_with(options):
-    """The same, with its arguments as one."""
-    return train(**options)
-
-
-def whole_noise(name, shape, key):
-    from dpfunc.noise._streams import secure_normal
-
-    return secure_normal(key, {name: torch.zeros(shape)})[name]
-
-
 def noise_of_parts(hsdp):
     """For leaves that do not divide: whether this process drew exactly its part of the noise of one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from dpfunc.noise import add_gaussian
+    from dpfunc.noise._streams import secure_normal
     from dpfunc.types import ClippedSum
 
     mesh, key = mesh_of(hsdp), insecure_key(3)
@@ -258,7 +251,7 @@ def noise_of_parts(hsdp):
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         leaf = distribute_tensor(torch.zeros(shape), mesh, placements)
         released = add_gaussian(ClippedSum({"w": leaf}, {"w": "all"}, {"all": 1.0}), 1.0, key)["w"]
-        expected = distribute_tensor(whole_noise("w", shape, key), mesh, placements)
+        expected = distribute_tensor(secure_normal(key, {"w": torch.zeros(shape)})["w"], mesh, placements)
         assert is_dtensor(released)
         assert released.placements == tuple(placements)
         found[shape] = tuple(local(released).shape), torch.equal(local(released), local(expected)), local(released)

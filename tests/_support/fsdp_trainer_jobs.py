@@ -1,15 +1,12 @@
-"""What torchrun starts in tests/hf/trainer/test_fsdp.py: runs of the Trainer whose model is in parts."""
+"""What the workers of tests/hf/trainer/test_fsdp.py do: runs of the Trainer whose model is in parts."""
 
 from __future__ import annotations
 
+import logging
 import os
-import shutil
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel
 from workers import caught
 
 import dpfunc
@@ -34,13 +31,6 @@ LAUNCHED = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }  # fmt: skip
 """What `accelerate launch --use_fsdp --fsdp_version 2` sets."""
-
-
-class Stop(TrainerCallback):
-    """A run that is stopped in the middle."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == STEPS // 2
 
 
 def writer(seed):
@@ -105,15 +95,13 @@ def facts(trainer, folder):
     after = trainer.evaluate()["eval_loss"]
     ranks, plan, state = trainer._ranks, trainer.plan, trainer._run.state
     return {
-        "params": distributed.unshard(dict(trainer._run.params)),
+        "params": distributed.unshard(dict(trainer._run.params)), "eval": (before, after),
         "held": sum(local(p).numel() for p in trainer.model.parameters()),
         "sharded": all(is_dtensor(p) for p in trainer.model.parameters()),
         "logs": [[log["unreleased/loss"], log["grad_norm"]] for log in seen.logs if "unreleased/loss" in log],
-        "eval": (before, after),
-        "ledger": trainer.ledger.to_json(),
-        "epsilon": output.metrics["privacy/epsilon"],
+        "ledger": trainer.ledger.to_json(), "epsilon": output.metrics["privacy/epsilon"],
         "draws": [len(plan.draw(state, step, ranks)) for step in range(STEPS)],
-    }
+    }  # fmt: skip
 
 
 def two_adapters(seed):
@@ -127,7 +115,9 @@ def two_adapters(seed):
 
 def refusals(folder, rank):
     """What is refused by all processes, where one alone would leave the others waiting; and a model that is in parts."""
-    stopped = sharded("stopped", folder, rank, callbacks=[Stop()])
+    from trainer_cases import stop
+
+    stopped = sharded("stopped", folder, rank, callbacks=[stop(STEPS // 2)])
     stopped.train()
     other = {**ASKED, "reshard_after_forward": rank == 0}
     return {
@@ -140,21 +130,16 @@ def refusals(folder, rank):
 
 
 def main(folder):
-    ranks = distributed.from_environment(timedelta(seconds=120))
-    found = {}
-    for kind in ("full", "adapter"):
-        found[kind] = facts(sharded(kind, folder, ranks.rank), folder / kind)
-        torch.distributed.barrier()
-        if ranks.rank == 0:
-            shutil.rmtree(folder / kind / f"checkpoint-{STEPS}")
-        torch.distributed.barrier()
-        resumed = sharded(kind, folder, ranks.rank)
-        resumed.train(resume_from_checkpoint=True)
-        found[kind]["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
-    found["refused"] = refusals(folder, ranks.rank)
-    torch.save(found, folder / f"rank{ranks.rank}.pt")
-    distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    """The runs and refusals of one of two processes; what it found, and what it was told about settings."""
+    ranks, told, handler = distributed.data_parallel(), [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("dpfunc.hf.trainer._fsdp").addHandler(handler)
+    rank = str(ranks.rank)  # as torchrun says it, to accelerate
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="::1", MASTER_PORT="0"
+    )
+    found = {kind: facts(sharded(kind, folder, ranks.rank), folder / kind) for kind in ("full", "adapter")}
+    resumed = sharded("full", folder, ranks.rank)
+    resumed.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{STEPS // 2}"))
+    found["resumed"] = distributed.unshard(dict(resumed._run.params)), resumed.ledger.to_json()
+    return {**found, "refused": refusals(folder, ranks.rank), "told": told}

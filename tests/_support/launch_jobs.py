@@ -48,12 +48,11 @@ def trainer_of(folder, seed, seen, privacy=PRIVACY, **changes):
 
     settings = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8, "save_strategy": "steps",
-        "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 3,
+        "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 3, **changes,
     }  # fmt: skip
     return DPTrainer(
-        model(seed), training_arguments(folder, **{**settings, **changes}), privacy=privacy,
-        key=KEY if privacy.dp_enabled else None, train_dataset=labelled(), eval_dataset=labelled(12),
-        compute_metrics=right, callbacks=[seen],
+        model(seed), training_arguments(folder, **settings), privacy=privacy, key=KEY if privacy.dp_enabled else None,
+        train_dataset=labelled(), eval_dataset=labelled(12), compute_metrics=right, callbacks=[seen],
     )  # fmt: skip
 
 
@@ -64,17 +63,13 @@ def train(folder, seed, privacy=PRIVACY, **changes):
     seen = Seen()
     trainer = trainer_of(folder, seed, seen, privacy, **changes)
     output = trainer.train()
+    steps = range(8 if privacy.dp_enabled else 0)
     return {
-        "params": trained(trainer.model),
-        "logs": seen.logs,
-        "metrics": trainer.evaluate(),
-        "epsilon": output.metrics.get("privacy/epsilon"),
-        "ledger": trainer.ledger.to_json(),
+        "params": trained(trainer.model), "logs": seen.logs, "metrics": trainer.evaluate(),
+        "epsilon": output.metrics.get("privacy/epsilon"), "ledger": trainer.ledger.to_json(),
         "wrapped": type(trainer.model_wrapped).__name__,
-        "draws": [len(trainer.plan.draw(trainer._run.state, step, trainer._ranks)) for step in range(8)]
-        if privacy.dp_enabled
-        else [],
-    }
+        "draws": [len(trainer.plan.draw(trainer._run.state, step, trainer._ranks)) for step in steps],
+    }  # fmt: skip
 
 
 def sharded_loader(ranks):

@@ -89,42 +89,44 @@ def classified(labels=None):
 ONE = {"num_labels": 1}
 SEVERAL = {"problem_type": "multi_label_classification"}
 SEQ = "sequence_classification"
+BERT = ("BertForSequenceClassification", "bert", SEQ)
+SEVERAL_LABELS = classified(labels=classes(2, 4, 3).float())
+
+
+def written():
+    return {**text(), "labels": targets()}
+
+
+def heard(name):
+    return lambda: {name: randn(4, 8, 16) if name == "input_features" else randn(4, 16, 8), "labels": classes()}
+
+
 MODELS = {
-    "classes of a text": TaskModel("BertForSequenceClassification", "bert", SEQ, classified()),
+    "classes of a text": TaskModel(*BERT, classified()),
     "classes of a text, Llama": TaskModel("LlamaForSequenceClassification", "llama", SEQ, classified()),
     "classes of a text, BART": TaskModel("BartForSequenceClassification", "bart", SEQ, ended, D_MODEL),
-    "pairs of sentences": TaskModel("BertForSequenceClassification", "bert", SEQ, pairs),
-    "regression": TaskModel("BertForSequenceClassification", "bert", SEQ, classified(labels=randn(4)), ONE),
-    "regression, whole numbers": TaskModel("BertForSequenceClassification", "bert", SEQ,
-                                           classified(labels=torch.tensor([1, 5, 3, 2])), ONE, own=False),
-    "regression, a column": TaskModel("BertForSequenceClassification", "bert", SEQ, classified(labels=randn(4, 1)),
-                                      ONE),
-    "several labels": TaskModel("BertForSequenceClassification", "bert", SEQ,
-                                classified(labels=classes(2, 4, 3).float())),
-    "several labels, by configuration": TaskModel("BertForSequenceClassification", "bert", SEQ,
-                                                  classified(labels=classes(2, 4, 3).float()), SEVERAL),
+    "pairs of sentences": TaskModel(*BERT, pairs),
+    "regression": TaskModel(*BERT, classified(labels=randn(4)), ONE),
+    "regression, whole numbers": TaskModel(*BERT, classified(labels=torch.tensor([1, 5, 3, 2])), ONE, own=False),
+    "regression, a column": TaskModel(*BERT, classified(labels=randn(4, 1)), ONE),
+    "several labels": TaskModel(*BERT, SEVERAL_LABELS),
+    "several labels, by configuration": TaskModel(*BERT, SEVERAL_LABELS, SEVERAL),
     "multiple choice": TaskModel("BertForMultipleChoice", "bert", SEQ, choices),
-    "next sentence": TaskModel("BertForNextSentencePrediction", "bert", SEQ,
-                               lambda: {**pairs(), "labels": classes(2)}),
+    "next sentence": TaskModel("BertForNextSentencePrediction", "bert", SEQ, lambda: {**pairs(), "labels": classes(2)}),
     "classes of tokens": TaskModel("BertForTokenClassification", "bert", "token_classification", tagged),
     "masked language model": TaskModel("BertForMaskedLM", "bert", "masked_lm", masked),
     "causal language model": TaskModel("LlamaForCausalLM", "llama", "causal_lm", language),
     "causal language model, experts": TaskModel("MixtralForCausalLM", "mixtral", "causal_lm", language),
-    "T5": TaskModel("T5ForConditionalGeneration", "t5", "seq2seq", lambda: {**text(), "labels": targets()},
-                    {**T5, "decoder_start_token_id": 0}),
-    "BART": TaskModel("BartForConditionalGeneration", "bart", "seq2seq", lambda: {**text(), "labels": targets()},
-                      D_MODEL),
-    "mBART": TaskModel("MBartForConditionalGeneration", "mbart", "seq2seq", lambda: {**text(), "labels": targets()},
-                       D_MODEL),
-    "Marian": TaskModel("MarianMTModel", "marian", "seq2seq", lambda: {**text(), "labels": targets()}, D_MODEL),
+    "T5": TaskModel("T5ForConditionalGeneration", "t5", "seq2seq", written, {**T5, "decoder_start_token_id": 0}),
+    "BART": TaskModel("BartForConditionalGeneration", "bart", "seq2seq", written, D_MODEL),
+    "mBART": TaskModel("MBartForConditionalGeneration", "mbart", "seq2seq", written, D_MODEL),
+    "Marian": TaskModel("MarianMTModel", "marian", "seq2seq", written, D_MODEL),
     "Whisper": TaskModel("WhisperForConditionalGeneration", "whisper", "seq2seq",
                          lambda: {"input_features": randn(4, 8, 16), "labels": targets()}, WHISPER),
-    "classes of sound, Whisper": TaskModel("WhisperForAudioClassification", "whisper", SEQ,
-                                           lambda: {"input_features": randn(4, 8, 16), "labels": classes()},
+    "classes of sound, Whisper": TaskModel("WhisperForAudioClassification", "whisper", SEQ, heard("input_features"),
                                            {**WHISPER, "classifier_proj_size": 8}),
     "classes of sound, spectrogram": TaskModel("ASTForAudioClassification", "audio-spectrogram-transformer", SEQ,
-                                               lambda: {"input_values": randn(4, 16, 8), "labels": classes()},
-                                               PATCHES),
+                                               heard("input_values"), PATCHES),
     "Wav2Vec2, CTC": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken, WAV2VEC2, engine="groups"),
     "Wav2Vec2, CTC, mean": TaskModel("Wav2Vec2ForCTC", "wav2vec2", "ctc", spoken,
                                      {**WAV2VEC2, "ctc_loss_reduction": "mean"}, engine="groups"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from fsdp_jobs import LoRALinear
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,17 +38,6 @@ class MLP(nn.Module):
         return self.head(self.norm(x + self.down(F.gelu(self.up(x))))).mean(1)
 
 
-class LoRALinear(nn.Module):
-    def __init__(self, base_layer, rank):
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base_layer(x) + 2.0 * self.lora_B(self.lora_A(x))
-
-
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 
@@ -63,21 +53,11 @@ def llama(rank=0):
     model = LlamaForCausalLM(config)
     if rank:
         model.requires_grad_(False)
-        for layer in model.model.layers:
-            for part in (layer.self_attn, layer.mlp):
-                for name, child in list(part.named_children()):
-                    if name in COLUMNS + ROWS:
-                        setattr(part, name, LoRALinear(child, rank))
+        for part in (part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)):
+            for name, child in list(part.named_children()):
+                if name in COLUMNS + ROWS:
+                    setattr(part, name, LoRALinear(child, rank))
     return model
-
-
-def _split_lora(layer, mesh):
-    for part in (layer.self_attn, layer.mlp):
-        for name, child in part.named_children():
-            if name in COLUMNS:
-                parallelize_module(child, mesh, {"base_layer": ColwiseParallel(), "lora_B": ColwiseParallel()})
-            if name in ROWS:
-                parallelize_module(child, mesh, {"base_layer": RowwiseParallel(), "lora_A": RowwiseParallel()})
 
 
 def split_mlp(model, mesh):
@@ -85,8 +65,12 @@ def split_mlp(model, mesh):
 
 
 def split_lora(model, mesh):
-    for layer in model.model.layers:
-        _split_lora(layer, mesh)
+    for part in (part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)):
+        for name, child in part.named_children():
+            if name in COLUMNS:
+                parallelize_module(child, mesh, {"base_layer": ColwiseParallel(), "lora_B": ColwiseParallel()})
+            if name in ROWS:
+                parallelize_module(child, mesh, {"base_layer": RowwiseParallel(), "lora_A": RowwiseParallel()})
 
 
 def split_llama(model, mesh):
@@ -110,10 +94,10 @@ def next_token(forward):
     return loss_fn
 
 
-def batch_of(size=BATCH, dtype=torch.float64):
+def batch_of(size=BATCH):
     generator = torch.Generator().manual_seed(3)
     return {
-        "x": torch.randn(size, 4, 6, generator=generator, dtype=torch.float64).to(dtype),
+        "x": torch.randn(size, 4, 6, generator=generator, dtype=torch.float64),
         "y": torch.randint(3, (size,), generator=generator),
         "ids": torch.randint(VOCAB, (size, LENGTH), generator=generator),
     }
@@ -126,19 +110,19 @@ CASES = {
 }
 
 
-def built(name, dtype):
+def built(name):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return CASES[name][0]().to(dtype)
+        return CASES[name][0]().double()
 
 
-def mesh_of(name="tp"):
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+def mesh_of():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def shaken_alike():
     """Parts of parameters that are moved by rounding, put together, against whole ones; whether they are DTensors."""
-    whole, split = built("mlp", torch.float64), built("mlp", torch.float64)
+    whole, split = built("mlp"), built("mlp")
     split_mlp(split, mesh_of())
     expected = rounded_params(dpfunc.functionalize(whole).params, 2**40, 0)
     parts = dpfunc.functionalize(split).params
@@ -256,11 +240,16 @@ def train(name, parts, more):
 
 
 def _train(
-    name, parts, engine="auto", microbatch_size=None, clip="flat", frozen_sharded=False, expected=2.9, dtype="float64",
+    name,
+    parts,
+    engine="auto",
+    microbatch_size=None,
+    clip="flat",
+    frozen_sharded=False,
+    expected=2.9,
     checkpointing=False,
-):  # fmt: skip
-    dtype = getattr(torch, dtype)
-    model = built(name, dtype)
+):
+    model = built(name)
     ranks = None
     if parts:
         mesh = _mesh(parts)
@@ -279,7 +268,7 @@ def _train(
         sampling.Poisson(NUM_RECORDS, expected / NUM_RECORDS), clipping.Flat(0.5, groups=groups), 1.0, STEPS, delta=1e-3
     )
     dp_step = make_dp_step(CASES[name][2](forward), plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
-    data, state = batch_of(NUM_RECORDS, dtype), replay(dp_step.init(params, KEY))
+    data, state = batch_of(NUM_RECORDS), replay(dp_step.init(params, KEY))
     counts = []
     for indices in plan.batches(state, ranks):
         grads, state, _ = dp_step(params, take(data, indices), state)
@@ -304,7 +293,7 @@ def without_the_sum_of_norms(name):
 def trouble(kind):
     """One step that must fail, on all processes: the type and text of what was raised."""
     mesh = _mesh(2)
-    model = built("mlp", torch.float64)
+    model = built("mlp")
     CASES["mlp"][1](model, mesh["tp"])
     forward, params = dpfunc.functionalize(model)
     ranks = distributed.sharded(mesh, data=("dp",), tensor=("tp",))
@@ -315,7 +304,7 @@ def trouble(kind):
     plan = Plan(sampling.Poisson(NUM_RECORDS, 0.5), clipping.Flat(0.5), 1.0, STEPS, delta=1e-3)
     options = {"engine": "auto"}
     mine = dist.get_rank() == dist.get_world_size() - 1
-    data = batch_of(NUM_RECORDS, torch.float64)
+    data = batch_of(NUM_RECORDS)
     if kind == "other records" and mine:
         data["x"][:] = data["x"] + 1
     if kind == "one ulp" and mine:

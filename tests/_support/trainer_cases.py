@@ -88,6 +88,25 @@ def private(model, folder, *, key=None, privacy=NOISY, data=None, changes=None, 
     return DPTrainer(model, arguments, privacy=privacy, key=key, train_dataset=data, **options)
 
 
+def at(event, action, step=None):
+    """A callback that calls `action(args, state, control)` at an event: after this step, or at each."""
+
+    def act(self, args, state, control, **kwargs):
+        if step in (None, state.global_step):
+            action(args, state, control)
+
+    return type("At", (TrainerCallback,), {event: act})()
+
+
+def stop(step=None):
+    """A callback that ends a run after a step, by default the first one."""
+    return at("on_step_end", lambda args, state, control: setattr(control, "should_training_stop", True), step)
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
 class Seen(TrainerCallback):
     """A logger, as far as the Trainer knows."""
 

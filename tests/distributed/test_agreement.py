@@ -14,7 +14,6 @@ DISAGREEMENTS = {
     "reduction": ({"reduction": "sum"}, "RankMismatch", "about run", "settings differ"),
     "engine": ({"engine": "vmap"}, "RankMismatch", "about run", "engine"),
     "torch": ({"versions": {"torch": "2.12.1"}}, "RankMismatch", "about run", "versions of dpfunc or torch"),
-    "dpfunc": ({"versions": {"dpfunc": "0.0.1"}}, "RankMismatch", "about run", "versions of dpfunc or torch"),
     "journal": ({"journal": "none"}, "RankMismatch", "about run", "all pass a journal"),
     "step": ({"step": 1}, "RankMismatch", "about step", "All processes take every step"),
     "one ulp": ({"ulp": True}, "RankMismatch", "about params", "at least one bit"),

@@ -15,24 +15,19 @@ import torch
 from click.testing import CliRunner
 from launcher import torchrun, works
 from safetensors.torch import load_file
+from sharded_cases import close
 from text_job import write_job
 
 import dpfunc
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.cli.main import main
-from dpfunc.distributed.launch import check_launch, from_environment
+from dpfunc.distributed.launch import check_alone, check_launch, from_environment
 from dpfunc.errors import InvalidArgument
 
 JOBS = launch_jobs.__file__
 FLAGS = ("--steps", "6", "--eval_fraction", "0.2", "--eval_steps", "3", "--insecure-seed", "7707")
 KILLED = ("train", "job.yaml", *FLAGS, "--output_dir", "killed")
 TEXTS = ("-n", "6", "--batch-size", "2", "--max-new-tokens", "6", "--allow-non-private", "--seed", "4")
-
-
-def close(found, expected, tolerance=1e-6):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 def weights(folder):
@@ -140,7 +135,9 @@ def trained(place, launched):
 
 
 def test_the_trainer_is_the_same_on_two_processes(trained):
-    folder, found, _, one = trained
+    folder, found, output, one = trained
+    assert output.count("train_runtime") == 1  # of the twin alone
+    assert output.count("'privacy/steps_left'") == sum("privacy/steps_left" in logs for logs in one["logs"])
     assert any(0 in row and sum(row) for row in zip(*(each["run"]["draws"] for each in found), strict=True))
     for each in found:
         close(each["run"]["params"], one["params"])  # also: the second process began with another model
@@ -154,38 +151,18 @@ def test_the_trainer_is_the_same_on_two_processes(trained):
             assert ours.keys() == theirs.keys()
             for name in ours.keys() & {"unreleased/loss", "privacy/epsilon", "learning_rate", "eval_loss"}:
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-6)
-    names = {path.name for path in (folder / "run").iterdir()}
-    assert names == {
-        "checkpoint-4",
-        "checkpoint-8",
-        "privacy_accounting.json",
-        "privacy_journal.jsonl",
-        "privacy_journal.jsonl.head",
-    }
+    names = " ".join(sorted(path.name for path in (folder / "run").iterdir()))
+    files = "privacy_accounting.json privacy_journal.jsonl privacy_journal.jsonl.head"
+    assert names == f"checkpoint-4 checkpoint-8 {files}"
     assert journal_ledger(folder / "run" / "privacy_journal.jsonl").to_json() == one["ledger"]
 
 
-def test_the_logs_are_printed_once(trained):
-    _, _, output, one = trained
-    assert output.count("train_runtime") == 1  # of the twin alone
-    assert output.count("'privacy/steps_left'") == sum("privacy/steps_left" in logs for logs in one["logs"])
-
-
-def test_the_twin_is_the_trainers_own(trained):
-    _, found, _, _ = trained
-    first, second = (each["twin"] for each in found)
-    assert first["wrapped"] == "DistributedDataParallel"
-    assert all(torch.equal(first["params"][name], value) for name, value in second["params"].items())
-
-
-def test_a_loader_that_accelerate_sharded_is_refused(trained):
-    """It gives each process whole draws of other steps."""
-    _, found, _, _ = trained
-    assert [each["sharded loader"][0] for each in found] == ["SamplingMismatch", "SamplingMismatch"]
-
-
 def test_what_the_processes_share(trained):
+    """The twin is the Trainer's own; a loader that accelerate sharded gives each process whole draws of other steps."""
     _, found, _, _ = trained
+    assert [each["twin"]["wrapped"] for each in found] == ["DistributedDataParallel"] * 2
+    assert all(torch.equal(found[0]["twin"]["params"][name], p) for name, p in found[1]["twin"]["params"].items())
+    assert [each["sharded loader"][0] for each in found] == ["SamplingMismatch", "SamplingMismatch"]
     assert [each["place"] for each in found] == [(0, 2), (1, 2)]
     assert [each["writer"] for each in found] == [True, False]
     for each in found:
@@ -215,11 +192,6 @@ def test_what_one_process_cannot_write_stops_all(trained):
 # The environment
 
 
-def test_one_process_needs_no_launcher(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert from_environment() is None
-
-
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -235,50 +207,41 @@ def test_an_environment_that_promises_more_is_refused(monkeypatch, environment, 
         from_environment()
 
 
-def test_launchers_of_one_process_are_accepted():
+def test_what_one_process_may_do(monkeypatch):
+    """It needs no launcher; launchers of one process are accepted; without ranks there must be no others."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert from_environment() is None
     check_launch({"WORLD_SIZE": "1", "MASTER_ADDR": "here", "ACCELERATE_MIXED_PRECISION": "no"}, 1)
     check_launch({"SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "here"}, 1)
     check_launch({"WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "9"}, 2)  # srun starts torchrun
-
-
-LEFT = """
-import weakref
-from datetime import timedelta
-import torch.distributed as dist
-from dpfunc import distributed
-from dpfunc.errors import InvalidArgument
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
-ranks = distributed.data_parallel()
-assert ranks.group is dist.group.WORLD
-group = weakref.ref(ranks.group)
-distributed.shutdown()
-print(group() is None)
-try:
-    ranks.group
-except InvalidArgument as error:
-    print(error)
-"""
-
-
-def test_nothing_holds_a_group_that_was_left():
-    """A group that a script still holds when Python ends is taken apart by a thread too many: the process aborts."""
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=120, check=True)
-    gone, message = done.stdout.splitlines()
-    assert gone == "True"
-    assert message.startswith("Expected ranks of a process group that is there")
+    with pytest.raises(InvalidArgument, match="because WORLD_SIZE=2: without it each process is a run of its own"):
+        check_alone({"WORLD_SIZE": "2"})
 
 
 LEAVES = """
-import atexit, torch.distributed as dist
-atexit.register(lambda: print(dist.is_initialized()))  # the first one registered runs last
+import atexit, weakref
+import torch.distributed as dist
+
+def last():  # the first one registered runs last
+    print(dist.is_initialized(), group() is None)
+    try:
+        ranks.group
+    except InvalidArgument as error:
+        print(error)
+
+atexit.register(last)
 from dpfunc.distributed import from_environment
-from_environment()
-print(dist.is_initialized())
+from dpfunc.errors import InvalidArgument
+ranks = from_environment()
+group = weakref.ref(ranks.group)
+print(dist.is_initialized(), group() is dist.group.WORLD)
 """
 
 
-def test_the_group_of_processes_is_gone_before_python_ends():
+def test_nothing_holds_the_group_when_python_ends():
     """One that is still there then aborts the process now and then, after a run that went well."""
     alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run([sys.executable, "-c", LEAVES], env={**os.environ, **alone}, capture_output=True, text=True)
-    assert found.stdout.split() == ["True", "False"], found.stderr
+    inside, after, message = found.stdout.splitlines()
+    assert (inside, after) == ("True True", "False True"), found.stderr
+    assert message.startswith("Expected ranks of a process group that is there")

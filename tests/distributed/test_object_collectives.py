@@ -33,13 +33,8 @@ def test_a_data_set_in_another_order_is_an_error_of_all():
         assert first[name] == second[name], name
         kind, text = first[name]
         assert kind == "RankMismatch"
-        for part in (
-            "different data sets: [",
-            "the same records in the same order",
-            "data_name=",
-            "Nothing was spent.",
-        ):
-            assert part in text
+        parts = ("different data sets: [", "the same records in the same order", "data_name=", "Nothing was spent.")
+        assert all(part in text for part in parts)
     assert first["shorter"][0] == "StepAborted"
     assert second["shorter"][0] == "InvalidArgument"
     assert "got len(dataset)=39" in second["shorter"][1]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sharded_cases import close
 from workers import outcomes, run
 
 from dpfunc.checkpoint.journal import journal_ledger
-
-
-def close(found, expected, tolerance):
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
-
 
 CASES = [
     # engine, clip rule, dtype, microbatch size, expected batch size, tolerance
@@ -42,13 +37,11 @@ def test_any_number_of_processes_gives_the_same(case):
             assert any(0 in row and sum(row) for row in dealt)  # some had nothing to do, and took part
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_other_draws(seed):
-    """Other keys draw other batches; also the one without any record."""
+def test_draws_without_any_record():
     settings = ("auto", "flat", torch.float64, 2, 0.4)
-    [(expected, ledger, counts)] = run(1, "jobs:train", 100 + seed, *settings, False)
+    [(expected, ledger, counts)] = run(1, "jobs:train", 100, *settings, False)
     assert 0 in counts
-    for params, its_ledger, _ in run(2, "jobs:train", 100 + seed, *settings):
+    for params, its_ledger, _ in run(2, "jobs:train", 100, *settings):
         close(params, expected, 1e-12)
         assert its_ledger == ledger
 

@@ -13,12 +13,9 @@ RUNS = [
     ("mlp", 4, 2, {"engine": "auto", "clip": "layers"}),
     ("mlp", 2, 2, {"engine": "ghost", "microbatch_size": 2, "expected": 9.0}),
     ("llama lora", 2, 2, {"engine": "loop"}),
-    ("llama lora", 4, 4, {"clip": "layers"}),
     ("llama lora", 4, 2, {"frozen_sharded": True}),
     ("llama", 2, 2, {"engine": "vmap"}),
     ("llama lora", 2, 2, {"checkpointing": True, "microbatch_size": 3}),
-    ("mlp", 2, 2, {"dtype": "float32"}),
-    ("mlp", 2, 1, {}),
     ("llama lora", 2, 1, {"frozen_sharded": True}),
 ]
 
@@ -27,15 +24,14 @@ RUNS = [
 def test_sharded_models_train_like_whole_ones(case):
     """Noisy steps, one of them without records; some also shard the frozen base by FSDP2; a tensor dimension may have size 1."""
     name, size, parts, more = case
-    plain = {key: value for key, value in more.items() if key in ("clip", "expected", "dtype")}
+    plain = {key: value for key, value in more.items() if key in ("clip", "expected")}
     [(expected, ledger, drawn)] = run(1, f"{JOBS}:train", name, 0, plain)
-    tolerance = 1e-5 if "dtype" in more else 1e-9
     assert drawn == [1, 0, 4] or "expected" in more
     for params, its_ledger, _ in run(size, f"{JOBS}:train", name, parts, more):
         assert its_ledger == ledger
         assert params.keys() == expected.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(params[key], value, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(params[key], value, rtol=1e-9, atol=1e-9)
 
 
 def test_norms_of_parts_are_found_out():
@@ -51,13 +47,14 @@ TROUBLE = {
     "microbatches": ("InvalidArgument", "what each process measures may differ"),
     "other records": ("RankMismatch", "same records"),
     "one ulp": ("RankMismatch", ""),
+    "one ulp of a part": ("RankMismatch", ""),
 }
 
 
 @pytest.mark.parametrize("kind", TROUBLE)
 def test_trouble_is_an_error_of_all(kind):
     error, advice = TROUBLE[kind]
-    for found, text, spent in run(2, f"{JOBS}:trouble", kind):
+    for found, text, spent in run(4 if kind == "one ulp of a part" else 2, f"{JOBS}:trouble", kind):
         assert (found, spent) == (error, 0)
         assert advice in text
 
@@ -66,11 +63,6 @@ def test_trouble_of_one_is_an_error_of_all():
     found = run(4, f"{JOBS}:trouble", "nan")
     assert [row[0] for row in found] == ["StepAborted"] * 3 + ["InvalidArgument"]
     assert all(row[2] == 0 for row in found)
-
-
-def test_a_part_that_differs_is_an_error_of_all():
-    for found, text, spent in run(4, f"{JOBS}:trouble", "one ulp of a part"):
-        assert (found, spent) == ("RankMismatch", 0), text
 
 
 def test_every_dimension_of_the_mesh_is_named():

@@ -10,11 +10,11 @@ from torch import nn
 from zoo.language import gpt2
 from zoo.parity import engine_that_equals_the_loop
 
-from dpfunc import engines
+from benchmarks.survey.multimodal import in_text
+from benchmarks.survey.tiny import built
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf._facts import facts_of
-from dpfunc.hf.losses import causal_lm
 from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.lora import attach
@@ -71,27 +71,16 @@ def test_group_norm_of_speech_sees_the_padding(norm, depends):
     assert torch.allclose(loss_fn(params, batch), loss_fn(params, longer), rtol=1e-5) != depends
 
 
-def test_a_model_without_lengths_of_frames_has_no_ctc_loss():
-    loss_fn, params, batch = loss_of("causal language model", "ctc")
-    with pytest.raises(UnsupportedModel, match="how many frames"):
-        loss_fn(params, batch)
-
-
-def test_heads_of_both_kinds_are_refused():
-    """Flaubert's is trained on masked tokens, XLM's on masked or on next ones; both are called WithLMHeadModel."""
-    from benchmarks.survey.tiny import built
-
-    for name, kind in (("FlaubertWithLMHeadModel", "flaubert"), ("XLMWithLMHeadModel", "xlm")):
-        with pytest.raises(UnsupportedModel, match=f"{name} what the model is trained for"):
-            infer_task(built(name, kind))
-
-
 @pytest.mark.parametrize(("name", "kind"), [("BertLMHeadModel", "bert"), ("RobertaForCausalLM", "roberta"),
                                             ("ElectraForCausalLM", "electra")])  # fmt: skip
 def test_encoders_as_language_models_are_refused(name, kind):
-    """Each token sees the next one, so the loss would be that of a copy; a decoder of the same class is fine."""
-    from benchmarks.survey.tiny import built
+    """Each token sees the next one, so the loss would be that of a copy; a decoder of the same class is fine.
 
+    Flaubert's head is trained on masked tokens, XLM's on masked or on next ones; both are called WithLMHeadModel.
+    """
+    for head, of in (("FlaubertWithLMHeadModel", "flaubert"), ("XLMWithLMHeadModel", "xlm")):
+        with pytest.raises(UnsupportedModel, match=f"{head} what the model is trained for"):
+            infer_task(built(head, of))
     with pytest.raises(UnsupportedModel, match="learn to copy.*is_decoder=True"):
         infer_task(built(name, kind))
     decoder = built(name, kind, is_decoder=True).eval()
@@ -113,16 +102,15 @@ def packed():
      {**build("causal language model")[1], "seq_lengths": torch.ones(4, 2)}],
     ids=["flattened", "seq_idx", "seq_lengths"],
 )  # fmt: skip
-def test_packed_rows_are_refused(batch):
+def test_packed_rows_and_models_without_frames_are_refused(batch):
     loss_fn, params, _ = loss_of("causal language model")
     with pytest.raises(InvalidArgument, match=r"packed rows.*padding_free=False"):
         loss_fn(params, batch)
+    with pytest.raises(UnsupportedModel, match="how many frames"):
+        loss_of("causal language model", "ctc")[0](params, build("causal language model")[1])
 
 
 def paligemma():
-    from benchmarks.survey.multimodal import in_text
-    from benchmarks.survey.tiny import built
-
     torch.manual_seed(0)
     model = built("PaliGemmaForConditionalGeneration", "paligemma", projection_dim=16,
                   vision_config={"projection_dim": 16}).eval()  # fmt: skip
@@ -139,27 +127,6 @@ def test_paligemma_needs_the_types_of_tokens():
     del batch["token_type_ids"]
     with pytest.raises(InvalidArgument, match="token_type_ids"):
         case.loss_fn(params, batch)
-
-
-def test_paligemma_without_types_has_one_kind_of_mask():
-    """In a loss of one's own nothing refuses it: Transformers masks rows without padding in another way where it looks
-    at them, and does not look in an engine; so no row depends on the padding of others."""
-    model, batch = paligemma()
-    del batch["token_type_ids"]
-    forward, params = functionalize(model)
-
-    def loss_fn(params, rows):
-        logits = forward(
-            params, use_cache=False, **{key: value for key, value in rows.items() if key != "labels"}
-        ).logits
-        return causal_lm(logits, rows["labels"])
-
-    auto = engines.auto()
-    found, alone = auto(loss_fn, params, batch), engines.loop()(loss_fn, params, batch)
-    torch.testing.assert_close(found.losses_B, alone.losses_B)
-    for name, norms in found.sq_norms().items():
-        torch.testing.assert_close(norms, alone.sq_norms()[name], rtol=1e-3, atol=1e-8)
-    assert auto.decision(loss_fn).engine == "one pass"
 
 
 def test_the_start_of_a_decoder_is_the_models_own():

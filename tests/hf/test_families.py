@@ -33,15 +33,8 @@ GPT2 = Family("GPT2LMHeadModel", "gpt2", ("c_attn", "c_proj"))
 OPT = Family("OPTForCausalLM", "opt", ("q_proj", "v_proj", "fc1"), changes={"word_embed_proj_dim": 16, "ffn_dim": 24})
 LLAMA = Family("LlamaForCausalLM", "llama", ("q_proj", "v_proj", "down_proj"), ("lm_head",))
 QV = ("q_proj", "v_proj")
-T5 = {
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 24,
-    "num_layers": 1,
-    "num_heads": 2,
-    "decoder_start_token_id": 0,
-    "dropout_rate": 0.0,
-}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0,
+      "dropout_rate": 0.0}  # fmt: skip
 FAMILIES = {
     "GPT-2": GPT2, "OPT": OPT, "Llama": LLAMA,
     "GPT-2, padded on the left": replace(GPT2, left=True), "OPT, padded on the left": replace(OPT, left=True),

@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+from task_models import build
 from torch import nn
 from zoo import language as zoo
 from zoo.parity import roughen
@@ -50,6 +51,13 @@ def test_problems_are_named():
     assert "must be changed: " in str(found)
     experts = MixtralForCausalLM(MixtralConfig(**zoo.SIZES, num_key_value_heads=1, num_local_experts=2))
     assert "load-balancing" in check_model(experts).advice[0]
+    speech, _ = build("Wav2Vec2, CTC")
+    found = check_model(speech)
+    assert (found.task, found.problems, found.advice) == ("ctc", (), ())
+    speech.config.mask_time_prob, speech.config.feat_extract_norm = 0.05, "group"
+    found = check_model(speech)
+    assert "apply_spec_augment = False" in found.problems[0]
+    assert "pad all recordings to one public length" in found.advice[0]
 
 
 def test_causal_mask_sees_what_came_before_and_is_no_padding():
@@ -75,6 +83,13 @@ def test_T14_causal_attention(make):
     assert is_causal(causal, params, batch)
     if make is not zoo.roberta:
         torch.testing.assert_close(causal(params, **batch).logits, forward(params, **batch).logits)
+        return
+    for call, said in (
+        (lambda: causal(params, input_ids=IDS), "attention_mask"), (lambda: causal_mask(torch.ones(3), IDS), "(B, T)"),
+        (lambda: is_causal(forward, params, {"input_ids": IDS[:, :1]}), "T >= 2"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=said):
+            call()
 
 
 def test_T14_causal_attention_is_trained_by_every_engine():
@@ -91,24 +106,11 @@ def test_T14_causal_attention_is_trained_by_every_engine():
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_causal_attention_needs_a_mask():
-    forward, params = functionalize(zoo.roberta().eval())
-    with pytest.raises(InvalidArgument, match="attention_mask"):
-        with_causal_attention(forward)(params, input_ids=IDS)
-    with pytest.raises(InvalidArgument, match="T >= 2"):
-        is_causal(forward, params, {"input_ids": IDS[:, :1]})
-    with pytest.raises(InvalidArgument, match="attention mask"):
-        causal_mask(torch.ones(3), torch.float32)
-
-
-def test_L8_four_bits_without_bitsandbytes_are_refused(monkeypatch):
+def test_L8_four_bits(monkeypatch):
     """The refusal says what to install, on what it runs, and what to do without."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel, match="pip install.*CPUs.*bfloat16"):
         four_bit(torch.float32)
-
-
-def test_L8_four_bits(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.50" if name == "bitsandbytes" else version(name))
@@ -144,16 +146,3 @@ def test_checkpointing_of_a_base_in_few_bits(options, reentrant):
     prepared.lm_head.weight.requires_grad_()
     problems = "".join(check_model(prepared).problems)
     assert ("reentrant" in problems) == reentrant
-
-
-def test_speech_models_are_looked_at():
-    from task_models import build
-
-    model, _ = build("Wav2Vec2, CTC")
-    assert check_model(model).task == "ctc"
-    assert not check_model(model).problems
-    assert not check_model(model).advice
-    model.config.mask_time_prob, model.config.feat_extract_norm = 0.05, "group"
-    found = check_model(model)
-    assert "apply_spec_augment = False" in found.problems[0]
-    assert "pad all recordings to one public length" in found.advice[0]

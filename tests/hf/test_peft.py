@@ -109,15 +109,11 @@ def test_parity(name):
     model = adapted(name)
     assert infer_task(model) == "causal_lm"
     assert_parity(model)
+    if name == "DoRA":  # its magnitude is trained too; the norm of the weight counts as a constant, as in PEFT
+        forward, params = adapters.functionalize(model)
+        torch.testing.assert_close(forward(params, **inputs()).logits, base()(**inputs()).logits, rtol=1e-4, atol=1e-4)
+        assert {at.rsplit(".", 3)[1] for at in params} == {"lora_A", "lora_B", "lora_magnitude_vector"}
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_dora_starts_as_the_model_and_moves_both_parts():
-    """DoRA's magnitude and directions are trained; the norm of the weight counts as a constant, as in PEFT."""
-    model = adapted("DoRA")
-    forward, params = adapters.functionalize(model)
-    torch.testing.assert_close(forward(params, **inputs()).logits, base()(**inputs()).logits, rtol=1e-4, atol=1e-4)
-    assert {name.rsplit(".", 3)[1] for name in params} == {"lora_A", "lora_B", "lora_magnitude_vector"}
 
 
 # What PEFT itself warns of when it saves or loads.
@@ -167,17 +163,14 @@ def test_only_the_active_adapter_is_trained(tmp_path):
     assert folder == tmp_path / "second"
     expected = forward(moved(params), **inputs()).logits
     torch.testing.assert_close(opened(folder)(**inputs()).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_two_active_adapters_are_trained_and_saved(tmp_path):
     model = two_adapters()
-    model.base_model.set_adapter(["first", "second"])
+    model.base_model.set_adapter(["first", "second"])  # both
     forward, params = adapters.functionalize(model)
     assert {which for name in params for which in ("first", "second") if f".{which}." in name} == {"first", "second"}
     assert_parity(model)
-    assert adapters.save(model, moved(params), tmp_path) == tmp_path
+    assert adapters.save(model, moved(params), tmp_path / "two") == tmp_path / "two"
     expected = forward(moved(params), **inputs()).logits
-    again = opened(tmp_path, "first", "second")
+    again = opened(tmp_path / "two", "first", "second")
     torch.testing.assert_close(again(**inputs()).logits, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -185,19 +178,6 @@ def test_two_active_adapters_are_trained_and_saved(tmp_path):
 def test_sparse_changes_of_weights_are_trained():
     """SHiRA adds a sparse matrix of trained numbers to a weight."""
     assert_parity(made(config("ShiraConfig", r=2, target_modules=["q_proj", "v_proj"], **TASK)))
-
-
-def test_dropout_of_the_adapter_follows_the_mode():
-    model = made(config("LoraConfig", **LORA, lora_dropout=0.5))
-    forward, params = adapters.functionalize(model)
-    loss_fn, params = make_loss_fn(forward, "causal_lm"), moved(params)
-    model.train()
-    assert not torch.equal(loss_fn(params, batch()), loss_fn(params, batch()))
-    engine = engines.auto()
-    engine(loss_fn, params, batch())
-    assert engine.decision(loss_fn).engine in ("one pass", "groups")
-    model.eval()
-    assert torch.equal(loss_fn(params, batch()), loss_fn(params, batch()))
 
 
 def test_tied_weights_under_an_adapter():
@@ -248,11 +228,8 @@ def test_refused(name):
     make, error, said = REFUSED[name]
     with pytest.raises(error, match=said):
         adapters.functionalize(make())
-
-
-def test_data_behind_an_initialization_may_be_public():
-    model = says(adapted("LoRA"), init_lora_weights="eva")
-    assert adapters.trainable(model, initialized_on_public_data=True)
+    if name == "EVA":  # the data behind an initialization may be public
+        assert adapters.trainable(make(), initialized_on_public_data=True)
 
 
 def test_parameters_that_would_be_lost_are_not_saved(tmp_path):

@@ -25,26 +25,20 @@ def rows():
     return ids * mask, mask
 
 
-def test_a_new_head_starts_at_zero():
-    made = MeanPooledClassifier(BertConfig(vocab_size=50, num_labels=3, **SIZES))
-    assert not made.classifier.weight.any()
-    assert made.classifier.bias is None  # a constant feature stands for it
-    assert any(p.any() for p in made.backbone.encoder.parameters())
-
-
-def test_features_have_a_known_norm():
-    ids, mask = rows()
-    norms = model().pooled(ids, mask).norm(dim=1)
-    torch.testing.assert_close(norms, torch.full((4,), 4.0), rtol=1e-3, atol=0.0)
-
-
-def test_the_head_has_rows_of_norm_1():
+def test_the_head_has_rows_of_norm_1(tmp_path):
     """Whatever the length of the features: they are those of `unit_rows`."""
     ids, mask = rows()
     made = model()
     features = made.pooled(ids, mask)
     torch.testing.assert_close(made(features=7 * features).logits, made(ids, mask).logits)
     assert isinstance(made.classifier, Head)
+    torch.testing.assert_close(features.norm(dim=1), torch.full((4,), 4.0), rtol=1e-3, atol=0.0)
+    new = MeanPooledClassifier(BertConfig(vocab_size=50, num_labels=3, **SIZES))
+    assert not new.classifier.weight.any()
+    assert new.classifier.bias is None  # a constant feature stands for it
+    assert any(p.any() for p in new.backbone.encoder.parameters())
+    made.save_pretrained(tmp_path)
+    assert torch.equal(load_mean_pooled(str(tmp_path)).eval()(ids, mask).logits, made(ids, mask).logits)
 
 
 def test_padding_changes_nothing():
@@ -80,13 +74,6 @@ def test_a_cut_in_the_wrong_place_is_seen(monkeypatch):
     made = model()
     monkeypatch.setattr("dpfunc.hf.pooled._through", lambda layers, x, mask: x)
     assert not made.split_at(1)
-
-
-def test_it_is_saved_and_read(tmp_path):
-    made, (ids, mask) = model(), rows()
-    made.save_pretrained(tmp_path)
-    read = load_mean_pooled(str(tmp_path)).eval()
-    assert torch.equal(read(ids, mask).logits, made(ids, mask).logits)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import TinyTransformer, tiny_bert
+from models import TinyTransformer
 from module_cases import IDS, KEY, per_sample, random_b
 from torch import nn
 
 from dpfunc import lora
 from dpfunc.errors import InvalidArgument
+from dpfunc.lora import LoRAConfig
 from dpfunc.rng import insecure_key
 
 
@@ -84,7 +85,21 @@ BAD = {
     "layer of another kind": ({"targets": ["encoder"]}, "Linear, Embedding, Conv2d or Conv1D.*TransformerEncoderLayer"),
     "not an expression": ({"targets": "("}, "Expected a regular expression, got targets="),
     "also_train": ({"also_train": ["hed.bias"]}, "Did you mean head.bias"),
+    "a part of a name": ({"targets": ["linear1"]}, r"pass the regular expression r'\(\^\|\\.\)linear1\$'"),
+    "a parent": ({"targets": ["encoder.self_attn"]}, "Inside of it: encoder.self_attn.out_proj"),
+    "dropout": ({"targets": ["encoder.dropout"]}, "It is a Dropout. It cannot be adapted"),
 }  # fmt: skip
+
+
+BAD |= {
+    "rank 0": ({"rank": 0}, "Expected an integer rank >= 1, got rank=0"),
+    "float rank": ({"rank": 2.0}, r"got rank=2.0"),
+    "alpha": ({"alpha": 0.0}, "Expected 0 < alpha < inf"),
+    "dropout of all": ({"dropout": 1.0}, "Expected 0 <= dropout < 1"),
+    "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B'"),
+    "init": ({"init": "zeros"}, "Expected init to be one of 'kaiming', 'orthonormal'"),
+    "rslora": ({"rslora": "no"}, "Expected rslora to be true or false, got rslora='no'"),
+}  # of LoRAConfig
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -94,17 +109,10 @@ def test_bad_arguments(name):
         attach(TinyTransformer(), **{"targets": ["encoder.linear1"], **changes})
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["query"], r"pass the regular expression r'\(\^\|\\.\)query\$'"),
-        (["bert.encoder.layer.0.attention.self"], "Inside of it: bert.encoder.layer.0.attention.self.query"),
-        (["dropout"], "It is a Dropout. It cannot be adapted"),
-    ],
-)
-def test_hints(targets, message):
-    with pytest.raises(InvalidArgument, match=message):
-        attach(tiny_bert(), targets)
+def test_what_is_kept_can_be_compared_and_scales_by_rank():
+    config = LoRAConfig(["a", "b"], 4, 6)
+    assert config == LoRAConfig(("a", "b"), 4, 6.0)
+    assert (config.scale, LoRAConfig(("a",), 4, 6, rslora=True).scale) == (1.5, 3.0)
 
 
 def test_params_of_another_adapter_are_refused(tmp_path):

@@ -10,7 +10,6 @@ from torch import nn
 
 from dpfunc import lora
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional import functionalize
 from dpfunc.lora._layer import adaptable
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -72,6 +71,8 @@ def test_merge(kind):
         merged = logits(adapter.merge(params)(x))
         assert torch.allclose(logits(adapter.forward(params, x)), merged, rtol=1e-4, atol=1e-3), options
         assert not torch.allclose(merged, plain, atol=1e-3), options
+        with torch.no_grad():  # TransformerEncoderLayer then hands its weights to one kernel and calls no layer
+            assert torch.allclose(logits(adapter.forward(params, x)), merged, rtol=1e-4, atol=1e-3), options
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,22 +100,6 @@ def test_per_sample_gradients_equal_single_samples(kind, train):
     rows = per_sample(adapter.forward, params, x)
     assert_close(rows, loop(adapter.forward, params, x))
     assert all((row.flatten(1).norm(dim=1) > 0).any() for row in rows.values())
-
-
-def test_gradients_equal_those_through_the_merged_weight():
-    module = transformer()
-    adapter = attach(module, ["encoder.linear1"])
-    params = random_b(adapter.params)
-    forward, full = functionalize(module)
-
-    def merged(p):
-        delta = 3.0 * p["encoder.linear1.lora_B"] @ p["encoder.linear1.lora_A"]
-        return forward({**full, "encoder.linear1.weight": full["encoder.linear1.weight"] + delta}, IDS).square().sum()
-
-    expected = torch.func.grad(merged)(params)
-    got = torch.func.grad(lambda p: adapter.forward(p, IDS).square().sum())(params)
-    for name in params:
-        assert torch.allclose(got[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 def peft_gpt2():
@@ -147,15 +132,6 @@ def test_equals_peft(make, plain, targets, rslora):
     assert torch.allclose(adapter.merge(params)(IDS).logits, expected, atol=1e-5)
 
 
-def test_fused_path_of_torch_transformers():
-    """Without gradients TransformerEncoderLayer hands its weights to one kernel and calls no layer."""
-    adapter = attach(transformer(), ["encoder.linear1", "encoder.linear2"])
-    params = random_b(adapter.params)
-    with torch.no_grad():
-        fused = adapter.forward(params, IDS)
-    assert torch.allclose(fused, adapter.forward(params, IDS), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("init", ["kaiming", "orthonormal"])
 @pytest.mark.parametrize("name", ["linear", "conv", "embed"])
 def test_initial_scale(name, init):
@@ -166,6 +142,13 @@ def test_initial_scale(name, init):
     assert float(power) == pytest.approx(1 / 3, rel=0.05)
     if (name, init) == ("linear", "orthonormal"):
         assert torch.allclose(a @ a.T, torch.eye(48) / 3, atol=1e-6)
+
+
+def test_layers_that_cannot_be_adapted():
+    module = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    assert [adaptable(part) for part in module] == [True, False]
+    with pytest.raises(InvalidArgument, match="Expected Conv2d with groups=1, got groups=2"):
+        attach(TinyCNN(), ["conv2"])
 
 
 def test_half_precision_and_merging_in_float32():
@@ -199,10 +182,3 @@ def test_quantised_weights_get_float_adapters_and_cannot_be_merged():
     assert torch.allclose(adapter.forward(params, x), expected, atol=1e-4)
     with pytest.raises(UnsupportedModel, match=r"weight of 0 is torch.uint8"):
         adapter.merge(params)
-
-
-def test_layers_that_cannot_be_adapted():
-    module = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
-    assert [adaptable(part) for part in module] == [True, False]
-    with pytest.raises(InvalidArgument, match="Expected Conv2d with groups=1, got groups=2"):
-        attach(TinyCNN(), ["conv2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
     return [path for path in found if path not in stay][: len(found) - max(limit, len(stay))]
 
 
-def clean(output_dir: Path) -> None:
-    """Remove what killed processes left unfinished in the folder of a run; some of it holds the key."""
-    for path in (output_dir, *output_dir.glob("checkpoint-*"), *output_dir.glob(f"checkpoint-*/{FOLDER}")):
-        folder.sweep(path)
-
-
 def load_run(
     checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
@@ -88,8 +81,10 @@ def load_run(
     )  # fmt: skip
 
 
-def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None) -> None:
-    """Check what the user says about the start of a run that is resumed."""
+def check_resumed(
+    saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None, before: StepState | None
+) -> None:
+    """Check what the user says about the start of a run that is resumed, and the state of this trainer's own run."""
     if key is not None and key != saved.state.key:
         raise CheckpointError(
             f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
@@ -102,15 +97,11 @@ def check_started_so(saved: Checkpoint, plan: Plan, key: Key | None, earlier: Le
             f"this run; the checkpoint {saved.path} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
             "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
         )
-
-
-def check_goes_on(before: StepState, saved: Checkpoint) -> None:
-    """A trainer that was interrupted goes on with its own run, and with all that it has spent."""
-    if saved.state.key != before.key:
+    if before is not None and saved.state.key != before.key:
         raise CheckpointError(
             f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new DPTrainer."
         )
-    if saved.state.charged < before.charged:
+    if before is not None and saved.state.charged < before.charged:
         raise CheckpointError(
             f"Expected the journal to have all {before.charged} steps that this trainer took, got "
             f"{saved.state.charged}. It is incomplete: restore it."
@@ -123,10 +114,11 @@ def newest(output_dir: Path) -> Path | None:
     (tests/hf/trainer/test_files.py::test_a_folder_of_several_runs_is_not_guessed_about,
     ::test_a_run_that_released_nothing_begins_again, ::test_a_run_that_may_have_released_a_step_does_not)
     """
-    found = {path: is_complete(path) for path in _numbered(output_dir)}
-    for path in (path for path, whole in found.items() if not whole):
+    found = _numbered(output_dir)
+    complete = [path for path in found if is_complete(path)]
+    for path in (path for path in found if path not in complete):
         _logger.warning("The checkpoint %s is not complete and is passed over.", path)
-    if complete := [path for path, whole in found.items() if whole]:
+    if complete:
         _check_one_run(complete, output_dir / JOURNAL)
         return complete[0]
     if not released(output_dir):
@@ -158,16 +150,16 @@ def _numbered(output_dir: Path) -> list[Path]:
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
     runs = {fingerprint(folder.newest_key(path / FOLDER)): path.name for path in reversed(checkpoints)}
-    began, found = list(read_steps(journal)), ""
+    began, named = list(read_steps(journal)), ", ".join(f"{name} of run {run}" for run, name in runs.items())
     if len(runs) > 1:
-        named = ", ".join(f"{name} of run {run}" for run, name in runs.items())
         found = f"Expected checkpoints of one run, got several: {named}"
     elif began and began[-1] not in runs:
-        own = f"{checkpoints[0].name} is of another run, {next(iter(runs))}"
-        found = f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {own}"
-    if found:
-        which = "Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
-        raise CheckpointError(f"{found}. {which}")
+        found = f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
+        found += f"another run, {next(iter(runs))}"
+    else:
+        return
+    which = "Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
+    raise CheckpointError(f"{found}. {which}")
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -200,18 +192,13 @@ def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
 
     (tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted)
     """
-    state = charged_for(state, plan, _taken(journal, state))
+    state = charged_for(state, plan, read_steps(journal, missing="empty").get(fingerprint(state.key), {}))
     return state._replace(step=max(state.step, state.charged))
-
-
-def _taken(journal: Path, state: StepState) -> Collection[int]:
-    """The steps of this run in its journal."""
-    return read_steps(journal, missing="empty").get(fingerprint(state.key), {})
 
 
 def check_journal(journal: Path, state: StepState) -> None:
     """Check that the journal of a finished run has its steps, and no others of the same key."""
-    taken = _taken(journal, state)
+    taken = read_steps(journal, missing="empty").get(fingerprint(state.key), {})
     if len(taken) != state.charged:
         raise CheckpointError(
             f"Expected the {state.charged} steps of this run in the journal {journal}, got {len(taken)}. Lines were "
@@ -221,6 +208,5 @@ def check_journal(journal: Path, state: StepState) -> None:
 
 
 def write_accounting(folder: Path, record: Record) -> None:
-    """Write what was spent as `privacy_accounting.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / ACCOUNTING, record.to_json() + "\n")

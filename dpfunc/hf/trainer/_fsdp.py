@@ -29,9 +29,7 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 
 _logger = logging.getLogger(__name__)
 
-_PREFIX = "FSDP_"
 _RENAMED = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap", "offload_params": "cpu_offload"}
-_AXIS = "dp"
 _NOT_SHARDED = "The model was not sharded"
 _FROZEN = "frozen parameters"
 _BY_LAYER, _BY_SIZE, _WHOLE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
@@ -93,18 +91,17 @@ def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
         raise fail(f"{rules.SWITCH} to be true or false", rules.SWITCH, switch)
     if not args.fsdp and rules.word(switch) in rules.OFF:
         return None
-    asked = _from_environment(environment) | config
+    asked = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **_launched(environment), **config}
     if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
         del asked["min_num_params"]
-    return {**(_DEFAULTS if args.fsdp else _LAUNCHED), **asked}
+    return asked
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    found = {name.removeprefix(_PREFIX).lower(): v for name, v in environment.items() if name.startswith(_PREFIX)}
-    settings = {_RENAMED.get(name, name): value for name, value in found.items()}
-    if str(settings.get("auto_wrap_policy", "")).upper() != _BY_SIZE:
-        settings.pop("min_num_params", None)  # accelerate sets it always
-    return settings
+def _launched(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {name.removeprefix("FSDP_").lower(): v for name, v in environment.items() if name.startswith("FSDP_")}
+    if found.get("auto_wrap_policy", "").upper() != _BY_SIZE:
+        found.pop("min_num_params", None)  # accelerate sets it always
+    return {_RENAMED.get(name, name): value for name, value in found.items()}
 
 
 @contextmanager
@@ -140,12 +137,10 @@ def shard(
     given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
     rules.refuse(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
     ranks = ranks_of(args)
-    if distributed.is_writer(ranks) and sharding.without_effect:
-        told = list(sharding.without_effect)
+    if distributed.is_writer(ranks) and (told := list(sharding.without_effect)):
         _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
-    values: dict[str, object] = {"fsdp": None, "fsdp_plugin_args": None}
-    if sharding.checkpointing:
-        values |= rules.recomputed(args)
+    again = rules.recomputed(args) if sharding.checkpointing else {}
+    values = {"fsdp": None, "fsdp_plugin_args": None, **again}
     return _sharded(model, sharding, ranks, args.device), rules.changed(args, values)
 
 
@@ -159,13 +154,13 @@ def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: 
     all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
     names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
     distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
-    mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(_AXIS,))
+    mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=("dp",))
     distributed.replicate((*model.parameters(), *model.buffers()), ranks)
     frozen = checksum((name, param) for name, param in model.named_parameters() if not param.requires_grad)
     for name in names:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=sharding.reshard)
     fully_shard(model, mesh=mesh)
-    return Division(distributed.sharded(mesh, data=(_AXIS,)), in_hex(frozen))
+    return Division(distributed.sharded(mesh), in_hex(frozen))
 
 
 def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
@@ -175,27 +170,22 @@ def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
     if sharding.policy == _WHOLE:
         return []
     if sharding.policy == _BY_SIZE:
-        least = sharding.min_num_params
-        return [name for name, module in inner if _is_large(module, least) and not _split(tied, name)]
+        large = [name for name, module in inner if _num_params(module) > sharding.min_num_params]
+        return list(filter(lambda name: not _split(tied, name), large))
     classes = _layer_classes(model, sharding.layers)
     layers = [name for name, module in inner if type(module).__name__ in classes]
-    _refuse_split(tied, layers)
-    return layers
-
-
-def _refuse_split(tied: list[list[str]], layers: Sequence[str]) -> None:
     for layer in layers:
         if names := _split(tied, layer):
             raise UnsupportedModel(
                 f"The parameters {shorten(names)} are one tensor, of which one name is in {layer} and another is not: "
                 "each part would train its own. Name other layers in transformer_layer_cls_to_wrap."
             )
+    return layers
 
 
-def _is_large(module: nn.Module, min_num_params: int) -> bool:
-    """True for a module that is called as a whole, with more parameters."""
-    called = type(module).forward is not nn.Module.forward
-    return called and sum(param.numel() for param in module.parameters()) > min_num_params
+def _num_params(module: nn.Module) -> int:
+    """Numbers in the parameters of a module that is called as a whole; 0 for a list of modules."""
+    return sum(p.numel() for p in module.parameters()) if type(module).forward is not nn.Module.forward else 0
 
 
 def _layer_classes(model: nn.Module, named: Sequence[str]) -> Sequence[str]:
@@ -238,7 +228,7 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def settled(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs. Before and after, `model.parameters()` are parts, with what the optimizer has written."""
+    """Inside, the model runs. Before and after, its parameters are parts, with what the optimizer has written."""
     settle(model)
     try:
         yield
@@ -255,22 +245,18 @@ def settle(model: nn.Module) -> None:
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
     """The state dict of a sharded model on the CPU, put together one by one by all processes; None without `keep`."""
     settle(model)
-    found: dict[int, Tensor] = {}
-    result: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if is_dtensor(value) and id(value) not in found:
+    found: dict[int, Tensor] = {}  # tied ones once
+    every = model.state_dict(keep_vars=True)
+    for value in every.values():
+        if id(value) not in found:
             part: Any = value.detach()
-            whole: Tensor = part.full_tensor()
+            whole: Tensor = part.full_tensor() if is_dtensor(value) else part
             found[id(value)] = whole.cpu() if keep else whole.new_empty(0)
-        result[name] = found[id(value)] if is_dtensor(value) else value.detach().cpu()
-    return result if keep else None
+    return {name: found[id(value)] for name, value in every.items()} if keep else None
 
 
 def parts_of_run(division: Division, optimizer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Further parts of a checkpoint of a sharded run: the state of the optimizer, and a digest of what is frozen.
-
-    The optimizer numbers its parameters; a file of parts needs their names.
-    """
+    """Further parts of a checkpoint: the state of the optimizer by names, and a digest of what is frozen."""
     names = {id(param): name for name, param in params.items()}
     state: dict[str, Any] = optimizer.state_dict()
     groups = [
@@ -282,8 +268,8 @@ def parts_of_run(division: Division, optimizer: Any, params: Mapping[str, Tensor
 
 def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Give an optimizer the state that `parts_of_run` has described."""
-    known = [name for group in optimizer.state_dict()["param_groups"] for name in group]
-    groups = [{n: v for n, v in group.items() if n != "param_names" or n in known} for group in saved["param_groups"]]
+    named = any("param_names" in group for group in optimizer.param_groups)
+    groups = [{n: v for n, v in group.items() if named or n != "param_names"} for group in saved["param_groups"]]
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 

@@ -47,21 +47,15 @@ def model_recipe(
         )
     classes = getattr(getattr(model, "config", None), "num_labels", None)
     is_head = weight is not None and (strategy == "head" or len(weight) == classes)  # not words of a language model
-    facts = _facts(model, [*head.values()], len(weight), measure) if weight is not None and is_head else {}
+    facts: dict[str, Any] = {}
+    if weight is not None and is_head:
+        own = sum(p.numel() for p in head.values())
+        norm = _feature_norm(model, [*head.values()], measure) or math.sqrt(own / len(weight))
+        facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
     size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
         return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
-
-
-def _facts(model: nn.Module, head: list[Tensor], classes: int, measure: bool) -> dict[str, Any]:
-    """Of a new head, for `recipe`. The inputs of a `Head` have norm 1."""
-    own = sum(p.numel() for p in head)
-    if any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules()):
-        norm = 1.0
-    else:
-        norm = (_feature_norm(model, head) if measure else None) or math.sqrt(own / classes)
-    return {"num_classes": classes, "num_head_parameters": own, "feature_norm": norm}
 
 
 def _weight_of_linear(params: list[Tensor]) -> Tensor | None:
@@ -79,8 +73,14 @@ def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
     return params if strategy == "head" else {}
 
 
-def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
-    """Norm of the inputs of a linear head, the gradient of a logit, on made-up tokens; None where there are none."""
+def _feature_norm(model: nn.Module, head: list[Tensor], measure: bool) -> float | None:
+    """Norm of the inputs of a linear head: 1 of a `Head`, else the gradient of a logit, on made-up tokens, if any."""
+    if any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules()):
+        return 1.0
+    return _measured_norm(model, head) if measure else None
+
+
+def _measured_norm(model: nn.Module, head: list[Tensor]) -> float | None:
     config: Any = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
@@ -92,8 +92,8 @@ def _feature_norm(model: nn.Module, head: list[Tensor]) -> float | None:
     model.train(False)
     norms = []
     try:
-        for row_T in ids.to(head[0].device):
-            logits = model(input_ids=row_T[None], attention_mask=torch.ones_like(row_T[None])).logits
+        for ids_1T in ids.to(head[0].device).split(1):
+            logits = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).logits
             grads = torch.autograd.grad(logits[0, 0], head, allow_unused=True)
             norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads if grad is not None)))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than tokens
@@ -127,8 +127,8 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
             )  # fmt: skip
     if not private:
         at_once = min(physical, found.expected_batch_size)
-        values["per_device_train_batch_size"] = at_once
-        values["gradient_accumulation_steps"] = -(-found.expected_batch_size // at_once)
+        steps = -(-found.expected_batch_size // at_once)
+        values |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": steps}
     return values
 
 
@@ -140,8 +140,10 @@ def short_way(
     In a step, Adam moves a parameter by at most about its rate. So the sum of the rates bounds how far a run can go; it
     is compared with that of the recipe for the model: of adapters, or of a linear head.
     """
-    strategy = _guessed(model)
-    if strategy is None or "adam" not in word(args.optim):
+    params = trainable(model)
+    strategy: Strategy = "lora" if any(_ADAPTER in name for name in params) else "head"
+    known = strategy == "lora" or _weight_of_linear([*params.values()]) is not None
+    if not known or "adam" not in word(args.optim):
         return None
     found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=False)
     way, wanted = args.learning_rate * num_steps, found.learning_rate * found.num_steps
@@ -154,14 +156,6 @@ def short_way(
         f"learning_rate={wanted / steps:.2g} and max_steps={steps}, or PrivacyArguments(dp_recipe={strategy!r}), which "
         f"sets batch size, steps and rate ({found.expected_batch_size}, {found.num_steps}, {found.learning_rate:.2g})."
     )
-
-
-def _guessed(model: nn.Module) -> Strategy | None:
-    """The strategy of a model, where its trained parameters tell: adapters, or one linear layer."""
-    params = trainable(model)
-    if any(_ADAPTER in name for name in params):
-        return "lora"
-    return None if _weight_of_linear([*params.values()]) is None else "head"
 
 
 def one_class(predictions: object, labels: object) -> str | None:

@@ -1,11 +1,11 @@
-"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and its messages."""
+"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and what it says."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint._format import Checkpoint
+from dpfunc.clipping import Telemetry
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.launch import check_launch
 from dpfunc.distributed.ranks import Ranks
@@ -28,7 +29,7 @@ from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
 from dpfunc.hf import peft
 from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
-from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
@@ -65,19 +66,15 @@ class Run:
 
     def at(self, step: int) -> StepState:
         """The state before this step: the present one, or the one before where the optimizer has not stepped yet."""
-        for state in (self.state, self.previous):
-            if state.step == step:
-                return state
-        found = f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}"
-        raise CheckpointError(f"{found}. Nothing was spent.")
+        if step not in (self.state.step, self.previous.step):
+            found = f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}"
+            raise CheckpointError(f"{found}. Nothing was spent.")
+        return self.state if step == self.state.step else self.previous
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """An Accelerator that leaves models as they are, except for their place and their autocast.
-
-    DistributedDataParallel would average gradients that are not clipped yet. All else is the Accelerator's own.
-    """
+    """An Accelerator that does not wrap models: DistributedDataParallel would average gradients before the clip."""
 
     accelerator: Any = field(repr=False)
 
@@ -85,14 +82,14 @@ class Replicas:
         return getattr(self.accelerator, name)
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare objects as the `Accelerator` does; models are not wrapped."""
+        """As the `Accelerator` does, without wrapping models."""
         ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
     ) -> nn.Module:
-        """Prepare a model as the `Accelerator` does for evaluation, without wrapping it; parts stay in place."""
+        """As the `Accelerator` does for evaluation; the parts of a sharded model stay in place."""
         place = False if fsdp_parts(model) else device_placement
         placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
         return placed
@@ -124,11 +121,6 @@ def ranks_of(args: Any) -> Ranks | None:
         advice = "Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) only."
         raise InvalidArgument(f"{error} {advice}") from error
     return distributed.data_parallel() if world > 1 else None
-
-
-def place(ranks: Ranks | None) -> tuple[int, int]:
-    """Rank of this process in the data group, and the size of that group."""
-    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
 
 def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
@@ -210,3 +202,37 @@ def metrics(record: Record) -> dict[str, float]:
     if record.target_epsilon is not None:
         values["privacy/remaining_epsilon"] = max(0.0, record.target_epsilon - record.epsilon)
     return values
+
+
+def with_accuracy(task: Loss, telemetry: Telemetry | None) -> Any:
+    """The loss of a task by name, as `(losses, aux)` with the accuracy of each sample, if telemetry needs it."""
+    if telemetry is None or not isinstance(task, str) or "accuracy" not in {each.name for each in telemetry.statistics}:
+        return task
+    own = TASKS[task]
+
+    def both(forward: Caller, params: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        found: list[Any] = []
+
+        def _noted(*args: Any, **inputs: Any) -> Any:
+            found.append(forward.forward(*args, **inputs))
+            return found[-1]
+
+        losses_B = own(replace(forward, forward=_noted), params, batch)
+        logits, labels = getattr(found[-1], "logits", None), batch.get("labels")
+        if logits is None or labels is None or labels.ndim != 1 or logits.ndim != 2 or labels.is_floating_point():
+            raise InvalidArgument(
+                "Expected one class a sample for dp_telemetry='accuracy', labels (B,) and logits (B, C), got others. "
+                "Leave it out, or pass a loss that returns (losses, aux) and name a key of aux."
+            )
+        return losses_B, {"accuracy": (logits.argmax(1) == labels).float()}
+
+    return both
+
+
+def averaged(told: Sequence[Any]) -> dict[str, float]:
+    """The means of released statistics over some steps, by the names that loggers get. Released."""
+    means = {name: torch.tensor([step[name] for step in told]).mean(0) for name in (told[0] or () if told else ())}
+    return {
+        f"released/{name}{f'_{place}' if values.ndim else ''}": number
+        for name, values in means.items() for place, number in enumerate(values.reshape(-1).tolist())
+    }  # fmt: skip

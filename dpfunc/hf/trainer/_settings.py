@@ -1,14 +1,15 @@
 """What a private run of the Trainer does not follow: one table of (setting, domain, reason), refused by name.
 
-`accelerate launch` asks through variables of the environment, scripts through `TrainingArguments`. Both are checked
-first, for the message; the `Accelerator` that came of them is checked last, so that nothing gets past by another way.
+Variables of `accelerate launch` and `TrainingArguments` are checked first, for the message; the `Accelerator` that came
+of them is checked last, so that nothing gets past by another way.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter, not_
 from typing import Any
 
@@ -21,6 +22,8 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional._refuse import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import Key
+
+_logger = logging.getLogger(__name__)
 
 Domain = tuple[str, ...] | Callable[[Any], bool]
 """Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function."""
@@ -53,13 +56,8 @@ _FP16 = (
     "TrainingArguments(bf16=True), or `accelerate launch --mixed_precision bf16`."
 )
 _COMPILED = "It compiles the model for the gradient of a batch. Leave it out: private steps are not compiled."
-_DEALT = "The plan deals out each draw to the processes. Leave it at its default."
-_PACKED = "Packed records share rows, and a row is what is clipped and protected. Give each record a row."
 _DEEPSPEED_ALONE = "Only DeepSpeed reads it. Unset it, and set"
-_XLA = "XLA devices were not tried. Leave it out."
-_CAST = "The model would be cast, with its parts. Leave it out: bf16=True evaluates in bfloat16."
-_NO_EFFECT = ""
-"""In place of a reason: other values change nothing, which is told and not refused."""
+_NO_EFFECT = ""  # in place of a reason: other values change nothing, which is told and not refused
 
 
 def word(value: object) -> str:
@@ -67,19 +65,12 @@ def word(value: object) -> str:
     return "" if value is None else str(getattr(value, "value", value)).strip().lower()
 
 
-def _one_line(text: object) -> bool:
-    return isinstance(text, str) and bool(text.strip()) and text.isprintable()
-
-
-def _anything(value: object) -> bool:
-    return True
-
-
 SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
     _TRAINER: {
         "model_init": (not_, "Each model is a run of its own. Pass model=, a module."),
         "compute_loss_func": (not_, f"It gives one loss for a batch. {_LOSS}"),
-        "unit": (_one_line, "Say what one row of a batch is, in one line, for example unit='one person'."),
+        "unit": (lambda text: isinstance(text, str) and bool(text.strip()) and text.isprintable(),
+            "Say what one row of a batch is, in one line, for example unit='one person'."),
         "data_name": (lambda name: name is None or (isinstance(name, str) and name != ""),
             "Give a text as data_name, for example a version or a hash of the files; or leave it out."),
     },
@@ -97,8 +88,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         "label_smoothing_factor": (not_, "The Trainer smooths the mean over a batch, which has no per-sample gradient. "
             "Give DPTrainer a loss= that smooths each sample."),
         "neftune_noise_alpha": (("",), "It hooks noise into the embeddings. Leave it out: there is noise enough."),
-        "packing": (not_, _PACKED),
-        "padding_free": (not_, _PACKED),
+        **dict.fromkeys(("packing", "padding_free"), (not_,
+            "Packed records share rows, and a row is what is clipped and protected. Give each record a row.")),
         "use_liger_kernel": (not_, "Its fused kernels have no per-sample gradients."),
         "max_grad_norm": (lambda norm: norm in (None, 0, 1.0),  # the last is the default of Transformers
             "The Trainer would clip the mean gradient, which bounds no sample. Set "
@@ -121,8 +112,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             f"Known are one process, and replicas on CPUs or CUDA devices. {_PARTS}"),
         "accelerator_config.gradient_accumulation_kwargs": (lambda options: options in (None, {}, {"num_steps": 1}),
             "Give the accumulation as gradient_accumulation_steps: it decides the logical batch."),
-        "accelerator_config.split_batches": (not_, _DEALT),
-        "accelerator_config.dispatch_batches": (not_, _DEALT),
+        **dict.fromkeys(("accelerator_config.split_batches", "accelerator_config.dispatch_batches"), (not_,
+            "The plan deals out each draw to the processes. Leave it at its default.")),
         **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
             "ddp_static_graph"), (("",), _NO_EFFECT)),
         # what is told
@@ -133,10 +124,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         SWITCH: (OFF, "Only scripts with DPTrainer follow it: see docs/guides/trainer.md. Leave it out and start the "
             "command with `torchrun --nproc-per-node N -m dpfunc.cli.main train job.yaml`: each process has the whole "
             "model."),
-        "ACCELERATE_USE_DEEPSPEED": (OFF, _ENGINE),
-        "ACCELERATE_USE_MEGATRON_LM": (OFF, _ENGINE),
-        "ACCELERATE_USE_PARALLELISM_CONFIG": (OFF, _PARTS),
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": (OFF, _PARTS),
+        **dict.fromkeys(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"), (OFF, _ENGINE)),
+        **dict.fromkeys(("ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"), (OFF, _PARTS)),
         "ACCELERATE_MIXED_PRECISION": (_PRECISIONS, _FP16),
         "ACCELERATE_DYNAMO_BACKEND": (OFF, _COMPILED),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ((*OFF, "1", "auto"),
@@ -156,8 +145,7 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             'fsdp_config={"version": 2}, or `accelerate launch --fsdp_version 2`.'),
         "auto_wrap_policy": (("transformer_based_wrap", "size_based_wrap", "no_wrap"),
             "Set TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP."),
-        "transformer_layer_cls_to_wrap": (_anything, ""),
-        "min_num_params": (_anything, ""),
+        **dict.fromkeys(("transformer_layer_cls_to_wrap", "min_num_params"), (lambda value: True, "")),
         **dict.fromkeys(("reshard_after_forward", "activation_checkpointing", "cpu_ram_efficient_loading"),
             ((*ON, *OFF), "Set it to true or false.")),
         "cpu_offload": (OFF,
@@ -171,16 +159,12 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "FSDP2 divides everything over all processes. Leave it out; to keep layers whole until their backward "
             "pass set reshard_after_forward=False. For replicas of parts (HSDP) write a loop, see "
             "docs/guides/sharded.md."),
-        "xla": (OFF, _XLA),
-        "xla_fsdp_v2": (OFF, _XLA),
-        "xla_fsdp_grad_ckpt": (OFF, _XLA),
-        "xla_fsdp_settings": ((*OFF, "{}"), _XLA),
+        **dict.fromkeys(("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"),
+            ((*OFF, "{}"), "XLA devices were not tried. Leave it out.")),
         # FSDP2 has no such setting, or a private run writes no such file
         "backward_prefetch": ((*OFF, "no_prefetch"), _NO_EFFECT),
-        "forward_prefetch": (OFF, _NO_EFFECT),
-        "limit_all_gathers": (OFF, _NO_EFFECT),
-        "sync_module_states": (OFF, _NO_EFFECT),
-        "use_orig_params": (OFF, _NO_EFFECT),
+        **dict.fromkeys(("forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params"),
+            (OFF, _NO_EFFECT)),
         "state_dict_type": (("", "full_state_dict"), _NO_EFFECT),
     },
     SHARDED: {
@@ -194,8 +178,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         "load_best_model_at_end": (not_,
             "Leave it out, and open the best checkpoint afterwards: "
             "from_pretrained(trainer.state.best_model_checkpoint). Each checkpoint has the whole model."),
-        "bf16_full_eval": (not_, _CAST),
-        "fp16_full_eval": (not_, _CAST),
+        **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), (not_,
+            "The model would be cast, with its parts. Leave it out: bf16=True evaluates in bfloat16.")),
         "accelerator_config.even_batches": (lambda value: value is not False,
             "A process with fewer batches would leave the others waiting inside of the model. Leave it at True."),
     },
@@ -218,22 +202,16 @@ _OVERRIDES = {
     "compute_loss": _LOSS,
     "training_step": "Use callbacks, or write a loop over dpfunc.make_dp_step.",
     "get_train_dataloader": "The plan draws the batches; pass a data_collator to change what is in them.",
-    **dict.fromkeys(
-        ("get_batch_samples", "_get_train_sampler", "_get_dataloader"),
-        "Epsilon holds for the batches that the plan draws; dp_poisson_sampling=False shuffles.",
-    ),
-}
+    **dict.fromkeys(("get_batch_samples", "_get_train_sampler", "_get_dataloader"),
+        "Epsilon holds for the batches that the plan draws; dp_poisson_sampling=False shuffles."),
+}  # fmt: skip
 """Methods of the Trainer on which privacy depends, and what to do instead of overriding them."""
 
 
 def _outside(expected: str, given: Callable[[str], Any]) -> list[tuple[str, Any, str]]:
     """Name, value and reason of each setting that is outside of its domain."""
-    found = []
-    for name, (domain, reason) in SETTINGS[expected].items():
-        value = given(name)
-        if not (domain(value) if callable(domain) else word(value) in domain):
-            found.append((name, value, reason))
-    return found
+    every = [(name, given(name), domain, reason) for name, (domain, reason) in SETTINGS[expected].items()]
+    return [(n, v, why) for n, v, domain, why in every if not (domain(v) if callable(domain) else word(v) in domain)]
 
 
 def refuse(expected: str, given: Callable[[str], Any], place: str = "") -> None:
@@ -278,8 +256,12 @@ def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> Non
             raise InvalidArgument(f"Expected {name} of DPTrainer, got an override in {type(trainer).__name__}. {hint}")
 
 
-def refuse_arguments(args: Any) -> None:
-    """Check the `TrainingArguments` of a private run, and the environment that they were made in."""
+def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
+    """Check the `TrainingArguments` of a run, and the environment that they were made in."""
+    if not privacy.dp_enabled:
+        if args.label_smoothing_factor != 0:
+            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
+        return
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         integer(name, getattr(args, name), minimum=1)
     if args.max_steps <= 0:
@@ -287,6 +269,8 @@ def refuse_arguments(args: Any) -> None:
     refuse_environment(os.environ, fsdp=True)
     refuse_uploads(args, os.environ)
     refuse(SCRIPT, attributes(args))
+    for setting in without_effect(SCRIPT, attributes(args)):
+        _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
 
 
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
@@ -297,26 +281,20 @@ def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) ->
 
 def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
     """Refuse what sends checkpoints to a server: the key of the run is in them, and undoes the noise."""
-    if args.save_only_model:
-        return
-    found = [*_loggers_that_send(args, environment)] if word(args.save_strategy) != "no" else []
+    saving, found = word(args.save_strategy) != "no", []
+    for name, variable, default, harmless in _UPLOADS:
+        value = environment.get(variable, default)
+        if saving and name in (args.report_to or ()) and word(value) not in harmless:
+            advice = {"": "Take another logger"}.get(variable, f"Set {variable}=false in the environment")
+            found.append((f"report_to={name!r}" + f" and {variable}={value!r}" * bool(variable), advice))
     if args.push_to_hub and word(args.hub_strategy) in ("checkpoint", "all_checkpoints"):
         found.append((f"hub_strategy={args.hub_strategy!r}", "Use 'end' or 'every_save'"))
-    for asked, advice in found:
+    if found and not args.save_only_model:
+        asked, advice = found[0]
         raise InvalidArgument(
             f"Expected {SCRIPT}, got {asked}. A checkpoint holds the key of the run, which undoes the noise. {advice}, "
             "or save_only_model=True."
         )
-
-
-def _loggers_that_send(args: Any, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Loggers that are used and send whole checkpoints, each with what to do instead."""
-    for name, variable, default, harmless in _UPLOADS:
-        value = environment.get(variable, default)
-        if name in (args.report_to or ()) and word(value) not in harmless:
-            asked = f"report_to={name!r}"
-            named = (f"{asked} and {variable}={value!r}", f"Set {variable}=false in the environment")
-            yield named if variable else (asked, "Take another logger")
 
 
 def _refuse_sharded(model: nn.Module) -> None:

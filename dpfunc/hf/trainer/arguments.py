@@ -20,7 +20,6 @@ from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
 _GDP = "The GDP approximation under-reports: no budget."
-# Of each argument, where it is given.
 _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
     "dp_delta": open_unit,
@@ -32,6 +31,7 @@ _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
     "dp_recipe": partial(one_of, allowed=STRATEGIES),
 }
+"""Of each argument, where it is given."""
 
 _HIGHEST = {"loss": "10", "accuracy": "1", "clipped": "1"}  # values of statistics, where none is given
 
@@ -106,18 +106,18 @@ class PrivacyArguments:
     )
 
     def __post_init__(self) -> None:
-        given = {option.name: getattr(self, option.name) for option in fields(self)}
         for option in fields(self):
+            value = getattr(self, option.name)
             if isinstance(option.default, bool):
-                boolean(option.name, given[option.name])
-        for name, check in _DOMAINS.items():
-            if given[name] is not None:
-                check(name, given[name])
+                boolean(option.name, value)
+            elif option.name in _DOMAINS and value is not None:
+                _DOMAINS[option.name](option.name, value)
         self.telemetry()
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
-            both = f"dp_epsilon={self.dp_epsilon} and dp_delta={self.dp_delta}"
-            why = "the recipe depends on them, also for the twin without privacy"
-            raise InvalidArgument(f"Expected dp_epsilon and dp_delta with dp_recipe, got {both}: {why}.")
+            raise InvalidArgument(
+                f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and dp_delta="
+                f"{self.dp_delta}: the recipe depends on them, also for the twin without privacy."
+            )
         if self.dp_enabled:
             self._check_complete()
 
@@ -164,17 +164,26 @@ class PrivacyArguments:
 
     def clip(self) -> ClipRule:
         """Clip rule named by `dp_clip`; flat where only a norm is given, automatic with a bound of 1 without."""
-        bound = self.dp_max_grad_norm
-        if bound is None:
+        if self.dp_max_grad_norm is None:
             return Automatic()
-        return Automatic(bound) if self.dp_clip == "automatic" else Flat(bound)
+        return (Automatic if self.dp_clip == "automatic" else Flat)(self.dp_max_grad_norm)
 
     def telemetry(self) -> Telemetry | None:
         """Statistics of `dp_telemetry`. A histogram of norms has edges at 1/4, 1/2, 1, 2 and 4 times the bound."""
         if self.dp_telemetry is None:
             return None
-        bound = 1.0 if self.dp_max_grad_norm is None else self.dp_max_grad_norm
-        return Telemetry(tuple(_statistic(text, bound) for text in self.dp_telemetry), self.dp_telemetry_share)
+        edges = tuple((self.dp_max_grad_norm or 1.0) * 2.0**power for power in range(-2, 3))
+        statistics = []
+        for text in self.dp_telemetry:
+            name, _, high = text.partition(":")
+            given = high or _HIGHEST.get(name, "")
+            if text == "norm":
+                statistics.append(Statistic(name, edges=edges))
+            elif given.replace(".", "", 1).isdecimal():
+                statistics.append(Statistic(name, high=float(given)))
+            else:
+                raise fail("NAME, or NAME:HIGHEST", "dp_telemetry", text, f"Alone: {', '.join(_HIGHEST)}, norm.")
+        return Telemetry(tuple(statistics), self.dp_telemetry_share)
 
     def public_size(self, num_records: int) -> int:
         """Number of records that the plan publishes: what there are, or `dp_dataset_size`, which is no smaller."""
@@ -201,15 +210,13 @@ class PrivacyArguments:
         if not self.dp_enabled or self.dp_delta is None:
             raise InvalidArgument("Expected dp_enabled=True for a plan, got dp_enabled=False: nothing is private.")
         size = float(expected_batch_size)
-        sampler: Sampler
         if self.dp_poisson_sampling:
-            sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
+            sampler: Sampler = Poisson.of_batch_size(dataset_size, size)
         elif size.is_integer():
             sampler = Shuffled(dataset_size, int(size))
         else:
             raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
         before = Ledger(adjacency=self.adjacency) if spent is None else spent
-        # bad arguments are found before any search
         start = Plan(
             sampler, self.clip(), 1.0, num_steps, self.dp_delta, None, self.adjacency,
             accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
@@ -231,19 +238,9 @@ class PrivacyArguments:
         )  # fmt: skip
         if steps == 0:
             given = f"dp_max_epsilon={self.dp_max_epsilon:g}, which one step with dp_noise_multiplier={noise:g} exceeds"
-            more = "Take more noise or smaller batches."
-            raise UnreachableBudget(f"Expected a budget for at least one step, got {given}. {more}")
+            found = f"Expected a budget for at least one step, got {given}"
+            raise UnreachableBudget(f"{found}. Take more noise or smaller batches.")
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
-
-
-def _statistic(text: str, bound: float) -> Statistic:
-    name, _, high = text.partition(":")
-    if name == "norm" and not high:
-        return Statistic(name, edges=tuple(bound * 2.0**power for power in range(-2, 3)))
-    given = high or _HIGHEST.get(name, "")
-    if not given.replace(".", "", 1).isdecimal():
-        raise fail("NAME, or NAME:HIGHEST", "dp_telemetry", text, f"Alone: {', '.join(_HIGHEST)}, norm.")
-    return Statistic(name, high=float(given))
 
 
 def own_names(values: Mapping[str, Any]) -> dict[str, Any]:

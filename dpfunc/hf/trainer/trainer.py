@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +23,20 @@ from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
-from dpfunc.checkpoint._folder import remove
+from dpfunc.checkpoint._folder import remove, sweep
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data
+from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
-from dpfunc.hf._padding import refuse_padding
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
-from dpfunc.hf.trainer._labels import refuse_labels
+from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
-from dpfunc.hf.trainer._telemetry import averaged, with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -92,29 +90,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None,
-        compute_loss_func: Callable[..., Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[Any] | None = None,
+        self, model: nn.Module, args: TrainingArguments | None = None, data_collator: Any = None,
+        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None, compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None, callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
-        *,
-        privacy: PrivacyArguments,
-        loss: runs.Loss | None = None,
-        key: Key | None = None,
-        ledger: Ledger | None = None,
-        data_name: str | None = None,
-        unit: str = ONE_RECORD,
-        budget: Budget | None = None,
-    ) -> None:
+        preprocess_logits_for_metrics: Callable[..., Tensor] | None = None, *,
+        privacy: PrivacyArguments, loss: runs.Loss | None = None, key: Key | None = None, ledger: Ledger | None = None,
+        data_name: str | None = None, unit: str = ONE_RECORD, budget: Budget | None = None,
+    ) -> None:  # fmt: skip
         values = {
             "model": model, "privacy": privacy, "key": key, "model_init": model_init,
             "compute_loss_func": compute_loss_func, "unit": unit, "data_name": data_name,
@@ -124,34 +109,29 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.args: Any = args
         ledger = budget.spent() if budget is not None and ledger is None and privacy.dp_enabled else ledger
         self._budget = budget
-        self.recipe = _recipe_of(model, train_dataset, privacy, ledger)
+        self.recipe, unasked = _recipe_of(model, train_dataset, privacy, ledger), args.per_device_train_batch_size
         if self.recipe is not None:
+            unasked = min(PHYSICAL, self.recipe.expected_batch_size)
             privacy = with_clip(privacy, self.recipe)
             at_once = privacy.dp_physical_batch_size or PHYSICAL
             args = settings.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        unasked = args.per_device_train_batch_size if self.recipe is None else min(PHYSICAL, self.logical_batch_size)
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
         self._task, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
         self._start: runs.Start | None = None
         self._run: runs.Run | None = None
         self._plan: Plan | None = None
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
-        self._warn_at = math.inf
-        self._warned_of_one_class = False
+        self._warn_at, self._warned_of_one_class = math.inf, False
         self._told: list[Any] = []  # telemetry since the last line of the log
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
+        settings.refuse_arguments(args, privacy)
         if privacy.dp_enabled:
-            settings.refuse_arguments(args)
-            for setting in settings.without_effect(settings.SCRIPT, settings.attributes(args)):
-                _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
             one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
             args = settings.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
             self._division, args = fsdp.shard(model, args, privacy, optimizers)
-        elif args.label_smoothing_factor != 0:
-            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         self._ranks = runs.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -189,6 +169,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return self._plan
 
     @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir)
+
+    @property
     def ledger(self) -> Ledger:
         """Privacy spent so far, earlier phases included."""
         if self._run is not None:
@@ -201,9 +185,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _num_steps(self, num_records: int) -> int:
         given, epochs = int(self.args.max_steps), float(self.args.num_train_epochs)
         return given if given > 0 else math.ceil(epochs * self._steps_per_epoch(num_records))
-
-    def _journal(self) -> Path:
-        return Path(self.args.output_dir) / files.JOURNAL
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected logical batch of a private run, for all processes together."""
@@ -220,11 +201,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     # Training
 
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    ) -> TrainOutput:  # fmt: skip
         """Train to the end of the plan or of the budget, whichever is first.
 
         Args:
@@ -246,12 +225,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self.privacy.dp_dry_run:
             return self._dry_run()
         with ExitStack() as held:
-            folder = only_process(Path(self.args.output_dir))
-            distributed.once(self._ranks, lambda: held.enter_context(folder))
+            distributed.once(self._ranks, lambda: held.enter_context(only_process(self._folder)))
             return self._train(resume_from_checkpoint, ignore_keys_for_eval)
 
     def _train(self, resume_from_checkpoint: str | bool | None, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
-        """Train in a folder that no other process uses."""
         self._prepare(resume_from_checkpoint)
         resumed = None if self._start is None or self._start.resumed is None else self._start.resumed.path.parents[1]
         done = False
@@ -264,25 +241,25 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
                     self._write_accounting(ended=False)
         distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
-        if self._budget is not None:
-            distributed.once(self._ranks, partial(self._settle, self._budget))
+        distributed.once(self._ranks, self._settle)
         return output._replace(training_loss=math.nan)
 
-    def _settle(self, budget: Budget) -> None:
+    def _settle(self) -> None:
         """Settle a finished run, whose model must not get lost where the database cannot be reached."""
         try:
-            budget.settle(Path(self.args.output_dir))
+            if self._budget is not None:
+                self._budget.settle(self._folder)
         except NotWritten as error:
             self._warn(f"The run stays charged all that it has reserved, until `dpfunc budget settle`: {error}")
 
     def _write_accounting(self, *, ended: bool) -> None:
         """Write what was spent, with every step in the journal: Ctrl-C can come between a release and its state."""
         if ended and self._run is not None:
-            files.check_journal(self._journal(), self._run.state)
-        record = self._accounting(self._journal())
+            files.check_journal(self._folder / files.JOURNAL, self._run.state)
+        record = self._accounting(self._folder / files.JOURNAL)
         if record.global_step:
-            with writing(Path(self.args.output_dir) / RECORD_FILE, record.ledger, self.plan):
-                files.write_accounting(Path(self.args.output_dir), record)
+            with writing(self._folder / RECORD_FILE, record.ledger, self.plan):
+                files.write_accounting(self._folder, record)
 
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
@@ -298,16 +275,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
         data = check_same_data(self._described_data, self._ranks)
-        distributed.once(self._ranks, lambda: files.clean(Path(self.args.output_dir)))
+        distributed.once(self._ranks, self._clean)
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
         if saved is None and self._run is not None and self._run.state.step:
             raise InvalidArgument(
                 "Expected one run for each DPTrainer: the noise was chosen for one. After an interruption use train("
                 "resume_from_checkpoint=True); for another phase make a new DPTrainer(..., ledger=trainer.ledger)."
             )
-        spent = self.ledger if saved is None else saved.state.ledger
-        resumed = saved is not None
-        distributed.once(self._ranks, lambda: files.begin_accounting(self._journal(), spent, resumed=resumed))
+        spent, journal = self.ledger if saved is None else saved.state.ledger, self._folder / files.JOURNAL
+        distributed.once(self._ranks, lambda: files.begin_accounting(journal, spent, resumed=saved is not None))
         start = self._start_of(saved, data, spent)
         if start.limit < 1:
             raise BudgetExhausted(
@@ -322,6 +298,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
         self._start = start
+
+    def _clean(self) -> None:
+        """Remove what killed processes left unfinished; some of it holds the key."""
+        folder = self._folder
+        for path in (folder, *folder.glob("checkpoint-*"), *folder.glob(f"checkpoint-*/{files.FOLDER}")):
+            sweep(path)
 
     def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
         if saved is not None:
@@ -350,23 +332,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
         """The checkpoint from which a run goes on; None if none was saved because nothing was released."""
-        folder, ranks = Path(self.args.output_dir), self._ranks
-
-        def find() -> str:
-            return checkpoint if isinstance(checkpoint, str) else str(files.newest(folder) or "")
+        folder, ranks = self._folder, self._ranks
 
         def check() -> None:
             if self._division is not None:
                 fsdp.check_frozen(self._division, saved.extra)
-            files.check_started_so(saved, self.plan, self._given_key, self._earlier)
-            if self._run is not None:
-                files.check_goes_on(self._run.state, saved)
+            before = None if self._run is None else self._run.state
+            files.check_resumed(saved, self.plan, self._given_key, self._earlier, before)
 
-        found = by_writer(find, ranks, _NOT_RESUMED)
+        named = checkpoint if isinstance(checkpoint, str) else None
+        found = by_writer(lambda: named or str(files.newest(folder) or ""), ranks, _NOT_RESUMED)
         if not found:
             _logger.warning("No step was released in %s: the run begins.", folder)
             return None
-        params, journal = runs.trainable(self.model), self._journal()
+        params, journal = runs.trainable(self.model), folder / files.JOURNAL
         saved = files.load_run(Path(found), params=params, plan=self.plan, data=data, journal=journal, ranks=ranks)
         all_or_none(check, ranks, _NOT_RESUMED)
         return saved
@@ -385,7 +364,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             first = self._first_step() if pending else 0
             return range(first, min(first + epoch, start.limit))
 
-        args, (rank, size) = self.args, runs.place(self._ranks)
+        args, (rank, size) = self.args, rank_and_size(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         draws = Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records())
@@ -410,14 +389,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
         task = infer_task(model) if self._task is None else self._task
-        loss_fn = make_loss_fn(forward, with_accuracy(task, self.plan.telemetry))
+        loss_fn = make_loss_fn(forward, runs.with_accuracy(task, self.plan.telemetry))
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
-        by_device = on_cuda and not privacy.dp_secure_mode  # a CPU has no other source
-        source: Literal["device", "secure"] = "device" if by_device else "secure"
         dp_step = make_dp_step(
-            loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, noise_source=source,
-            journal=Journal(self._journal(), self.plan), ranks=ranks,
+            loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, ranks=ranks,
+            noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure",  # a CPU has no other source
+            journal=Journal(self._folder / files.JOURNAL, self.plan),
         )  # fmt: skip
         if start.resumed is not None:
             state = start.resumed.state
@@ -486,12 +464,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             _logger.warning("%s", text)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -500,13 +475,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return self._twin(inputs)
 
     def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
+        self, dataloader: DataLoader[Any], description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
         """As in `Trainer`, with a warning, once, if all predictions are one class."""
         options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         with fsdp.settled(self.model):
@@ -529,7 +500,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     loss = logs.pop(name)
                     if self.privacy.dp_log_unreleased:
                         logs[f"unreleased/{name}"] = loss
-                    logs.update({**runs.metrics(self._accounting()), **averaged(self._told)})
+                    logs.update({**runs.metrics(self._accounting()), **runs.averaged(self._told)})
                     self._told = []
         super().log(logs, start_time)
 
@@ -547,7 +518,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         save_own, run, args = super()._save_checkpoint, self._run, self.args
         if run is None:
             return save_own(model, trial)  # type: ignore[no-any-return]  # of Trainer
-        folder = Path(args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = self._folder / f"checkpoint-{self.state.global_step}"
         now, accounting = run.at(self.state.global_step), self._accounting()
         parts = {} if self._division is None else fsdp.parts_of_run(self._division, self.optimizer, run.params)
         with writing(folder, run.state.ledger, self.plan):
@@ -556,7 +527,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 distributed.once(self._ranks, lambda: remove(own))  # of an earlier run, whose files are replaced
                 save(
                     own, params=run.params, state=now, plan=self.plan, data=run.start.data, ranks=self._ranks, keep=1,
-                    journal=self._journal(), **parts,
+                    journal=self._folder / files.JOURNAL, **parts,
                 )  # fmt: skip
             distributed.once(self._ranks, lambda: files.write_accounting(folder, accounting))
             self.args = settings.changed(args, {"save_total_limit": None})  # none is removed before this one is whole

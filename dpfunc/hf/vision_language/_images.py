@@ -24,7 +24,6 @@ _ONE_SIZE = (
     "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
     "processor with a fixed size, as that of LLaVA 1.5."
 )
-"""Advice where an image has other tokens or tensors than another one."""
 
 
 class _OneImage(NamedTuple):
@@ -57,7 +56,11 @@ class ImageTextCollator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch of a list of samples; with no rows for the empty list."""
         encoded = [self._encode(sample) for sample in samples]
-        length = self._length([len(ids) + (self.max_images - n) * self.tokens_per_image for ids, _, n in encoded])
+        length = self.max_length
+        if (step := self.pad_to_multiple_of) is not None:
+            lengths = [len(ids) + (self.max_images - n) * self.tokens_per_image for ids, _, n in encoded]
+            longest = max([*lengths, self.max_images * self.tokens_per_image + 1])
+            length = min(-(-longest // step) * step, length)
         rows = [self._pad(ids, labels, images, length) for ids, labels, images in encoded]
         batch = {
             name: torch.tensor([row[i] for row in rows], dtype=torch.long).reshape(len(rows), length)
@@ -79,14 +82,24 @@ class ImageTextCollator:
         if images > self.max_images:
             hint = "max_images is public: choose it for all samples that there could be."
             raise fail(f"at most max_images={self.max_images} images a sample", "images", images, hint)
-        prompt = self._prompt_ids(sample["prompt"], images)
-        tokenizer = self.processor.tokenizer
+        prompt, tokenizer = self._prompt_ids(sample["prompt"], images), self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if self.processor.image_token_id in answer:
             token = f"{self.processor.image_token}, which stands for an image"
             raise InvalidArgument(f"Expected an answer without {token}. Take it out.")
         prompt, answer = self._shorten(prompt, answer)
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
+
+    def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
+        """Remove words, never tokens of an image.
+
+        The answer may take half of the room; the prompt keeps its beginning, and its end, which asks for the answer.
+        """
+        room = self.max_length - self.max_images * self.tokens_per_image
+        words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
+        answer = answer[: max(room - len(words), room // 2)]
+        dropped = set(words[1 : len(words) - (room - len(answer)) + 1])
+        return [one for i, one in enumerate(prompt) if i not in dropped], answer
 
     def _prompt_ids(self, prompt: str, images: int) -> list[int]:
         token, image_id = self.processor.image_token, self.processor.image_token_id
@@ -104,25 +117,6 @@ class ImageTextCollator:
                 "With chat=True the template puts them in: leave them out of the prompt."
             )
         return [i for one in ids for i in (self.image.tokens if one == image_id else [one])]
-
-    def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Remove words, never tokens of an image.
-
-        The answer may take half of the room; the prompt keeps its beginning, and its end, which asks for the answer.
-        """
-        room = self.max_length - self.max_images * self.tokens_per_image
-        words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
-        answer = answer[: max(room - len(words), room // 2)]
-        kept = room - len(answer)
-        dropped = set(words[1 : len(words) - kept + 1])
-        return [one for i, one in enumerate(prompt) if i not in dropped], answer
-
-    def _length(self, lengths: list[int]) -> int:
-        step = self.pad_to_multiple_of
-        if step is None:
-            return self.max_length
-        longest = max([*lengths, self.max_images * self.tokens_per_image + 1])
-        return min(-(-longest // step) * step, self.max_length)
 
     def _pad(self, ids: list[int], labels: list[int], images: int, length: int) -> tuple[list[int], ...]:
         """Ids, attention mask and labels of a row. Blank images take image tokens too, in the padding."""
@@ -164,15 +158,9 @@ class ImageTextCollator:
 
 
 def image_text_collator(
-    processor: Any,
-    *,
-    max_length: int,
-    max_images: int = 1,
-    padding_side: Literal["left", "right"] = "right",
-    pad_to_multiple_of: int | None = None,
-    chat: bool = True,
-    image_size: tuple[int, int] | None = None,
-) -> ImageTextCollator:
+    processor: Any, *, max_length: int, max_images: int = 1, padding_side: Literal["left", "right"] = "right",
+    pad_to_multiple_of: int | None = None, chat: bool = True, image_size: tuple[int, int] | None = None,
+) -> ImageTextCollator:  # fmt: skip
     """A collate function for images in text: `{"prompt", "answer", "image" or "images"}` -> a batch, axis 0 = sample.
 
     LLaVA, and most models like it, put the features of all images of a batch, in order, where the image tokens of all
@@ -220,7 +208,10 @@ def image_text_collator(
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
         advice = "Name two of its tokens: tokenizer.pad_token = '...', tokenizer.eos_token = '...'."
         raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
-    image_size = None if image_size is None else _checked_size(image_size)
+    if image_size is not None:
+        if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
+            raise fail("image_size to be (height, width)", "image_size", image_size)
+        image_size = (integer("image_size", image_size[0], minimum=1), integer("image_size", image_size[1], minimum=1))
     image = _one_image(processor, image_size) if max_images else _OneImage()
     needed = max_images * len(image.tokens) + 2
     if max_length < needed:
@@ -229,13 +220,6 @@ def image_text_collator(
     return ImageTextCollator(
         processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
     )
-
-
-def _checked_size(image_size: object) -> tuple[int, int]:
-    if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
-        raise fail("image_size to be (height, width)", "image_size", image_size)
-    height, width = (integer("image_size", size, minimum=1) for size in image_size)
-    return height, width
 
 
 def _one_image(processor: Any, size: tuple[int, int] | None) -> _OneImage:
@@ -284,8 +268,9 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
     `pixel_attention_mask`, and where the model takes (B, I, ...) itself: `nested`.
     """
-    as_they_are = nested or "pixel_values" not in batch or "pixel_attention_mask" in batch
-    names = () if as_they_are else _several_a_sample(batch)
+    if nested or "pixel_values" not in batch or "pixel_attention_mask" in batch:
+        return dict(batch)
+    names = _several_a_sample(batch)
     return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in names}}
 
 
@@ -311,18 +296,8 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:
             image = file.convert("RGB")
     elif hasattr(image, "convert"):
         image = image.convert("RGB")
-    return image if size is None else _fitted(image, size)
-
-
-def check_readable(path: Path | str) -> None:
-    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
-    with _opened_image(path) as file:
-        file.draft("RGB", (1, 1))
-        file.load()
-
-
-def _fitted(image: Any, size: tuple[int, int]) -> Any:
-    """The image in a frame of this height and width, as large as it can be."""
+    if size is None:
+        return image
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -337,11 +312,18 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
     return ImageOps.pad(image, size[::-1])
 
 
+def check_readable(path: Path | str) -> None:
+    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
+    with _opened_image(path) as file:
+        file.draft("RGB", (1, 1))
+        file.load()
+
+
 @contextmanager
 def _opened_image(path: Path | str) -> Iterator[Any]:
     """Open an image file, of which only the header is read so far; messages do not name it, which can be private.
 
-    (tests/hf/vision_language/test_reading.py::test_images_that_take_all_memory_are_refused)
+    (tests/hf/vision_language/test_images.py::test_images_that_take_all_memory_are_refused)
     """
     from PIL import Image, UnidentifiedImageError
 

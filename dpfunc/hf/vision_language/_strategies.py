@@ -63,15 +63,9 @@ class Strategy:
 
 
 def strategy(
-    model: nn.Module,
-    name: str,
-    *,
-    key: Key | None = None,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: str | Sequence[str] | None = None,
-    train_projector: bool = False,
-) -> Strategy:
+    model: nn.Module, name: str, *, key: Key | None = None, rank: int | None = None, alpha: float | None = None,
+    targets: str | Sequence[str] | None = None, train_projector: bool = False,
+) -> Strategy:  # fmt: skip
     """A vision-language model as `(forward, params)`, for a loop of your own.
 
     `"full"`: every parameter that the output depends on. `"projector"`: the projector between images and text.
@@ -113,14 +107,9 @@ def strategy(
 
 
 def prepare(
-    model: nn.Module,
-    name: str,
-    *,
-    rank: int | None = None,
-    alpha: float | None = None,
-    targets: str | Sequence[str] | None = None,
-    train_projector: bool = False,
-) -> nn.Module:
+    model: nn.Module, name: str, *, rank: int | None = None, alpha: float | None = None,
+    targets: str | Sequence[str] | None = None, train_projector: bool = False,
+) -> nn.Module:  # fmt: skip
     """A vision-language model for a Trainer, or a `PeftModel` around it: what the strategy trains requires gradients.
 
     Args:
@@ -147,12 +136,9 @@ def prepare(
 
     chosen = language_layers(model) if targets is None else targets
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=chosen if isinstance(chosen, str) else list(chosen),
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=chosen if isinstance(chosen, str) else list(chosen),
         modules_to_save=list(parts(model).projector) if train_projector else None,
-        lora_dropout=0.0,
-    )
+    )  # fmt: skip
     adapted: nn.Module = get_peft_model(model, config)
     return adapted
 
@@ -204,7 +190,8 @@ class Parts(NamedTuple):
 
 def parts(model: nn.Module) -> Parts:
     """The vision tower, the projector and the language model, by their usual names."""
-    found = Parts(*(_topmost(model, names) for names in _USUAL))
+    every = [name for name, _ in model.named_modules()]
+    found = Parts(*(tuple(outermost(at for at in every if at.rpartition(".")[2] in names)) for names in _USUAL))
     missing = [name for name, modules in found._asdict().items() if not modules]
     if missing:
         raise UnsupportedModel(
@@ -213,10 +200,6 @@ def parts(model: nn.Module) -> Parts:
             "dpfunc.functionalize(model, trainable=...)."
         )
     return found
-
-
-def _topmost(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(outermost(name for name, _ in model.named_modules() if name.rpartition(".")[2] in names))
 
 
 def _below(modules: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -250,7 +233,11 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
     found = parts(model)
     if not _takes_pixels_alone(model):
         return ()
-    structure: Any = copy.deepcopy(model, _without_values(model))
+    # deepcopy takes what its memo holds in place of the original: tensors on the meta device
+    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    structure: Any = copy.deepcopy(model, memo)
     named = dict(structure.named_parameters())
     vision = {name: named[name].requires_grad_() for name in _below(found.vision, named)}
     size = structure.config.vision_config.image_size
@@ -262,14 +249,6 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
         total = torch.stack([each.sum() for each in features if isinstance(each, Tensor)]).sum()
         grads = torch.autograd.grad(total, list(vision.values()), allow_unused=True)
     return tuple(name for name, grad in zip(vision, grads, strict=True) if grad is None)
-
-
-def _without_values(model: nn.Module) -> dict[int, Any]:
-    """For `deepcopy`, which takes what its memo holds in place of the original: tensors on the meta device."""
-    buffers = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    return buffers | {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
-    }
 
 
 def _takes_pixels_alone(model: nn.Module) -> bool:
@@ -307,6 +286,4 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     >>> image_text_loss(projector.forward, projector.params, batch).shape
     torch.Size([1])
     """
-    nested = facts_of(forward).nested_images
-    inputs: dict[str, Any] = {**flatten_images(batch, nested=nested), "use_cache": False}  # a cache is for generation
-    return causal_lm(forward, params, inputs)
+    return causal_lm(forward, params, flatten_images(batch, nested=facts_of(forward).nested_images))

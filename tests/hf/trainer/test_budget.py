@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from trainer_cases import PRIVACY, classifier, labelled, training_arguments
-from transformers import TrainerCallback
+from trainer_cases import PRIVACY, at, classifier, interrupt, labelled, training_arguments
 
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD
@@ -27,16 +26,8 @@ def budget(tmp_path):
     )  # fmt: skip
 
 
-class Stop(TrainerCallback):
-    """The process is interrupted in the middle."""
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
-
 def trainer(budget, folder, **options):
-    arguments = training_arguments(folder, save_strategy="steps", save_steps=3)
+    arguments = training_arguments(folder, max_steps=6, save_strategy="steps", save_steps=3)
     return DPTrainer(classifier(), arguments, privacy=PRIVACY, train_dataset=DATA, budget=budget, **options)
 
 
@@ -55,7 +46,7 @@ def test_a_run_reserves_and_settles(budget, tmp_path):
 
 
 def test_an_interrupted_run_stays_charged_and_goes_on(budget, tmp_path):
-    run = trainer(budget, tmp_path / "run", callbacks=[Stop()])
+    run = trainer(budget, tmp_path / "run", callbacks=[at("on_pre_optimizer_step", interrupt, 5)])
     with pytest.raises(KeyboardInterrupt):
         run.train()
     account = budget.account()

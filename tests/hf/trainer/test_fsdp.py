@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import fsdp_trainer_jobs as jobs
 import pytest
 import torch
-from launcher import works
 from safetensors.torch import load_file
+from sharded_cases import close
 from torch import nn
+from workers import _pool, run
 
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.hf.trainer import _fsdp as fsdp
@@ -26,24 +27,19 @@ WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What two processes found, what they said, and the same runs by one process."""
+    """What two processes found, and the same runs by one process."""
     folder = tmp_path_factory.mktemp("fsdp")
-    said = works(jobs.__file__, folder)
-    found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    _pool.stop()  # accelerate keeps what it has found out about a process
+    found = run(2, "fsdp_trainer_jobs:main", folder)
+    _pool.stop()
     one = {kind: jobs.facts(jobs.trainer_of(kind, folder / "one" / kind), folder / "one" / kind) for kind in KINDS}
-    return folder, found, said, one
-
-
-def close(found, expected, tolerance=1e-6):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+    return folder, found, one
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_trainer_gives_what_one_process_gives(launched, kind):
     """Every parameter, or an adapter on a model in bfloat16; texts of different lengths, a process without records."""
-    _, found, _, one = launched
+    _, found, one = launched
     expected = one[kind]
     start = dict(jobs.MODELS[kind](10).named_parameters())
     assert not any(torch.equal(p, start[name]) for name, p in expected["params"].items())
@@ -60,18 +56,17 @@ def test_a_sharded_trainer_gives_what_one_process_gives(launched, kind):
         assert ours["held"] < 0.6 * expected["held"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_same_bit_for_bit(launched, kind):
+def test_a_resumed_run_is_the_same_bit_for_bit(launched):
     """From the middle, with steps in the journal that are repeated: parameters, and the optimizer's parts."""
     for each in launched[1]:
-        params, ledger = each[kind]["resumed"]
-        assert ledger == each[kind]["ledger"]
-        assert all(torch.equal(params[name], value) for name, value in each[kind]["params"].items())
+        params, ledger = each["resumed"]
+        assert ledger == each["full"]["ledger"]
+        assert all(torch.equal(params[name], value) for name, value in each["full"]["params"].items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_written_whole_by_one_process(launched, kind):
-    folder, _, _, _ = launched
+    folder, _, _ = launched
     for place in ("model", f"checkpoint-{jobs.STEPS}"):
         written = load_file(folder / kind / place / WEIGHTS[kind])
         expected = load_file(folder / "one" / kind / place / WEIGHTS[kind])
@@ -82,7 +77,7 @@ def test_the_model_is_written_whole_by_one_process(launched, kind):
 
 def test_one_process_goes_on_with_what_two_have_begun(launched):
     """With the optimizer from the parts of both, and no step after the checkpoint; layers compute in bfloat16."""
-    folder, _, _, _ = launched
+    folder, _, _ = launched
     trainer = jobs.trainer_of("stopped", folder / "stopped")
     trainer.train(resume_from_checkpoint=True)
     whole = jobs.trainer_of("stopped", folder / "one" / "stopped")
@@ -92,7 +87,7 @@ def test_one_process_goes_on_with_what_two_have_begun(launched):
 
 
 def test_all_processes_refuse_together(launched):
-    _, (first, second), _, _ = launched
+    _, (first, second), _ = launched
     for each in (first, second):
         refused = each["refused"]
         assert refused["base"][0] == "CheckpointError"
@@ -106,10 +101,11 @@ def test_all_processes_refuse_together(launched):
 
 
 def test_what_has_no_effect_is_told_once(launched):
-    _, _, (_, errors), _ = launched
-    lines = [line for line in errors.splitlines() if "have no use for" in line and "sync_module_states" in line]
-    assert len(lines) == 4  # a line for each adapter that is trained: by the process that writes
+    _, (first, second), _ = launched
+    lines = [line for line in first["told"] if "have no use for" in line and "sync_module_states" in line]
+    assert len(lines) == 3  # a line for each adapter that is trained: by the process that writes
     assert all(name in lines[0] for name in ("use_orig_params=true", "state_dict_type=SHARDED_STATE_DICT"))
+    assert not second["told"]
 
 
 # What is asked for
@@ -205,23 +201,18 @@ def test_what_a_sharded_run_cannot_do_is_refused(name, value):
         refuse(SHARDED, {**known, name: value}.get)
 
 
+def test_accelerate_does_not_see_the_launcher(monkeypatch):
+    """On CUDA devices it would wrap the model; and other libraries see the variable as it was."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(OSError, match="None"), fsdp.without_fsdp():
+        raise OSError(os.environ.get("ACCELERATE_USE_FSDP"))
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+
+
 def test_one_process_is_refused_before_its_model_is_touched(tmp_path):
     with pytest.raises(InvalidArgument, match="world_size=1"):
         jobs.trainer_of("full", tmp_path / "run", fsdp=True)
     assert not (tmp_path / "run").exists()
-
-
-def test_accelerate_does_not_see_the_launcher(monkeypatch):
-    """On CUDA devices it would wrap the model; and other libraries see the variable as it was."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-
-    def fails():
-        assert "ACCELERATE_USE_FSDP" not in os.environ
-        raise OSError("in between")
-
-    with pytest.raises(OSError, match="in between"), fsdp.without_fsdp():
-        fails()
-    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
 
 
 # Parts
@@ -241,8 +232,5 @@ def test_a_tied_tensor_is_in_one_part():
             fsdp.part_names(model, Sharding("TRANSFORMER_BASED_WRAP", layers=layers))
     with pytest.raises(InvalidArgument, match="_no_split_modules"):
         fsdp.part_names(nn.Linear(2, 2), Sharding("TRANSFORMER_BASED_WRAP"))
-
-
-def test_a_checkpoint_of_whole_models_has_no_parts():
     with pytest.raises(CheckpointError, match="a run without"):
         fsdp.check_frozen(fsdp.Division(None, "00"), None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import BartConfig, BartForSequenceClassification, BertConfig, TrainerCallback
+from transformers import BartConfig, BartForSequenceClassification, BertConfig
 
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument
@@ -19,7 +19,7 @@ from dpfunc.hf.trainer import _recipes as recipes
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.recipes import recipe
-from tests._support.trainer_cases import classifier, labelled, training_arguments
+from tests._support.trainer_cases import classifier, labelled, stop, training_arguments
 
 N = 400
 DATA = labelled(N)
@@ -41,13 +41,6 @@ def adapted(seed=0):
 
 
 MODELS = {"head": head_only, "lora": adapted, "pretrained": classifier}
-
-
-class Stop(TrainerCallback):
-    """Ends a run after its first step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
 
 
 @pytest.fixture
@@ -85,57 +78,39 @@ def test_a_recipe_decides_plan_and_optimizer(tmp_path, strategy):
 
 
 def test_a_run_with_a_recipe_changes_all_that_is_trained(tmp_path):
-    found = trainer(tmp_path, head_only(), data=DATA[:40], dp_recipe="head")
+    found = trainer(tmp_path, head_only(), data=DATA[:40], dp_recipe="head", callbacks=[stop()])
     before = {name: p.detach().clone() for name, p in found.model.named_parameters()}
-    output = found.train()
-    assert output.global_step == found.recipe.num_steps
+    found.train()
+    assert found.state.max_steps == found.recipe.num_steps
     changed = {name for name, p in found.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("learning_rate", 1e-4), ("max_steps", 10), ("num_train_epochs", 5.0), ("per_device_train_batch_size", 16),
-        ("gradient_accumulation_steps", 2), ("optim", "sgd"), ("weight_decay", 0.1), ("warmup_steps", 3),
-        ("lr_scheduler_type", "cosine"),
-    ],
-)  # fmt: skip
-def test_a_value_that_was_given_is_not_replaced_in_silence(tmp_path, name, value):
-    with pytest.raises(InvalidArgument, match=rf"Expected {name} to be left out with dp_recipe"):
-        trainer(tmp_path, head_only(), changes={name: value}, dp_recipe="head")
-
-
-def test_the_values_of_the_recipe_may_be_given(tmp_path):
-    found = trainer(tmp_path, head_only(), dp_recipe="head").recipe
-    given = {**found.training_arguments(), "num_train_epochs": 3.0}
-    assert trainer(tmp_path, head_only(), changes=given, dp_recipe="head").recipe == found
-
-
-def test_the_arguments_of_the_caller_are_left_alone(tmp_path):
-    args = training_arguments(tmp_path, **FREE)
-    DPTrainer(head_only(), args, privacy=PrivacyArguments(**BUDGET, dp_recipe="head"), train_dataset=DATA)
-    assert (args.learning_rate, args.max_steps, args.per_device_train_batch_size) == (5e-5, -1, 8)
-
-
-def test_the_twin_has_the_steps_and_batches_of_the_recipe(tmp_path):
-    found = trainer(tmp_path, head_only(), dp_recipe="head", dp_enabled=False)
+def test_what_was_given_is_kept_or_refused(tmp_path):
+    """No value is replaced in silence; those of the recipe may be given; the twin has its steps and batches."""
+    model = head_only()
+    found = trainer(tmp_path, model, dp_recipe="head", dp_enabled=False)
     assert found.args.max_steps == found.recipe.num_steps
     assert found.args.per_device_train_batch_size * found.args.gradient_accumulation_steps == 256  # 4 x 64 for 200
     assert found.recipe.expected_batch_size == 200
-
-
-@pytest.mark.parametrize("missing", ["dp_epsilon", "dp_delta"])
-def test_a_recipe_needs_a_budget(missing):
-    with pytest.raises(InvalidArgument, match="Expected dp_epsilon and dp_delta with dp_recipe"):
-        PrivacyArguments(**{**BUDGET, missing: None}, dp_recipe="head", dp_enabled=False)
-
-
-def test_a_public_bound_is_what_the_recipe_knows(tmp_path):
-    assert trainer(tmp_path, head_only(), dp_recipe="head", dp_dataset_size=1000).recipe.dataset_size == 1000
-
-
-def test_a_head_of_several_layers_has_no_recipe(tmp_path):
+    given = {**found.recipe.training_arguments(), "num_train_epochs": 3.0}
+    assert trainer(tmp_path, model, changes=given, dp_recipe="head").recipe == found.recipe
+    for name, value in (
+        ("learning_rate", 1e-4), ("max_steps", 10), ("num_train_epochs", 5.0), ("per_device_train_batch_size", 16),
+        ("gradient_accumulation_steps", 2), ("optim", "sgd"), ("weight_decay", 0.1), ("warmup_steps", 3),
+        ("lr_scheduler_type", "cosine"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=rf"Expected {name} to be left out with dp_recipe"):
+            trainer(tmp_path, model, changes={name: value}, dp_recipe="head")
+    for given in ({}, {"dp_clip": "automatic"}, {"dp_max_grad_norm": 0.3}, {"dp_dataset_size": 900}):
+        made = trainer(tmp_path, model, dp_recipe="head", **given)
+        ruled = given.keys() & {"dp_clip", "dp_max_grad_norm"}
+        assert made.plan.clip == (PrivacyArguments(**BUDGET, **given).clip() if ruled else made.recipe.clip)
+        assert isinstance(made.recipe.clip, Flat)
+        assert made.recipe.dataset_size == given.get("dp_dataset_size", N)
+    for missing in ("dp_epsilon", "dp_delta"):
+        with pytest.raises(InvalidArgument, match="Expected dp_epsilon and dp_delta with dp_recipe"):
+            PrivacyArguments(**{**BUDGET, missing: None}, dp_recipe="head", dp_enabled=False)
     with pytest.raises(InvalidArgument, match="Expected one linear layer to be trained with the recipe 'head'"):
         trainer(tmp_path, classifier(), dp_recipe="head")
 
@@ -165,12 +140,12 @@ def test_a_rate_that_leads_nowhere_is_warned_of_with_one_that_helps(tmp_path, wa
     (said,) = warned("hardly leave its start")
     rate, steps = re.search(r"Set learning_rate=(\S+) and max_steps=(\d+)", said).groups()
     changes = {"max_steps": int(steps), "learning_rate": float(rate)}
-    trainer(tmp_path / "b", MODELS[strategy](), callbacks=[Stop()], changes=changes).train()
+    trainer(tmp_path / "b", MODELS[strategy](), callbacks=[stop()], changes=changes).train()
     assert not warned("hardly leave its start")
 
 
 def test_noise_that_hides_everything_is_warned_of(tmp_path, warned):
-    trainer(tmp_path, head_only(), callbacks=[Stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
+    trainer(tmp_path, head_only(), callbacks=[stop()], dp_recipe="head", dp_epsilon=0.05, dp_delta=1e-4).train()
     (said,) = warned("noise_to_signal")
     assert re.search(r"[Hh]ave \d+ records", said)
 
@@ -187,8 +162,7 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_spent(tm
     assert not (tmp_path / "privacy_journal.jsonl").exists()
 
 
-@pytest.mark.parametrize("data", [DATA, None], ids=["with training data", "without"])
-@pytest.mark.parametrize("privacy", [BUDGET, {"dp_enabled": False}], ids=["private", "twin"])
+@pytest.mark.parametrize(("privacy", "data"), [(BUDGET, DATA), ({"dp_enabled": False}, None)], ids=["private", "twin"])
 def test_predictions_of_one_class_are_warned_of_once(tmp_path, warned, privacy, data):
     model = classifier()
     with torch.no_grad():
@@ -200,6 +174,13 @@ def test_predictions_of_one_class_are_warned_of_once(tmp_path, warned, privacy, 
     run.evaluate()
     run.evaluate()
     assert len(warned("All 40 predictions are class 1")) == 1
+    for logits, labels in (
+        ([[0.0, 1.0], [1.0, 0.0]], [0, 1]),  # two classes
+        ([[0.0, 1.0], [0.0, 1.0]], [1, 1]),  # as the records are
+        ([[0.0], [1.0]], [0, 1]),  # regression
+        ([[0.0, 1.0], [0.0, 1.0]], [[0, 1], [0, 1]]),  # several labels
+    ):
+        assert recipes.one_class(np.array(logits), np.array(labels)) is None
 
 
 def test_a_model_that_needs_more_than_tokens_has_a_recipe(tmp_path):
@@ -227,23 +208,3 @@ def test_a_head_of_unit_rows_needs_no_measurement():
     wanted = recipe("head", num_parameters=34, num_classes=2, **facts)
     for measure in (True, False):
         assert recipes.model_recipe("head", model, **facts, measure=measure) == wanted
-
-
-@pytest.mark.parametrize("given", [{}, {"dp_clip": "automatic"}, {"dp_max_grad_norm": 0.3}])
-def test_a_recipe_gives_the_clip_rule_where_none_is_given(tmp_path, given):
-    found = trainer(tmp_path, head_only(), dp_recipe="head", **given)
-    assert found.plan.clip == (PrivacyArguments(**BUDGET, **given).clip() if given else found.recipe.clip)
-    assert isinstance(found.recipe.clip, Flat)
-
-
-@pytest.mark.parametrize(
-    ("logits", "labels"),
-    [
-        ([[0.0, 1.0], [1.0, 0.0]], [0, 1]),  # two classes
-        ([[0.0, 1.0], [0.0, 1.0]], [1, 1]),  # as the records are
-        ([[0.0], [1.0]], [0, 1]),  # regression
-        ([[0.0, 1.0], [0.0, 1.0]], [[0, 1], [0, 1]]),  # several labels
-    ],
-)
-def test_other_predictions_are_not_warned_of(logits, labels):
-    assert recipes.one_class(np.array(logits), np.array(labels)) is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import pytest
 import torch
 from image_text_models import FAMILIES, family, samples
@@ -10,15 +13,16 @@ from trainer_cases import PRIVACY, training_arguments
 from zoo.parity import engine_that_equals_the_loop, nonzero_b, truth_of, without_gradient
 
 import dpfunc
-from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.hf.vision_language._images import flatten_images, image_text_collator
 from dpfunc.hf.vision_language._strategies import image_text_loss, language_layers, prepare, strategy
+from dpfunc.hf.vision_language.tiny_llava import draw, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.users import group_by_person, mean_over_texts
+from dpfunc.train._dataset import _check_image
 
 QWEN = ("Qwen2-VL", "Qwen2.5-VL")
 
@@ -42,8 +46,10 @@ def test_all_parameters_and_one_image_each(name):
     )
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", FAMILIES)
+SIDES = ("right", "left", "right", "left", "right")
+
+
+@pytest.mark.parametrize(("name", "side"), [*zip(FAMILIES, SIDES, strict=True)])
 def test_adapters_and_several_images_or_none(name, side):
     """Rows with blank images of Qwen2-VL have other positions than rows without, so they are grouped."""
     model, collate = collator(name, 2, padding_side=side)
@@ -57,8 +63,7 @@ def test_adapters_and_several_images_or_none(name, side):
     assert not without_gradient(truth_of(case))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "side"), [*zip(FAMILIES, ("left", *SIDES[:-1]), strict=True)])
 def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
     """Neither blank images nor padding nor the images of others change a loss; labels are given to the model here."""
     counts = (1, 2, 0, 2)
@@ -71,41 +76,24 @@ def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
             _, own = collator(name, count, pad_to_multiple_of=1)
             alone = model(**flatten_images(own([sample]))).loss
             torch.testing.assert_close(loss, alone, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_images_of_several_sizes_are_refused_without_one_size(name):
-    _, processor, size = family(name)
-    options = {"max_length": 60, "chat": False}
-    with pytest.raises(UnsupportedModel, match="image_size"):
-        image_text_collator(processor, **options)
-    assert image_text_collator(processor, **options, image_size=size).image_size == size
+        batch = collate(samples(name, counts))
+        if batch.pop("pixel_attention_mask", None) is not None:  # a collator of the user's own may leave it out
+            assert make_loss_fn(forward, "vqa")(params, batch).shape == (4,)
 
 
 def test_an_image_of_another_shape_is_refused():
     """A processor that gives images of some size another number of pixels than those that were tried."""
+    for name in FAMILIES:
+        with pytest.raises(UnsupportedModel, match="image_size"):
+            image_text_collator(family(name)[1], max_length=60, chat=False)
+    for size in (3, (4,), (0, 4), "ab", (1.5, 2)):
+        with pytest.raises(InvalidArgument, match="image_size"):
+            image_text_collator(family("LLaVA-NeXT")[1], max_length=60, image_size=size)
     _, collate = collator("SmolVLM", 1)
     larger = {"pixel_values": torch.zeros(1, 1, 3, 32, 32), "pixel_attention_mask": torch.ones(1, 1, 32, 32)}
     collate.processor.image_processor = lambda images, return_tensors: larger
     with pytest.raises(UnsupportedModel, match="every image the same shape, got pixel_values"):
         collate(samples("SmolVLM", (1,)))
-
-
-@pytest.mark.parametrize("name", ["Idefics3", "SmolVLM"])
-def test_a_batch_without_a_mask_of_pixels(name):
-    """A collator of the user's own may leave it out; the model takes images with an axis for samples all the same."""
-    model, collate = collator(name, 2)
-    forward, params = functionalize(model)
-    batch = collate(samples(name, (1, 2)))
-    loss_fn = make_loss_fn(forward, "vqa")
-    without = {key: value for key, value in batch.items() if key != "pixel_attention_mask"}
-    assert loss_fn(params, without).shape == loss_fn(params, batch).shape
-
-
-@pytest.mark.parametrize("size", [3, (4,), (0, 4), "ab", (1.5, 2)])
-def test_sizes_that_are_none_are_refused(size):
-    with pytest.raises(InvalidArgument, match="image_size"):
-        image_text_collator(family("LLaVA-NeXT")[1], max_length=60, image_size=size)
 
 
 def test_arrays_are_fitted_or_refused():
@@ -143,33 +131,6 @@ def test_images_in_one_tensor_for_all_samples_are_refused():
         dpfunc.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
 
 
-@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
-def test_images_of_others_are_refused(engine):
-    """Two images for two samples, but both are of the first one: axis 0 has the right length."""
-    _, apart = collator("LLaVA-NeXT", 2)
-    model, _ = collator("LLaVA-NeXT", 1)
-    batch = flatten_images(apart(samples("LLaVA-NeXT", (2, 0))))
-    batch = {name: value[:2] for name, value in batch.items()}
-    blanks = batch["input_ids"][1] == 4
-    batch["input_ids"][1, blanks] = 0
-    forward, params = functionalize(model)
-    with pytest.raises((UnsupportedModel, ValueError, RuntimeError)):
-        dpfunc.clipped_grad(
-            make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0), engine=getattr(engines, engine)()
-        )
-
-
-@pytest.mark.parametrize("name", ["full", "projector", "lora"])
-@pytest.mark.parametrize("kind", ["Idefics3", "Qwen2-VL", "LLaVA-NeXT"])
-def test_strategies(kind, name):
-    options = {"rank": 2, "alpha": 4.0} if name == "lora" else {}
-    model = prepare(family(kind)[0], name, **options)
-    trained = {at for at, value in model.named_parameters() if value.requires_grad}
-    assert trained
-    if name == "projector":
-        assert all("multi_modal_projector" in at or "connector" in at or "merger" in at for at in trained)
-
-
 def test_private_training(tmp_path):
     """Fewer images than max_images, an odd number of records, drawn batches of any size."""
     model, collate = collator("SmolVLM", 2)
@@ -184,3 +145,58 @@ def test_private_training(tmp_path):
     changed = [at for at, value in model.named_parameters() if not torch.equal(value, before[at])]
     assert changed
     assert all("connector" in at for at in changed)
+
+
+# Images from files and bytes: none takes all memory, and each is read to its end
+
+
+def large_png(width, height):
+    """A valid PNG of very many pixels, and few bytes."""
+
+    def chunk(kind, content):
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    rows = zlib.compressobj(9)
+    packed = b"".join(rows.compress(bytes(1 + -(-width // 8))) for _ in range(height)) + rows.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+IMAGES = {
+    "large": (lambda: large_png(9000, 9000), "at most 67108864 pixels, got 9000 x 9000"),
+    "larger, PIL would warn": (lambda: large_png(10_000, 10_000), "at most 67108864 pixels, got one with more"),
+    "so large that PIL refuses": (lambda: large_png(20_000, 20_000), "at most 67108864 pixels, got one with more"),
+    "text": (lambda: b"my secret", "it is of no format that is known"),
+    "nothing": (lambda: b"", "it is of no format that is known"),
+    "half": (lambda: large_png(64, 4000)[:60], "it is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_that_take_all_memory_are_refused(tmp_path, name):
+    """And those that cannot be read: by the collator, and before training, which must not end when it draws one."""
+    make, message = IMAGES[name]
+    path = tmp_path / "secret.png"
+    path.write_bytes(make())
+    collate = image_text_collator(tiny_processor(), max_length=16)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        collate([{"prompt": "colour ?", "answer": "red", "image": path}])
+    assert "secret" not in str(caught.value)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
+            _check_image(path, "row 7 of data.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_an_image_is_read_to_its_end(tmp_path, kind):
+    """Its header is there long before its end; a file that was repaired is read again."""
+    path = tmp_path / "image"
+    draw("red", "circle", 200, 0).save(path, kind)
+    content = path.read_bytes()
+    for kept in (len(content) - 64, 3 * len(content) // 4):
+        path.write_bytes(content[:kept])
+        with pytest.raises(InvalidArgument, match="cannot be used. .*it is damaged"):
+            _check_image(path, "row 1")
+    path.write_bytes(content)
+    _check_image(path, "row 1")

@@ -1,20 +1,27 @@
-"""Labels of a data set, compared with what the model can learn before anything is spent."""
+"""Records that a private run cannot learn from, refused before anything is spent: labels, and padding of short rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from dpfunc.errors import InvalidArgument
+from dpfunc.batches import rows
+from dpfunc.engines.loop import loop
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import base_model
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import CLASSES, problem_of
-from dpfunc.rng import insecure_key, torch_seed
+from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
+from dpfunc.sampling._own_rows import collated
 from dpfunc.sampling._records import read, spread
+from dpfunc.types import Batch, LossFn, Params
 
 _COLUMNS = ("labels", "label", "label_ids")  # collators of Transformers take each of them for the labels
 _TASKS = ("sequence_classification", "image_classification", "token_classification")
@@ -22,6 +29,8 @@ _TASKS = ("sequence_classification", "image_classification", "token_classificati
 _OTHER_OUTPUTS = ("ForMultipleChoice", "ForNextSentencePrediction")
 _PROBED = 16
 _READ = 1024  # records of a data set that may read, tokenize or decode each; read at once of any
+_COMPARED = 64  # records whose lengths are compared
+_ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
 def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> None:
@@ -33,8 +42,8 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
     them of something else, from 16. No label is in the message. A function as loss may read them in another way.
     """
     base = base_model(model)
-    classes = _num_classes(base)
-    if task not in _TASKS or classes is None:
+    classes = getattr(getattr(base, "config", None), "num_labels", None)
+    if task not in _TASKS or not isinstance(classes, int) or not _has_outputs(base, classes):
         return
     with torch_seed(insecure_key(0), accelerators=False):
         sample = read(dataset, spread(len(dataset), _PROBED))
@@ -49,20 +58,17 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
             _check(_flat(labels), column or "labels", problem, classes)
 
 
-def _num_classes(base: nn.Module) -> int | None:
-    """Number of outputs of the model, if its configuration says it and a layer has as many."""
-    if type(base).__name__.endswith(_OTHER_OUTPUTS):
-        return None
-    count = getattr(getattr(base, "config", None), "num_labels", None)
+def _has_outputs(base: nn.Module, classes: int) -> bool:
+    """True if a layer has as many outputs as the configuration says, and they are classes."""
     widths = {getattr(module, name, None) for module in base.modules() for name in ("out_features", "out_channels")}
-    return count if isinstance(count, int) and count in widths else None
+    return classes in widths and not type(base).__name__.endswith(_OTHER_OUTPUTS)
 
 
 def _collated(sample: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     try:
         return collate(sample)
     except ValueError as error:
-        texts = [name for name in _COLUMNS for record in sample[:1] if name in record and isinstance(record[name], str)]
+        texts = [name for name in _COLUMNS if name in sample[0] and isinstance(sample[0][name], str)]
         if not texts:
             raise
         raise InvalidArgument(
@@ -97,12 +103,8 @@ def _labels(dataset: Any, column: str) -> Iterator[list[Any]]:
 
 def _flat(labels: Any) -> npt.NDArray[np.float64]:
     """Numbers in nested lists, arrays and tensors, in their order."""
-    if hasattr(labels, "tolist"):
-        labels = labels.tolist()
-    nested = isinstance(labels, (list, tuple)) and any(
-        isinstance(each, (list, tuple)) or hasattr(each, "tolist") for each in labels
-    )
-    if nested:
+    labels = labels.tolist() if hasattr(labels, "tolist") else labels
+    if isinstance(labels, (list, tuple)) and any(hasattr(e, "tolist") or isinstance(e, (list, tuple)) for e in labels):
         return np.concatenate([_flat(each) for each in labels])
     return np.atleast_1d(np.asarray(labels, dtype=np.float64))
 
@@ -128,3 +130,73 @@ def _check(labels: npt.NDArray[np.float64], column: str, problem: str, classes: 
             f"Expected {domain} in {column!r} of each record of train_dataset, got something else in at least one, "
             f"which is private and not shown. {hint} Nothing was spent."
         )
+
+
+def refuse_padding(
+    loss_fn: LossFn, params: Params, model: nn.Module, dataset: Any, collate: Callable[[list[Any]], Any],
+    prepare: Callable[[Any], Mapping[str, Any]],
+) -> None:  # fmt: skip
+    """Refuse a model whose gradient of a short row changes when the row is padded to a longer one.
+
+    Of 64 records that are spread over the data set the shortest that has a gradient is computed alone, and in a batch
+    with the longest, in evaluation mode. Where all have one length or cannot be copied, or the collator draws random
+    numbers, nothing is compared. No number is in the message (tests/hf/trainer/test_data.py::test_models).
+    """
+    with cpu_seeds(insecure_key(0)):
+        records = read(dataset, spread(len(dataset), _COMPARED))
+    alone = [batch for record in records if (batch := _without_draws(collate, [record])) is not None]
+    if len(alone) < len(records):
+        return
+
+    def gradient(batch: Batch) -> Params:
+        """Of a batch of one row, whose random numbers are the same each time."""
+        with cpu_seeds(insecure_key(0)):
+            per_sample = loop()(loss_fn, params, dict(prepare(batch)))
+        return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
+
+    training = model.training
+    model.train(False)
+    try:
+        compared = _two_gradients(gradient, collate, records, alone)
+    finally:
+        model.train(training)
+    if compared is None:
+        return
+    one, other = compared
+    narrow = any(value.is_floating_point() and value.element_size() < 4 for value in model.parameters())
+    limit = _ROUNDING_16_BITS if narrow else _ROUNDING
+    if _norm({name: one[name] - other[name] for name in one}) > limit * max(_norm(one), _norm(other)):
+        raise UnsupportedModel(
+            "Expected the gradient of a short row to stay when the row is padded to a longer one, got another one "
+            f"of {type(model).__name__}. The longest record of a batch would change the gradients of all others, and "
+            "epsilon would not hold. Pad all rows to one length, in the data set or the collator "
+            '(padding="max_length"); or pad on the other side, or with a mask. See docs/padding.md. Nothing was spent.'
+        )
+
+
+def _two_gradients(
+    gradient: Callable[[Batch], Params], collate: Callable[[list[Any]], Any], records: list[Any], alone: list[Batch]
+) -> tuple[Params, Params] | None:
+    """The gradient of the shortest row that has one: alone, and beside the longest; None where that cannot be."""
+    sizes = [sum(leaf.numel() for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)) for batch in alone]
+    longest = sizes.index(max(sizes))
+    for index in sorted(range(len(records)), key=sizes.__getitem__):
+        if sizes[index] == sizes[longest]:
+            return None
+        one = gradient(alone[index])
+        if _norm(one) > 0:
+            both = _without_draws(collate, [records[index], records[longest]])
+            return None if both is None else (one, gradient(rows(both, 0, 1)))
+    return None
+
+
+def _without_draws(collate: Callable[[list[Any]], Any], records: list[Any]) -> Batch | None:
+    """A batch of copies; None if there are none, or the collator drew random numbers, which are those of its seed."""
+    with cpu_seeds(insecure_key(0)):
+        before = cpu_generators()
+        batch = collated(collate, records)
+        return batch if before == cpu_generators() else None
+
+
+def _norm(gradient: Params) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in gradient.values()))
