@@ -4,14 +4,12 @@ For K(z) = sum_i T_i log E e^(z L_i) of the discrete losses, and z = t + i s on 
 
     delta(epsilon) = 1/(2 pi) int e^(K(z) - z epsilon) / (z (1 + z)) ds.
 
-1. *One Gaussian more.* A release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes
-   the integral end. Events without sampling are Gaussians, too, and are added exactly.
-2. *A sum for the integral.* With spacing D it equals `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all
-   integers k (Poisson summation): the wanted term and others that are not negative.
-3. *Dropped frequencies* count by the bound on their absolute value, as |E e^(i s L)| <= 1 for every further kind.
-4. *Rounding* counts as an estimate of its size, times a large factor.
-
-The tilt e^(t L) keeps the sum near its largest term, so that rounding is relative to delta, and not to 1.
+1. A Gaussian release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes the
+   integral end. Events without sampling are Gaussians, too.
+2. A sum with spacing D is `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all integers k (Poisson summation):
+   the wanted term and others that are not negative.
+3. Dropped frequencies count by a bound on their absolute value, as |E e^(i s L)| <= 1 for every further kind.
+4. Rounding, which the tilt makes relative to delta, counts as an estimate of its size, times a large factor.
 """
 
 from __future__ import annotations
@@ -65,10 +63,7 @@ def _smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
 
 @dataclass(frozen=True)
 class _Waves:
-    """Terms `(1/2) f(0), f(D), f(2 D), ..` of the sum without the phase of epsilon.
-
-    `dropped` bounds the sum of the absolute values of all others; `absolute` is that of all.
-    """
+    """Terms `f(0) / 2, f(D), ..` without the phase of epsilon; bounds on the absolute values of others, and of all."""
 
     s: Array
     real: Array
@@ -115,7 +110,7 @@ def _prune(size: Array, allowed: float) -> tuple[int, float]:
 
 
 def _characteristic(law: Law, spacing: float, number: int) -> NDArray[np.complex128]:
-    """`sum w e^(i s loss)` at s = 0, D, 2 D, ..: as a matrix product, because s = (a m + b) D."""
+    """`sum w e^(i s loss)` at s = 0, D, 2 D, .. as a matrix product: s = (a m + b) D."""
     inner = max(1, math.isqrt(number))
     outer = -(-number // inner)
     fine = _waves_of(law.loss, spacing, inner)

@@ -27,7 +27,7 @@ Point = tuple[float, float]
 
 
 def tight_method(ledger: Ledger) -> str:
-    """The accountant of the trade-off curve: one that needs neither torch nor opacus."""
+    """The accountant of the trade-off curve."""
     plain = all(type(event) is Event and event.sampling_prob == 1 for event in ledger.law)
     return "gaussian" if plain else "tilted"
 
@@ -74,7 +74,7 @@ def delta(ledger: Ledger, epsilon: float) -> float:
 
 
 def _epsilon(ledger: Ledger, at: float) -> float:
-    """Epsilon at a delta, by a method that needs no opacus; infinite where it says nothing."""
+    """Epsilon at a delta; infinite where the method says nothing."""
     try:
         return ledger.epsilon(at, tight_method(ledger)).epsilon
     except InvalidArgument:

@@ -189,7 +189,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
         never below the truth (tests/accounting/test_reference.py::test_never_below_the_truth), and `tilted` hardly
         above it (tests/accounting/test_tilted.py::test_random_ledgers_against_the_inversion,
         tests/accounting/test_reference.py::test_random_plans_are_between_the_estimates_of_a_peer);
-        no warning of numpy, scipy or opacus (tests/accounting/test_accountant.py::test_no_warning_leaks).
+        no warning of numpy or scipy (tests/accounting/test_accountant.py::test_no_warning_leaks).
 
     >>> events = (Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000),)
     >>> print(f"{epsilon(Ledger(events), delta=1e-5).epsilon:.2f}")

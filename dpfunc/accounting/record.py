@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from dpfunc._utils.validation import (
     apart,
@@ -28,7 +29,7 @@ from dpfunc.accounting.events import OTHER_VERSION
 from dpfunc.accounting.ledger import Ledger, parsed
 from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Adjacency, Event
+from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 RECORD_FILE = "privacy_accounting.json"
 RUN, SELECTION = "dpfunc.accounting/", "dpfunc.selection/"  # schemas, before their version
@@ -65,16 +66,13 @@ EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 SECRET, GUESSABLE = "secret", "guessable"
 SIZES = ("number of records", "public bound on the number of records")
 COMPARED, ELSEWHERE = "compared with the plan's draw of each step", "drawn elsewhere, by claim (verify_batch=False)"
-UNRECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
 class _Published:
     """Base of both records: checks of the fields, and the way into a file and back."""
 
-    kind: ClassVar[str]
-    """The schema, before its version."""
-    version: ClassVar[str] = "2"
+    schema: ClassVar[str]
     what: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -85,16 +83,11 @@ class _Published:
     def _neighbours(self) -> Adjacency:
         raise NotImplementedError
 
-    @classmethod
-    def _readable(cls) -> dict[str, dict[str, str]]:
-        """Schemas that are read -> values of the fields that an older one did not have."""
-        return {cls.kind + cls.version: {}}
-
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        schema, neighbours = self.kind + self.version, NEIGHBOURS[self._neighbours()]
-        return json.dumps(signed({"schema": schema, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
+        whole = {"schema": self.schema, **values, "neighbours": NEIGHBOURS[self._neighbours()]}
+        return json.dumps(signed(whole), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -105,21 +98,20 @@ class _Published:
                 there twice or outside its domain.
         """
         values = parsed(text, f"the record of a {cls.what}")
-        if not isinstance(values, dict) or not str(values.get("schema")).startswith(cls.kind):
+        kind = cls.schema.rpartition("/")[0] + "/"
+        if not isinstance(values, dict) or not str(values.get("schema")).startswith(kind):
             raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
-        schema = values["schema"]
-        if schema not in cls._readable():
-            raise fail(f"a record with schema {cls.kind + cls.version!r}", "schema", schema, OTHER_VERSION)
-        known = cls._readable()[schema]
-        given = {**known, **{name: value for name, value in unsigned("record", values).items() if name != "schema"}}
-        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
+        if values["schema"] != cls.schema:
+            raise fail(f"a record with schema {cls.schema!r}", "schema", values["schema"], OTHER_VERSION)
+        given, hints = unsigned("record", values), get_type_hints(cls)
+        expected = {"schema", "neighbours", *(field.name for field in dataclasses.fields(cls))}
         if set(given) != expected:
             raise InvalidArgument(
-                f"Expected the fields of the schema {schema!r}, got a record "
+                f"Expected the fields of the schema {cls.schema!r}, got a record "
                 f"{apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
             )
         neighbours = given.pop("neighbours")
-        hints = get_type_hints(cls)
+        del given["schema"]
         record = cls(**{name: _read(name, hints[name], value) for name, value in given.items()})
         adjacency = record._neighbours()
         if neighbours != NEIGHBOURS[adjacency]:
@@ -142,7 +134,7 @@ class Record(_Published):
         mechanism: kind of noise. noise_multiplier: noise / sensitivity, of the last step.
         noise_source: generator of the noise. noise_key: `secret`, or `guessable`: then nothing is protected.
         max_grad_norm: bound on the gradient of one unit. clip: the rule.
-        rows: how they were kept apart. batches: `COMPARED` or `ELSEWHERE`. Records of version 2 have `UNRECORDED`.
+        rows: how they were kept apart. batches: `COMPARED` or `ELSEWHERE`.
         sampler: how batches are drawn. sampling_prob: chance of a unit to be in a batch. expected_batch_size: of it.
         dataset_size: number that was used for sampling. dataset_size_is: one of `SIZES`.
         global_step: steps that were taken. num_steps: steps of the plan or of the budget. epoch: passes over the data.
@@ -156,8 +148,7 @@ class Record(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    kind = RUN
-    version = "3"
+    schema = RUN + "3"
     what = "run"
 
     date: str
@@ -197,10 +188,6 @@ class Record(_Published):
     def _neighbours(self) -> Adjacency:
         return self.adjacency
 
-    @classmethod
-    def _readable(cls) -> dict[str, dict[str, str]]:
-        return {cls.kind + "2": {"rows": UNRECORDED, "batches": UNRECORDED}, **super()._readable()}
-
 
 @dataclass(frozen=True)
 class SelectionRecord(_Published):
@@ -225,7 +212,7 @@ class SelectionRecord(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    kind = SELECTION
+    schema = SELECTION + "2"
     what = "search"
 
     date: str
@@ -322,25 +309,20 @@ def _read(name: str, hint: Any, value: Any) -> Any:
 def _check(name: str, hint: Any, value: Any) -> None:
     """Check the type and the domain of a field, and of what it contains."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind in _USUAL:
-        _DOMAINS.get(name, _USUAL[kind])(name, value)
-    elif kind is Literal:
-        one_of(name, value, inner)
-    elif kind is UnionType:  # of another and None
+    if kind is UnionType:  # of another and None
         if value is not None:
             _check(name, inner[0], value)
+    elif check := _DOMAINS.get(name) or _USUAL.get(kind):
+        check(name, value)
     elif not isinstance(value, kind) or value == {}:
         raise fail(f"a {kind.__name__}", name, value)
     elif kind is dict:
-        _check_all(name, str, value)
-        _check_all(name, inner[1], value.values())
-    elif inner:
-        _check_all(name, inner[0], value)
-
-
-def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
-    for value in values:
-        _check(name, hint, value)
+        for key, each in value.items():
+            _text(name, key)
+            _check(name, inner[1], each)
+    elif kind is tuple:
+        for each in value:
+            _check(name, inner[0], each)
 
 
 def _text(name: str, value: object) -> None:
@@ -349,17 +331,21 @@ def _text(name: str, value: object) -> None:
         raise fail("a line of printable text", name, value)
 
 
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "adjacency": ADJACENCIES,
+    "noise_key": (SECRET, GUESSABLE),
+    "dataset_size_is": SIZES,
+    "batches": (COMPARED, ELSEWHERE),
+}
 _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
+    **{name: partial(one_of, allowed=values) for name, values in _CHOICES.items()},
     **dict.fromkeys(("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or non_negative(name, value)),
     "delta": open_unit,
     "noise_multiplier": non_negative,
-    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
     "sampling_prob": probability,
-    "dataset_size": lambda name, value: integer(name, value, minimum=1),
-    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
-    "batches": lambda name, value: one_of(name, value, (COMPARED, ELSEWHERE, UNRECORDED)),
+    "dataset_size": partial(integer, minimum=1),
     "epoch": non_negative,
-    "chosen_score": lambda name, value: real(name, value, f"a finite {name}"),
+    "chosen_score": partial(real, domain="a finite chosen_score"),
 }
 _USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: integer, float: positive}
 """Domains of other fields, by their type."""

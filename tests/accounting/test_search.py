@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfunc.accounting._search import largest_integer, smallest_real
+from dpfunc.accounting._search import largest_integer, least_scale
 
 
 @given(st.floats(0.2, 3.0), st.floats(1e-3, 1e3), st.integers(0, 10**6), st.floats(0.1, 10.0))
@@ -25,5 +25,5 @@ def test_the_real_search_finds_the_edge(power, root, jump):
     def cost(s):
         return (s / root) ** power * (3.0 if jump and s < root else 1.0)
 
-    found = smallest_real(cost, 1.0, root / 50, root * 7, 1e-4)
+    found = least_scale(cost, 1.0)
     assert cost(found) <= 1.0 < cost(found * (1 - 2.1e-4))
