@@ -69,7 +69,6 @@ class Persons:
         return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
 
     def _checked(self, texts: Any) -> list[Tensor]:
-        """Check that there are tensors, each with a row for each text."""
         needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
         leaves = tree_leaves(texts)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -82,7 +81,6 @@ class Persons:
 
 
 def _masked(texts: Mapping[str, Tensor], mask_BK: Tensor) -> dict[str, Tensor]:
-    """A batch of persons: tensors (B, K, ...) of texts, and which of them there are."""
     if _TEXT_MASK in texts:
         raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
     return {**texts, _TEXT_MASK: mask_BK}
@@ -118,14 +116,13 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     cap = integer("max_texts", max_texts, minimum=1)
     check_key(key)
     rows = _rows_by_person(persons)
-    kept = [_choose(own, cap, fold_in(key, "texts of a person", repr(person))) for person, own in rows.items()]
+    kept = [own if len(own) <= cap else _chosen(own, cap, key, person) for person, own in rows.items()]
     index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
     sizes_P = torch.tensor([len(own) for own in kept], dtype=torch.int64)
     return Persons(index_PK, torch.arange(cap) < sizes_P[:, None], len(persons) - int(sizes_P.sum()))
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Numbers of the rows of each person, in the order in which persons first appear."""
     if isinstance(persons, (str, bytes)):
         raise fail("one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}
@@ -141,10 +138,9 @@ def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     return rows
 
 
-def _choose(own: list[int], cap: int, key: Key) -> list[int]:
-    if len(own) <= cap:
-        return own
-    return [own[place] for place in sorted(stream(key).choice(len(own), cap, replace=False).tolist())]
+def _chosen(own: list[int], cap: int, key: Key, person: Hashable) -> list[int]:
+    places = stream(fold_in(key, "texts of a person", repr(person))).choice(len(own), cap, replace=False)
+    return [own[place] for place in sorted(places.tolist())]
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,6 @@ class MeanOverTexts:
 
 
 def _without_mask(batch: Any) -> tuple[Any, Tensor | None]:
-    """Texts of a batch of persons, and which of them there are."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != _TEXT_MASK}, batch.get(_TEXT_MASK)
     return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.sampling import FixedSize, InOrder, Poisson, Shuffled
+from dpfunc.sampling import FixedSize, InOrder, Poisson, RandomAllocation, Shuffled
 from dpfunc.types import ADJACENCIES, Capped, Event
 
 KEY = insecure_key(0)
@@ -85,6 +85,7 @@ def test_shuffled_is_not_accounted_as_poisson():
 def test_which_neighbours_a_sampler_covers():
     """With a fixed batch size, one record more changes the batches of others."""
     assert Poisson(10, 0.1).adjacencies == ADJACENCIES
+    assert RandomAllocation(10, 2).adjacencies == ("add_remove", "zero_out")
     for sampler in (FixedSize(10, 5), Shuffled(10, 5), InOrder(10, 5)):
         assert sampler.adjacencies == ("zero_out", "replace_one")
 
