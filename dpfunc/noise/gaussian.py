@@ -24,7 +24,6 @@ _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 def _check_clipped(clipped: ClippedSum) -> None:
-    """Check that noise can be added: a typed sum, wide enough, with a sensitivity for each of its groups."""
     if not isinstance(clipped, ClippedSum):
         raise InvalidArgument(
             f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a "
@@ -85,13 +84,9 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
 
 
 def add_gaussian(
-    clipped: ClippedSum,
-    noise_multiplier: float,
-    key: Key,
-    *,
-    allocation: Allocation = "uniform",
-    source: Source = "secure",
-) -> dict[str, Tensor]:
+    clipped: ClippedSum, noise_multiplier: float, key: Key,
+    *, allocation: Allocation = "uniform", source: Source = "secure",
+) -> dict[str, Tensor]:  # fmt: skip
     """Release a clipped sum: `sum + noise_multiplier * sensitivity * N(0, 1)`. There is no std argument.
 
     Dwork & Roth 2014, The Algorithmic Foundations of Differential Privacy, appendix A.
@@ -137,7 +132,7 @@ def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source
     return {name: release(name, value) for name, value in clipped.sums.items()}
 
 
-# What each key released (fingerprint -> digest), in this process. A guard against mistakes: no result depends on it.
+# What each key released in this process: fingerprint -> digest. No result depends on it.
 _releases: dict[str, str] = {}
 
 
@@ -155,7 +150,6 @@ def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], sour
 
 
 def _stds(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
-    """Standard deviation of the noise on each sum, which its dtype can hold."""
     of_group = noise_std(clipped, noise_multiplier, allocation)
     stds = {name: of_group[clipped.group_of[name]] for name in clipped.sums}
     for name, value in clipped.sums.items():

@@ -17,7 +17,7 @@ from scipy import stats
 from dpfunc._utils.dtensor import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
-from dpfunc.noise._streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile, tiles
+from dpfunc.noise._streams import TILE, philox_normal, secure_normal, standard_normal, tile
 from dpfunc.rng import Key, fold_in, insecure_key
 
 KEY = insecure_key(0)
@@ -38,9 +38,10 @@ def uncorrelated(one, other, bound=5.0):
     return abs(float(np.corrcoef(one, other)[0, 1])) * np.sqrt(one.size) < bound
 
 
-@pytest.mark.parametrize("key", [KEY, fold_in(KEY, "step", 1), insecure_key(2**200)], ids=["root", "folded", "large"])
-def test_is_standard_normal(key):
-    values = numbers(key)
+def test_is_standard_normal():
+    for key in (fold_in(KEY, "step", 1), insecure_key(2**200)):
+        assert looks_normal(numbers(key))
+    values = numbers(KEY)
     assert looks_normal(values)
     assert not looks_normal(0.99 * values)
     assert not looks_normal(1.01 * values)
@@ -57,8 +58,8 @@ def test_every_bit_of_a_key_changes_the_noise():
 
 def test_tails():
     """Beyond 5 sigma there is as much as there should be; noise of 0.9 or 1.1 sigma fails."""
-    draws = 700 * TILE
-    peaks = np.concatenate([values[np.abs(values) > 4] for values in (tile(KEY, "tails", i) for i in range(700))])
+    draws = 300 * TILE
+    peaks = np.concatenate([values[np.abs(values) > 4] for values in (tile(KEY, "tails", i) for i in range(300))])
 
     def accepted(cut, scale):
         expected = 2 * stats.norm.sf(cut) * draws
@@ -142,16 +143,7 @@ def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
             assert torch.equal(draw(part), whole[slice(*rows), slice(*cols)])
 
 
-def test_no_more_is_drawn_than_touched():
-    """A half of the columns, or of the rows, is half of the tiles."""
-    size = 4 * TILE_COLS
-    whole = list(tiles(Window(size, size, (0, size), (0, size))))
-    assert len({cut.number for cut in whole}) == len(whole) == size**2 // TILE
-    for half in (Window(size, size, (0, size // 2), (0, size)), Window(size, size, (0, size), (0, size // 2))):
-        assert 2 * len(list(tiles(half))) == len(whole)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_stateless(threads):
     """The same key gives the same bits: again, with any number of threads, in any order, in any company."""
     expected = secure_normal(KEY, LEAVES, threads=1)
