@@ -27,8 +27,7 @@ class Persons:
 
     Args:
         index_PK: row numbers of a person's texts in the table, int64 (P, K); free places repeat the first text.
-        mask_PK: true where there is a text, bool (P, K); at least one in each row.
-        dropped: texts above the cap, which are not used.
+        mask_PK: true where there is a text, bool (P, K). dropped: texts above the cap, which are not used.
     """
 
     index_PK: Tensor = field(repr=False)
@@ -90,11 +89,9 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     """Group the rows of a table by its column of persons, in the order in which they first appear.
 
     Args:
-        persons: who wrote each text: one value a row, the same for all texts of one person (normalise spellings first:
-            a person under two names is two units, and protected as two).
+        persons: who wrote each text: one value a row (a person under two names is two units, and protected as two).
         max_texts: K >= 1, a public number chosen without a look at the data. A person with more texts gives K of them,
-            drawn by the key: which ones depends on the key and on how many texts this person has, not on other persons.
-        key: of the draw; not the key of the run.
+            drawn by the key and how many there are, not by other persons. key: of the draw; not the key of the run.
 
     Returns:
         `Persons`. Adding or removing a person adds or removes one row, so that a plan with `dataset_size=len(persons)`
@@ -117,9 +114,17 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     check_key(key)
     rows = _rows_by_person(persons)
     kept = [own if len(own) <= cap else _chosen(own, cap, key, person) for person, own in rows.items()]
-    index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
-    sizes_P = torch.tensor([len(own) for own in kept], dtype=torch.int64)
-    return Persons(index_PK, torch.arange(cap) < sizes_P[:, None], len(persons) - int(sizes_P.sum()))
+    index, mask_PK = _filled(kept, cap)
+    index_PK = torch.tensor(index, dtype=torch.int64).reshape(-1, cap)
+    return Persons(index_PK, mask_PK, len(persons) - int(mask_PK.sum()))
+
+
+def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tensor]:
+    """All groups in one list, each filled to `cap` by its first element; and which places (P, K) are its own."""
+    sizes_P = torch.tensor([len(own) for own in groups], dtype=torch.int64)
+    return [each for own in groups for each in (*own, *[own[0]] * (cap - len(own)))], torch.arange(cap) < sizes_P[
+        :, None
+    ]
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
@@ -177,10 +182,11 @@ class CollatePersons:
                 f"Expected 1 to max_texts={cap} records of each person, got another number. group_by_person draws "
                 "those of a person who has more."
             )
-        batch = self.collate([each for own in persons for each in (*own, *[own[0]] * (cap - len(own)))])
-        sizes_B = torch.tensor([len(own) for own in persons], dtype=torch.int64)
-        texts = {name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch.items()}
-        return _masked(texts, torch.arange(cap) < sizes_B[:, None])
+        records, mask_BK = _filled(persons, cap)
+        batch = self.collate(records)
+        return _masked(
+            {name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch.items()}, mask_BK
+        )
 
 
 @dataclass(frozen=True)

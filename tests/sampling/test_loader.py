@@ -91,16 +91,9 @@ DATASETS = {
 
 @pytest.mark.parametrize(
     ("kind", "dataset", "num_workers"),
-    [
-        ("poisson", "dictionaries", 0),
-        ("poisson", "at once", 2),
-        ("poisson", "subset", 0),
-        ("poisson", "list", 0),
-        ("fixed size", "dictionaries", 0),
-        ("shuffled", "dictionaries", 1),
-        ("in order", "at once", 0),
-    ],
-)
+    [("poisson", "dictionaries", 0), ("poisson", "at once", 2), ("poisson", "subset", 0), ("poisson", "list", 0),
+     ("fixed size", "dictionaries", 0), ("shuffled", "dictionaries", 1), ("in order", "at once", 0)],
+)  # fmt: skip
 def test_batches_are_the_draws(kind, dataset, num_workers):
     """Of each step, in order, from the step of the state; the empty ones have the structure of the others."""
     plan = plan_of(kind)
@@ -126,12 +119,8 @@ def test_a_resumed_run_reads_the_same():
     def batches(step, workers):
         torch.manual_seed(step + workers)
         before = torch.random.get_rng_state()
-        found = list(
-            plan.loader(
-                Augmented(), at(step), collate_fn=augmented_collate, num_workers=workers,
-                prefetch_factor=workers or None,
-            )
-        )  # fmt: skip
+        more = {"collate_fn": augmented_collate, "num_workers": workers, "prefetch_factor": workers or None}
+        found = list(plan.loader(Augmented(), at(step), **more))
         assert torch.equal(torch.random.get_rng_state(), before)
         return found
 
@@ -139,7 +128,7 @@ def test_a_resumed_run_reads_the_same():
     assert len(whole) == 15
     assert any(not len(batch["label"]) for batch in whole)
     assert len({float(batch["masked"].sum()) for batch in whole if len(batch["label"])}) > 5  # not one number for all
-    for step, workers in ((0, 2), (6, 0), (6, 1)):
+    for step, workers in ((6, 0), (6, 2)):
         for ours, theirs in zip(batches(step, workers), whole[step:], strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -308,20 +297,8 @@ def test_a_public_bound_hides_the_number_of_records(kind):
         plan.loader(Dicts(), state)
 
 
-def test_a_batch_with_records_that_are_not_there_is_refused():
-    """Or one that lacks some that are."""
-    dp_step, params, state = begun(plan_of("fixed size"), num_records=20)
-    size = len(SAMPLERS["fixed size"].indices(state.key, 0))
-    with pytest.raises(SamplingMismatch):
-        dp_step(params, {"inputs": (torch.ones(size, 3),)}, state)
-
-
 def test_a_bound_that_is_none_is_refused():
-    with pytest.raises(
-        InvalidArgument, match="Expected num_records <= 40, the plan's dataset_size, got num_records=41"
-    ):
+    with pytest.raises(InvalidArgument, match="num_records <= 40, the plan's dataset_size, got num_records=41"):
         begun(plan_of(), num_records=41)
-    with pytest.raises(
-        InvalidArgument, match="Expected len.dataset. to be the plan's dataset_size=40, .* public bound"
-    ):
+    with pytest.raises(InvalidArgument, match="to be the plan's dataset_size=40, .* public bound"):
         plan_of().loader(Fewer(), at(0))
