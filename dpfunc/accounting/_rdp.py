@@ -71,7 +71,9 @@ def step_curve(q: float, sigma: float, replace_one: bool, orders: tuple[float, .
         return (math.inf,) * len(orders)
     curve = convexity_bound(q, sigma, a)
     if sigma >= _SIGMA_MIN:
-        exact = quadrature_curve(q, sigma, a, replace_one) + _rounding(q, sigma, a)
+        # how far the rounding of the logarithms in the sum can put it below the true one
+        scale = a * (abs(math.log(q)) + abs(math.log1p(-q)) + 2 + a / (2 * sigma * sigma)) / (a - 1)
+        exact = quadrature_curve(q, sigma, a, replace_one) + 8 * np.finfo(np.float64).eps * scale
         curve = np.where(exact < curve, exact, curve)  # where it is a number
     return tuple(curve.tolist())
 
@@ -109,9 +111,3 @@ def convexity_bound(q: float, sigma: float, a: Array) -> Array:
     with np.errstate(over="ignore"):
         exponent = (a - 1) * a / sigma / sigma / 2
     return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + exponent) / (a - 1) * (1 + 1e-12))
-
-
-def _rounding(q: float, sigma: float, a: Array) -> Array:
-    """Bound how far the rounding of the logarithms in a series or a sum can put a curve below the true one."""
-    scale = a * (abs(math.log(q)) + abs(math.log1p(-q)) + 2 + a / (2 * sigma * sigma))
-    return np.asarray(8 * np.finfo(np.float64).eps * scale / (a - 1))

@@ -37,7 +37,9 @@ def compose(laws: list[Law], base: Sampled, aim: Aim, delta: float, floor: float
         raise TiltedUnavailable(f"The tails hold {infinite:g}, which matters at delta={delta:g}. Use method 'rdp'.")
     t, target = aim.tilt, math.log(delta - infinite) - 2 * ULP
     spacing = 2 * math.pi / aim.period
-    gaussian = base.gaussian + _smoothing(base.gaussian, aim, spacing)
+    # the mu^2 of a Gaussian costs about mu^2 (1 + slope) / 2: none is added where there is enough
+    added = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
+    gaussian = base.gaussian + (added if base.gaussian < added else 0.0)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)
     # what may be dropped, relative to e^(K(t) - t epsilon)
@@ -53,12 +55,6 @@ def compose(laws: list[Law], base: Sampled, aim: Aim, delta: float, floor: float
     found = _least_epsilon(log_bound, target, aim.epsilon, t, floor)
     step = 1e-3 * found
     return found, (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else t
-
-
-def _smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
-    """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one."""
-    wanted = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
-    return 0.0 if gaussian >= wanted else wanted
 
 
 @dataclass(frozen=True)
@@ -93,20 +89,14 @@ def _wave_sum(laws: Sequence[Law], t: float, gaussian: float, spacing: float, lo
         transform = _characteristic(law, spacing, len(s))
         log_size = log_size + law.steps * np.log(np.maximum(np.abs(transform), 1e-300))
         angle = angle + law.steps * np.angle(transform)
-        keep, lost = _prune(np.exp(log_size), allowed)
-        dropped += lost
+        tail = np.append(np.cumsum(np.exp(log_size)[::-1])[::-1], 0.0)
+        keep = max(1, int(np.argmax(tail <= allowed)))
+        dropped += float(tail[keep])
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
     final: Array = np.exp(log_size).astype(np.float64)
     real: Array = (final * np.cos(angle)).astype(np.float64)
     imag: Array = (final * np.sin(angle)).astype(np.float64)
     return _Waves(s, real, imag, dropped, float(final.sum()) + dropped)
-
-
-def _prune(size: Array, allowed: float) -> tuple[int, float]:
-    """The number of terms to keep, and the sum of those that follow, which is at most `allowed`."""
-    tail = np.append(np.cumsum(size[::-1])[::-1], 0.0)
-    keep = max(1, int(np.argmax(tail <= allowed)))
-    return keep, float(tail[keep])
 
 
 def _characteristic(law: Law, spacing: float, number: int) -> NDArray[np.complex128]:

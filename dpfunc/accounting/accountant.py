@@ -40,13 +40,9 @@ class Guarantee:
     """An (epsilon, delta) statement, and how it was obtained.
 
     Args:
-        epsilon: an upper bound on the privacy loss, >= 0; inf means no protection. With method
-            `gdp-approximation` it is not a bound.
-        delta: the delta it holds at.
-        method: `tilted` (numerical composition, tight), `prv` (numerical composition), `rdp` (Renyi),
-            `gaussian` (exact, when all data is in every batch).
-        adjacency: which data sets count as neighbours.
-        note: its error, and why another method was not used.
+        epsilon: an upper bound, >= 0; inf means no protection. Of `gdp-approximation` no bound. delta: it holds at.
+        method: `tilted`, `prv` (numerical composition), `rdp` (Renyi), `gaussian` (exact, of batches with all data).
+        adjacency: which data sets count as neighbours. note: its error, and why another method was not used.
 
     >>> print(Guarantee(1.25, 1e-5, "prv", "add_remove", "about 0.01 above the truth"))
     (epsilon=1.25, delta=1e-05)-DP under add_remove, by prv: about 0.01 above the truth

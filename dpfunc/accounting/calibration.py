@@ -82,16 +82,9 @@ def _rough(ledger: Ledger, delta: float) -> float:
 
 @named
 def calibrate_noise(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_prob: float,
-    num_steps: int,
-    adjacency: Adjacency = "add_remove",
-    spent: Ledger | None = None,
-    schedule: Schedule | Sequence[float] | None = None,
-    method: str = "auto",
-) -> float:
+    *, epsilon: float, delta: float, sampling_prob: float, num_steps: int, adjacency: Adjacency = "add_remove",
+    spent: Ledger | None = None, schedule: Schedule | Sequence[float] | None = None, method: str = "auto",
+) -> float:  # fmt: skip
     """The smallest noise multiplier with which `num_steps` steps cost at most (epsilon, delta).
 
     Args:
@@ -152,16 +145,9 @@ def epsilon_left(*, epsilon: float, delta: float, spent: Ledger | None) -> float
 
 
 def calibrate_batch_size(
-    *,
-    epsilon: float,
-    delta: float,
-    dataset_size: int,
-    num_steps: int,
-    noise_multiplier: float,
-    adjacency: Adjacency = "add_remove",
-    spent: Ledger | None = None,
-    method: str = "auto",
-) -> int:
+    *, epsilon: float, delta: float, dataset_size: int, num_steps: int, noise_multiplier: float,
+    adjacency: Adjacency = "add_remove", spent: Ledger | None = None, method: str = "auto",
+) -> int:  # fmt: skip
     """The largest expected batch size with which `num_steps` steps cost at most (epsilon, delta).
 
     Args:
@@ -249,15 +235,9 @@ def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
 
 
 def calibrate_steps(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_prob: float,
-    noise_multiplier: float,
-    adjacency: Adjacency = "add_remove",
-    spent: Ledger | None = None,
-    method: str = "auto",
-) -> int:
+    *, epsilon: float, delta: float, sampling_prob: float, noise_multiplier: float,
+    adjacency: Adjacency = "add_remove", spent: Ledger | None = None, method: str = "auto",
+) -> int:  # fmt: skip
     """The most steps that cost at most (epsilon, delta), up to 2**40.
 
     Args:

@@ -54,9 +54,8 @@ class Requirements:
     """Result of `privacy_requirements`: the request, and the settings that meet the target.
 
     Args:
-        dataset_size, batch_size, epochs, target_epsilon: as asked.
-        delta: as asked, or suggested. sampling_prob: batch_size / dataset_size.
-        total_steps: `ceil(epochs * dataset_size / batch_size)`.
+        dataset_size, batch_size, epochs, target_epsilon: as asked. delta: as asked, or suggested.
+        sampling_prob: batch_size / dataset_size. total_steps: `ceil(epochs * dataset_size / batch_size)`.
         noise_multiplier: the least that meets the target. guarantee: what it gives.
         recommended_batch_size: see `privacy_requirements`. choices: the sizes compared, and batch_size, ascending.
         guidance: what to keep in mind, in sentences.
@@ -118,19 +117,9 @@ def privacy_requirements(
     good = min(b for b in sizes if rows[b].noise_per_run <= most)
     ledger = schedule_ledger(asked.sampling_prob, asked.noise_multiplier, asked.total_steps)
     return Requirements(
-        dataset_size=n,
-        batch_size=size,
-        epochs=float(epochs),
-        target_epsilon=target,
-        delta=chosen,
-        sampling_prob=asked.sampling_prob,
-        total_steps=asked.total_steps,
-        noise_multiplier=asked.noise_multiplier,
-        guarantee=ledger.epsilon(chosen),
-        recommended_batch_size=good,
-        choices=tuple(rows.values()),
-        guidance=_GUIDANCE,
-    )
+        n, size, float(epochs), target, chosen, asked.sampling_prob, asked.total_steps, asked.noise_multiplier,
+        guarantee=ledger.epsilon(chosen), recommended_batch_size=good, choices=tuple(rows.values()), guidance=_GUIDANCE,
+    )  # fmt: skip
 
 
 def compared_sizes(n: int) -> list[int]:

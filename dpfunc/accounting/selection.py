@@ -29,8 +29,8 @@ class RunCount:
     """Distribution of the number of runs K of a search; it must not depend on the data.
 
     `P[K = k] ~ (1 - gamma)^k prod_{0 <= j < k} (j + shape) / (j + 1)` for k >= 1, the truncated negative binomial
-    distribution, with the gamma in (0, 1] that has the mean. Shape 0 is the logarithmic distribution, shape 1 the
-    geometric one. Shape inf is the Poisson distribution, of which k = 0 is possible: then nothing is released.
+    distribution, with the gamma in (0, 1] that has the mean: shape 0 is logarithmic, 1 geometric. Shape inf is the
+    Poisson distribution, of which k = 0 is possible: then nothing is released.
 
     Args:
         mean: expected number of runs, 1 <= mean <= 10,000.
@@ -100,21 +100,18 @@ def selection_epsilon(
         Poisson:      log(e^-mean + mean e^((a - 1) (R(a) + mean d))) / (a - 1)
 
     where `d` is the delta of Q at epsilon `log(1 + 1 / (a - 1))`. Papernot and Steinke 2022, Hyperparameter Tuning with
-    Renyi Differential Privacy, Theorems 2 and 6; the term `e^-mean`, of a search with no run, makes the latter an upper
-    bound for every mean. The proof is in docs/accounting.md.
+    Renyi Differential Privacy, Theorems 2 and 6; the term `e^-mean` is of a search with no run. Proof:
+    docs/accounting.md.
 
     Args:
         runs: distribution of K. Nothing that depends on the data may change K: a run that fails has a score, too.
         one_run: ledgers such that for any two neighbours one of them bounds Q: one for each candidate, with all that a
-            run releases about one record, the score included. What is used is their maximum at each order: a mixture is
-            no further apart than its parts, since `e^((a - 1) D_a)` is jointly convex.
-        delta: 0 < delta < 1.
-        spent: earlier releases on the same data.
+            run releases about one record, the score included. Their maximum at each order is used.
+        delta: 0 < delta < 1. spent: earlier releases on the same data.
 
     Returns:
         A `Guarantee` for `spent` and the search together. Not covered: the time that a search takes, from which K can
-        be guessed; a search that is stopped because of what was seen; files of the other runs; a score that is not
-        private, or not in `one_run`.
+        be guessed; a stop because of what was seen; files of the other runs; a score that is not in `one_run`.
 
     Raises:
         InvalidArgument: no ledger, or a value outside its domain. LedgerConflict: ledgers of different adjacency.

@@ -43,7 +43,7 @@ def test_point_inverts_loss(step, z):
 def test_the_loss_of_a_step_by_plain_sums(step):
     """It rises, is the ratio of densities, its mean is KL(P, Q), and its law on a grid has this mean and all the mass."""
     q, s, direction = step
-    x = np.linspace(-12 * s, 1 + 12 * s, 100_001)
+    x = np.linspace(-12 * s, 1 + 12 * s, 40_001)
 
     def mixture(shift):
         return (
@@ -53,7 +53,7 @@ def test_the_loss_of_a_step_by_plain_sums(step):
     p, r = (mixture(mean) for mean in MEANS[direction])
     loss = loss_of(q, s, x, direction)
     near = np.abs(x) < 4 * s
-    assert loss[near] == pytest.approx(np.log(p[near] / r[near]), rel=1e-6, abs=1e-9)
+    np.testing.assert_allclose(loss[near], np.log(p[near] / r[near]), rtol=1e-6, atol=1e-9)
     assert np.all(np.diff(loss) >= 0)
     divergence = float(np.sum(loss * p) * (x[1] - x[0]))
     assert mean_loss(q, s, direction, -600.0, 600.0) == pytest.approx(divergence, rel=1e-6, abs=1e-12)
