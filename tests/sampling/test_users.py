@@ -130,6 +130,10 @@ def test_the_cap_holds_and_every_person_has_a_text(table, cap):
     kept = texts_of(table, persons)
     assert {p: len(rows) for p, rows in kept.items()} == {p: min(cap, table.count(p)) for p in table}
     assert persons.index_PK.shape == persons.mask_PK.shape == (len(set(table)), cap)
+    # free places repeat the own first text, so that a model never sees a text without a token
+    assert torch.equal(
+        torch.where(persons.mask_PK, persons.index_PK[:, :1], persons.index_PK), persons.index_PK[:, :1].expand(-1, cap)
+    )
     assert persons.dropped == len(table) - sum(len(rows) for rows in kept.values())
     assert persons.max_texts == cap
 
