@@ -11,19 +11,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from dpfunc._utils.validation import (
-    apart,
-    fail,
-    integer,
-    non_negative,
-    one_of,
-    open_unit,
-    positive,
-    probability,
-    real,
-    signed,
-    unsigned,
-)
+from dpfunc._utils import validation as checks
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.events import OTHER_VERSION
 from dpfunc.accounting.ledger import Ledger, parsed
@@ -87,7 +75,7 @@ class _Published:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         whole = {"schema": self.schema, **values, "neighbours": NEIGHBOURS[self._neighbours()]}
-        return json.dumps(signed(whole), indent=1, allow_nan=False)
+        return json.dumps(checks.signed(whole), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -102,20 +90,20 @@ class _Published:
         if not isinstance(values, dict) or not str(values.get("schema")).startswith(kind):
             raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
         if values["schema"] != cls.schema:
-            raise fail(f"a record with schema {cls.schema!r}", "schema", values["schema"], OTHER_VERSION)
-        given, hints = unsigned("record", values), get_type_hints(cls)
+            raise checks.fail(f"a record with schema {cls.schema!r}", "schema", values["schema"], OTHER_VERSION)
+        given, hints = checks.unsigned("record", values), get_type_hints(cls)
         expected = {"schema", "neighbours", *(field.name for field in dataclasses.fields(cls))}
         if set(given) != expected:
             raise InvalidArgument(
                 f"Expected the fields of the schema {cls.schema!r}, got a record "
-                f"{apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
+                f"{checks.apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
             )
         neighbours = given.pop("neighbours")
         del given["schema"]
         record = cls(**{name: _read(name, hints[name], value) for name, value in given.items()})
         adjacency = record._neighbours()
         if neighbours != NEIGHBOURS[adjacency]:
-            raise fail(f"the neighbours of {adjacency!r}", "neighbours", neighbours, "The file was changed.")
+            raise checks.fail(f"the neighbours of {adjacency!r}", "neighbours", neighbours, "The file was changed.")
         return record
 
 
@@ -183,7 +171,7 @@ class Record(_Published):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ledger.adjacency != self.adjacency:
-            raise fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
+            raise checks.fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
 
     def _neighbours(self) -> Adjacency:
         return self.adjacency
@@ -236,15 +224,15 @@ class SelectionRecord(_Published):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("epsilon", self.epsilon)
-        positive("target_epsilon", self.target_epsilon)
+        checks.positive("epsilon", self.epsilon)
+        checks.positive("target_epsilon", self.target_epsilon)
         if not self.ledgers or len(self.ledgers) != len(self.candidates):
-            raise fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
+            raise checks.fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
         refuse_replaced("adjacency", self.spent.adjacency)
-        if self.chosen is not None and integer("chosen", self.chosen) >= len(self.candidates):
-            raise fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
+        if self.chosen is not None and checks.integer("chosen", self.chosen) >= len(self.candidates):
+            raise checks.fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
         if (self.chosen is None) != (self.chosen_score is None):
-            raise fail("chosen together with its score", "chosen_score", self.chosen_score)
+            raise checks.fail("chosen together with its score", "chosen_score", self.chosen_score)
 
     def _neighbours(self) -> Adjacency:
         return self.spent.adjacency
@@ -276,7 +264,7 @@ def listed(values: Mapping[str, float]) -> str:
 def refuse_replaced(name: str, adjacency: Adjacency) -> None:
     """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
     if adjacency == "replace_one":
-        raise fail(
+        raise checks.fail(
             f"{name} add_remove or zero_out", name, adjacency,
             "A record that is replaced may go from those that are trained on to those that are scored.",
         )  # fmt: skip
@@ -299,7 +287,7 @@ def _read(name: str, hint: Any, value: Any) -> Any:
         return Ledger.from_json(json.dumps(value))
     if hint is RunCount:
         if not isinstance(value, dict) or set(value) != {"mean", "shape"}:
-            raise fail("mean and shape", name, value)
+            raise checks.fail("mean and shape", name, value)
         return RunCount(value["mean"], _read("shape", float, value["shape"]))
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_read(name, get_args(hint)[0], each) for each in value)
@@ -315,7 +303,7 @@ def _check(name: str, hint: Any, value: Any) -> None:
     elif check := _DOMAINS.get(name) or _USUAL.get(kind):
         check(name, value)
     elif not isinstance(value, kind) or value == {}:
-        raise fail(f"a {kind.__name__}", name, value)
+        raise checks.fail(f"a {kind.__name__}", name, value)
     elif kind is dict:
         for key, each in value.items():
             _text(name, key)
@@ -328,7 +316,7 @@ def _check(name: str, hint: Any, value: Any) -> None:
 def _text(name: str, value: object) -> None:
     """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
     if not isinstance(value, str) or not value.isprintable():
-        raise fail("a line of printable text", name, value)
+        raise checks.fail("a line of printable text", name, value)
 
 
 _CHOICES: Mapping[str, Sequence[str]] = {
@@ -338,14 +326,16 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "batches": (COMPARED, ELSEWHERE),
 }
 _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
-    **{name: partial(one_of, allowed=values) for name, values in _CHOICES.items()},
-    **dict.fromkeys(("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or non_negative(name, value)),
-    "delta": open_unit,
-    "noise_multiplier": non_negative,
-    "sampling_prob": probability,
-    "dataset_size": partial(integer, minimum=1),
-    "epoch": non_negative,
-    "chosen_score": partial(real, domain="a finite chosen_score"),
+    **{name: partial(checks.one_of, allowed=values) for name, values in _CHOICES.items()},
+    **dict.fromkeys(
+        ("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or checks.non_negative(name, value)
+    ),
+    "delta": checks.open_unit,
+    "noise_multiplier": checks.non_negative,
+    "sampling_prob": checks.probability,
+    "dataset_size": partial(checks.integer, minimum=1),
+    "epoch": checks.non_negative,
+    "chosen_score": partial(checks.real, domain="a finite chosen_score"),
 }
-_USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: integer, float: positive}
+_USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: checks.integer, float: checks.positive}
 """Domains of other fields, by their type."""

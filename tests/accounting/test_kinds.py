@@ -262,16 +262,11 @@ def test_what_a_file_says_of_a_kind_must_be_true():
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [
-        (lambda: Opaque(1, epsilon=-1.0, delta=0.0), "epsilon"),
-        (lambda: Opaque(1, epsilon=1.0, delta=1.0), "0 <= delta < 1"),
-        (lambda: ZCDP(1, rho=0.0), "rho"),
-        (lambda: Capped(0.5, 1.0, 1, 0, 1), "dataset_size >= 1"),
-        (lambda: Capped(0.5, 1.0, 1, 1, 0), "cap >= 1"),
-        (lambda: Allocated(1.0, 1, num_batches=0), "num_batches >= 1"),
-        (lambda: Laplace(1.5, 1.0, 1), "sampling_prob"),
-    ],
-)
+    [(lambda: Opaque(1, epsilon=-1.0, delta=0.0), "epsilon"), (lambda: Opaque(1, epsilon=1.0, delta=1.0), "delta < 1"),
+     (lambda: ZCDP(1, rho=0.0), "rho"), (lambda: Capped(0.5, 1.0, 1, 0, 1), "dataset_size >= 1"),
+     (lambda: Capped(0.5, 1.0, 1, 1, 0), "cap >= 1"), (lambda: Laplace(1.5, 1.0, 1), "sampling_prob"),
+     (lambda: Allocated(1.0, 1, num_batches=0), "num_batches >= 1")],
+)  # fmt: skip
 def test_refused(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()

@@ -95,14 +95,10 @@ def test_ends():
 
 @pytest.mark.parametrize(
     ("call", "message"),
-    [
-        (lambda: delta(GAUSSIAN, -1.0), "epsilon"),
-        (lambda: delta(GAUSSIAN, math.nan), "epsilon"),
-        (lambda: TradeOff(GAUSSIAN).true_positives(0.0), "false_positives"),
-        (lambda: TradeOff(GAUSSIAN).bayes_success(1.5), "0 <= prior <= 1"),
-        (lambda: TradeOff(3), "a Ledger"),
-    ],
-)
+    [(lambda: delta(GAUSSIAN, -1.0), "epsilon"), (lambda: delta(GAUSSIAN, math.nan), "epsilon"),
+     (lambda: TradeOff(GAUSSIAN).true_positives(0.0), "false_positives"), (lambda: TradeOff(3), "a Ledger"),
+     (lambda: TradeOff(GAUSSIAN).bayes_success(1.5), "0 <= prior <= 1")],
+)  # fmt: skip
 def test_refused(call, message):
     with pytest.raises(InvalidArgument, match=message):
         call()

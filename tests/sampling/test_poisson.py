@@ -47,7 +47,7 @@ def drawn(step, prob=PROB, size=N):
     return Poisson(size, prob).indices(KEY, step).numpy()
 
 
-@pytest.mark.parametrize("prob", [0.1, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("prob", [0.1, 0.7, 0.999])
 def test_every_subset_at_its_probability(prob):
     """The whole law: each of the 32 subsets of five records, and not at the probabilities of another q."""
     generator = stream(KEY)
@@ -82,7 +82,7 @@ def test_every_record_at_the_same_rate():
     assert all(between(int(counts_N[edge].sum()), steps * 1000, PROB) for edge in (slice(1000), slice(-1000, None)))
 
 
-@pytest.mark.parametrize("width", [2, 50, 2**10, 2**15, 2**16])
+@pytest.mark.parametrize("width", [2, 2**10, 2**16])
 def test_windows_are_binomial(width):
     """The number drawn from each window, and not that of another q."""
     used = N // 2**16 * 2**16
@@ -93,7 +93,7 @@ def test_windows_are_binomial(width):
         assert not fits(found, stats.binom(width, wrong))
 
 
-@pytest.mark.parametrize("distance", [1, 2, 7, 2**10, 2**16, N // 2])
+@pytest.mark.parametrize("distance", [1, 7, 2**16, N // 2])
 def test_pairs_are_independent(distance):
     """Two records at any distance are drawn together at rate q^2: exact counts over disjoint pairs."""
     starts = np.arange(N)
