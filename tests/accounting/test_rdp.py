@@ -60,7 +60,7 @@ def renyi(*items, delta, adjacency="add_remove"):
     return epsilon(Ledger(items, adjacency), delta, "rdp").epsilon
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(events, st.floats(1.01, 5.0), deltas, adjacencies)
 def test_renyi_rises_with_probability_and_steps_and_falls_with_noise_and_delta(event, factor, delta, adjacency):
     base = renyi(event, delta=delta, adjacency=adjacency)

@@ -77,7 +77,7 @@ def case():
     return build("BERT")
 
 
-AGREE = [(engine, name) for name in ("BERT", "GPT-2") for engine in ENGINES] + [("auto", "torch"), ("vmap", "torch")]
+AGREE = [*((engine, "BERT") for engine in ENGINES), ("auto", "GPT-2"), ("auto", "torch"), ("vmap", "torch")]
 
 
 @pytest.mark.parametrize(("engine", "name"), AGREE)
