@@ -81,11 +81,10 @@ class Budget:
         """Make the budget, where there is none. What it says is public, and cannot be changed.
 
         Args:
-            epsilon, delta: what all runs together may cost.
+            epsilon, delta: what all runs together may cost. adjacency: which data sets are neighbours.
             unit: what is protected, in the words of the runs, e.g. `"one patient"`; DPTrainer's default is
-                `dpfunc.accounting.record.ONE_RECORD`. adjacency: which data sets are neighbours.
+                `dpfunc.accounting.record.ONE_RECORD`. earlier: what was spent on the same records before.
             spenders: names of who may reserve: against mistakes; the database decides who can write.
-            earlier: what was spent on the same records before.
 
         Raises:
             InvalidArgument: a value outside its domain, or there is a budget. NotWritten: it could not be written.

@@ -52,8 +52,7 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
 
     Args:
         clipped: the sum, with the sensitivity S_g and the number of coordinates d_g of each group.
-        noise_multiplier: z >= 0.
-        allocation: `uniform` or `optimal`.
+        noise_multiplier: z >= 0. allocation: `uniform` or `optimal`.
 
     Returns:
         clip group -> standard deviation of the noise on each of its coordinates; a public fact.
@@ -99,7 +98,7 @@ def add_gaussian(
         source: `secure`, a keyed AES stream; or `device`, the CUDA generator with 64 bits of the key.
 
     Returns:
-        name -> sum + noise, in the dtype of the sum. Released: divide it, cast it, use it as you like.
+        name -> sum + noise, in the dtype of the sum. Released: use it as you like.
 
     Raises:
         InvalidArgument: not a ClippedSum, a narrow dtype, a bad noise multiplier, or noise that the dtype of the sum

@@ -66,19 +66,19 @@ def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:
     False
     """
     indices = spread(len(dataset), _RECOGNISED)
-    with torch_seed(insecure_key(0), accelerators=False):
-        parts = [digest(collate(read(dataset, indices[at : at + _PROBED]))) for at in range(0, len(indices), _PROBED)]
+    parts = [_digest_of(dataset, collate, indices[at : at + _PROBED]) for at in range(0, len(indices), _PROBED)]
     return f"{len(dataset)} records {digest(parts)}"
+
+
+def _digest_of(dataset: Any, collate: Callable[[list[Any]], Batch], indices: Sequence[int]) -> str:
+    with torch_seed(insecure_key(0), accelerators=False):
+        return digest(collate(read(dataset, indices)))
 
 
 def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
     """Check that reading and collating can be repeated: a resumed run must repeat the steps that it has paid for."""
-
-    def once() -> str:
-        with torch_seed(insecure_key(0), accelerators=False):
-            return digest(collate(read(dataset, spread(len(dataset), _PROBED))))
-
-    if once() != once():
+    once, again = (_digest_of(dataset, collate, spread(len(dataset), _PROBED)) for _ in range(2))
+    if once != again:
         raise InvalidArgument(
             "Expected the data set and the collator to give the same records when they are read twice with torch's "
             "generator seeded alike, got different ones: they draw from Python's, numpy's or their own generator. A "

@@ -101,10 +101,10 @@ class FixedSize(_FixedBatches):
 class Shuffled(_Epochs):
     """A new permutation each epoch, divided into batches; the last one of an epoch is smaller, and kept.
 
-    Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (whatever the
-    permutation, hence also on average over it, by joint convexity), charged at its first step. Accounting such batches
-    as Poisson under-reports epsilon by up to five times (Chua et al. 2024, How Private are DP-SGD Implementations?).
-    The bounds of random allocation do not hold either: places are not independent (`RandomAllocation`).
+    Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (on average over
+    the permutations too, by joint convexity), charged at its first step. Accounting such batches as Poisson
+    under-reports epsilon by up to five times (Chua et al. 2024, How Private are DP-SGD Implementations?); the bounds of
+    `RandomAllocation` do not hold either, as places are not independent.
 
     Args:
         dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
@@ -131,9 +131,8 @@ class Shuffled(_Epochs):
 class InOrder(_Epochs):
     """Batches of consecutive records, in the order of the data set; the last one of an epoch is smaller, and kept.
 
-    For streams, which cannot be read by index. Claims no amplification: a record is in one batch an epoch, so an epoch
-    costs one Gaussian release, charged at its first step, as with `Shuffled`. Neighbours differ in one record at its
-    place: the number of records, and the place of each, are public, and do not depend on what the records say.
+    For streams, which cannot be read by index. An epoch costs one Gaussian release, as with `Shuffled`. Neighbours
+    differ in one record at its place: the number of records, and the place of each, are public.
 
     Args:
         dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
@@ -161,8 +160,8 @@ class InOrder(_Epochs):
 class RandomAllocation:
     """In each epoch each record is in one of `num_batches` batches, drawn independently of all other records.
 
-    All records are used once an epoch, as with `Shuffled`; batches differ in size, and the cost is that of `Allocated`:
-    an epoch costs about as much as one of `Poisson`, and is charged at its first step.
+    Batches differ in size. The cost is that of `Allocated`: an epoch costs about as much as one of `Poisson`, and is
+    charged at its first step.
 
     Args:
         dataset_size: number of records n, >= 1; or a public number that n cannot exceed.

@@ -33,10 +33,8 @@ class Poisson:
         sampling_prob: q, 0 < q <= 1, or a `Schedule` of it over the steps.
 
     Under add/remove adjacency n is private, and q n, the expected batch size, is published: give a rounded number, or
-    that of a public superset, and the true one to `dp_step.init(..., num_records=n)`. Records that are not there would
-    have the gradient zero, so nothing else changes.
-    Abadi et al. 2016, Deep Learning with Differential Privacy; Mironov et al. 2019, Renyi Differential Privacy of the
-    Sampled Gaussian Mechanism.
+    that of a public superset, and the true one to `dp_step.init(..., num_records=n)`. Abadi et al. 2016, Deep Learning
+    with Differential Privacy.
 
     Raises:
         InvalidArgument: a value outside its domain.
@@ -104,9 +102,8 @@ class Poisson:
 class CappedPoisson:
     """A Poisson sample of which at most `cap` records are kept: a random subset if there are more, whatever they say.
 
-    For batches that must fit a fixed memory. Records that are cut make room for others, so that a batch depends on how
-    many were drawn: n must be public, and a cap near `q n` costs much. With `cap >= q n + 7 sqrt(q n)` the cost is that
-    of `Poisson`.
+    For batches that must fit a fixed memory. A batch depends on how many were drawn: n must be public, and a cap near
+    `q n` costs much. With `cap >= q n + 7 sqrt(q n)` the cost is that of `Poisson`.
 
     Args:
         dataset_size: number of records n, 1 <= n <= 2**46. sampling_prob: q, 0 < q <= 1. cap: >= 1.
@@ -167,15 +164,10 @@ def _drawn(key: Key, step: int, size: int, prob: float) -> npt.NDArray[np.int64]
 def successes(generator: np.random.Generator, trials: int, prob: float) -> Iterator[npt.NDArray[np.int64]]:
     """Sorted positions of the successes among independent trials of probability `prob`, in pieces.
 
-    The number of trials up to and with the next success is geometric, and independent of the past. Conversely, trials
-    whose successes are that far apart are independent with probability `prob`: the distribution is exact, no limit.
-    With E exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k. In float64 the
-    probability of a trial is off by 2e-16 at most, as where a float64 uniform number is compared with `prob`.
-
-    The k-th gap is made of the k-th exponential number, so `trials` and the chunks change nothing but the end.
-
-    Args:
-        generator: a stream that is used for nothing else. trials: 1 <= trials <= 2**46. prob: 0 < prob <= 1.
+    Trials whose successes are a geometric number apart are independent with probability `prob`, exactly. With E
+    exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k; in float64 the
+    probability of a trial is off by 2e-16 at most. The k-th gap is made of the k-th exponential number, so `trials` and
+    the chunks change nothing but the end.
 
     >>> next(successes(np.random.default_rng(0), 5, 1.0))
     array([0, 1, 2, 3, 4])

@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 
 from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting._losses import MEANS, loss_of, part_masses, point
-from dpfunc.accounting._prv import Grid, choose_grid, compose_laws, discretize, epsilon_at, mean_loss
-from dpfunc.accounting._rdp import (
-    FEW_ORDERS,
-    convexity_bound,
-    loss_tail,
-    quadrature_curve,
-    rdp_epsilon,
-    step_curve,
-)
+from dpfunc.accounting._prv import Grid, discretize, mean_loss
+from dpfunc.accounting._rdp import FEW_ORDERS, convexity_bound, loss_tail, quadrature_curve, step_curve
 from dpfunc.types import Event
 
 steps = st.tuples(st.floats(1e-4, 1.0), st.floats(0.2, 20.0), st.sampled_from(["remove", "add", "replace"]))
@@ -99,42 +92,15 @@ def test_tails_hold(q, sigma, prob):
             assert max((1 - q) * middle[::2] + q * ahead[::2]) <= prob
 
 
-@pytest.mark.parametrize("steps", [(2,), (3, 2), (2, 5, 1), (40, 1)])
-def test_composition_agrees_with_opacus(steps):
-    from opacus.accountants.analysis.prv import DiscretePRV, Domain, compose_heterogeneous
-
-    grid = Grid(3000, 1e-3, 0.01, 1e-8)
-    kinds = [(0.1, 2.0, "remove"), (0.3, 3.0, "remove"), (1.0, 9.0, "remove")]
-    laws = [discretize(*kind, grid) for kind in kinds[: len(steps)]]
-    domain = Domain(-3.0, 3.001, 6002)
-    theirs = compose_heterogeneous([DiscretePRV(law.mass, domain.shift_right(law.shift)) for law in laws], list(steps))
-    ours = compose_laws(laws, list(steps))
-    np.testing.assert_allclose(ours.mass, theirs.pmf, atol=1e-12)  # the ends are joined, not cut
-    np.testing.assert_allclose(grid.losses() + ours.shift, theirs.domain.ts, atol=1e-12)
-
-
 def test_agrees_with_the_accountant_of_opacus():
     from opacus.accountants import PRVAccountant
 
-    history = [(1.0, 0.01, 500), (2.0, 0.02, 300)]
-    accountant = PRVAccountant()
-    accountant.history = history
-    ours = epsilon(Ledger(tuple(Event(q, sigma, steps) for sigma, q, steps in history)), 1e-5, "prv").epsilon
-    assert ours == pytest.approx(float(accountant.get_epsilon(1e-5)), abs=3e-4)
-
-
-def test_grid_contains_what_it_must():
-    events = (Event(0.01, 1.0, 1000),)
-    grid = choose_grid(events, "add_remove", 1e-5, rdp_epsilon(events, "add_remove", 1e-5))
-    assert len(grid.losses()) == 2 * grid.half + 2 <= 2**22
-    assert (grid.losses()[grid.half], grid.eps_error) == (0.0, 0.01)
-
-
-def test_epsilon_of_a_known_law():
-    """Randomised response with log odds 2: delta(epsilon) = p - e^epsilon (1 - p)."""
-    p = 1 / (1 + np.exp(-2.0))
-    pmf, ts = np.array([1 - p, p]), np.array([-2.0, 2.0])
-    delta = p - np.exp(1.5) * (1 - p)
-    assert epsilon_at(ts, pmf, float(delta)) == pytest.approx(1.5)
-    assert epsilon_at(ts, pmf, float(2 * p - 1)) == pytest.approx(0.0, abs=1e-12)
-    assert epsilon_at(ts, pmf, 0.9) == 0.0
+    for history in (
+        [(1.0, 0.01, 500)],
+        [(1.0, 0.01, 500), (2.0, 0.02, 300)],
+        [(1.5, 0.05, 100), (9.0, 0.9, 3), (2.0, 0.02, 7)],
+    ):
+        accountant = PRVAccountant()
+        accountant.history = history
+        ours = epsilon(Ledger(tuple(Event(q, sigma, steps) for sigma, q, steps in history)), 1e-5, "prv").epsilon
+        assert ours == pytest.approx(float(accountant.get_epsilon(1e-5)), abs=3e-4)

@@ -277,25 +277,3 @@ def test_a_search_takes_the_rest(tmp_path):
     with pytest.raises(InvalidArgument, match="no search"):
         search.settle(steps(0))
     of(budget, "a").settle(steps(5))
-
-
-def test_no_clock_decides(tmp_path, monkeypatch):
-    """With a clock that runs backwards, all is as before."""
-    from dpfunc.budget import budget as module
-
-    class Backwards(module.datetime):
-        years = iter(range(2000, 1900, -1))
-
-        @classmethod
-        def now(cls, tz=None):
-            return cls(next(cls.years), 1, 1, tzinfo=tz)
-
-    monkeypatch.setattr(module, "datetime", Backwards)
-    budget = made(tmp_path)
-    for name in "abc":
-        of(budget, name).reserve(steps(10), name, unit=UNIT)
-    of(budget, "a").settle(steps(3))
-    entries = budget.account().entries
-    assert list(entries) == ["a", "b", "c"]
-    assert [entry.charged.num_steps for entry in entries.values()] == [3, 10, 10]
-    assert entries["a"].date < entries["c"].date

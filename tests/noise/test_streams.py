@@ -186,18 +186,6 @@ def test_an_error_of_a_thread_is_the_callers(monkeypatch, here):
     assert here is False or len(drawn) < 40
 
 
-@given(size=st.integers(0, 3 * TILE), more=st.integers(0, 10))
-def test_a_longer_leaf_begins_with_the_shorter_one(size, more):
-    """The noise of a leaf is cut from one sequence, that of its tiles; its shape and layout only arrange it."""
-    long = secure_normal(KEY, {"w": torch.zeros(size + more)})["w"]
-    assert torch.equal(long[:size], secure_normal(KEY, {"w": torch.zeros(size)})["w"])
-    number = size // TILE
-    part = long[number * TILE : (number + 1) * TILE]
-    assert np.array_equal(tile(KEY, "w", number, len(part)).astype(np.float32), part.numpy())
-    straight, crossed = torch.zeros(30, 20), torch.zeros(20, 30).T
-    assert torch.equal(secure_normal(KEY, {"w": straight})["w"], secure_normal(KEY, {"w": crossed})["w"])
-
-
 def test_noise_that_cannot_be_good_is_refused():
     for dtype in (torch.bfloat16, torch.float16):
         with pytest.raises(InvalidArgument, match=f"noise in float32 or float64, got {dtype} for w"):
