@@ -23,12 +23,7 @@ def _zero(low: float, at_low: float, high: float, at_high: float) -> float:
 def falling_root(
     function: Callable[[float], float], low: float, high: float, *, rtol: float = 0.0, atol: float = 0.0
 ) -> float:
-    """A value with function <= 0, at most `max(rtol * value, atol)` (or one float64) above one with function > 0.
-
-    >>> root = falling_root(lambda x: 2 - x * x, 0.0, 2.0, rtol=1e-12)
-    >>> 2 <= root * root < 2 + 1e-11
-    True
-    """
+    """A value with function <= 0, at most `max(rtol * value, atol)` (or one float64) above one with function > 0."""
     at_low, at_high = function(low), function(high)
     turn, width = 0, high - low
     while high - low > (distance := max(rtol * high, atol)):

@@ -58,9 +58,6 @@ def tilted_epsilon(
     """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
 
     `fixed` are laws of other steps, for each direction; their infinite losses are not counted.
-
-    >>> print(f"{tilted_epsilon([(0.01, 1.0, 1000)], ['remove', 'add'], 1e-5).epsilon:.4f}")
-    1.8283
     """
     kinds = _within_domain(kinds, delta)
     if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:

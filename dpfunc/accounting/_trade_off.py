@@ -186,9 +186,6 @@ def true_positives(points: Sequence[Point], rate: float) -> float:
 
     `min over (delta, epsilon) of e^epsilon rate + delta and 1 - e^-epsilon (1 - delta - rate)`: Wasserman and Zhou
     2010, Theorem 2.4, for both orders of the neighbours.
-
-    >>> round(true_positives([(1e-5, 1.0)], 0.1), 4)
-    0.2718
     """
     known = [(delta, min(epsilon, _LARGEST)) for delta, epsilon in points]
     one = min(math.exp(epsilon) * rate + delta for delta, epsilon in known)

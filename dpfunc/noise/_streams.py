@@ -38,11 +38,7 @@ SOURCES: tuple[Source, ...] = ("secure", "device")
 
 
 class Part(NamedTuple):
-    """Some rows of a leaf, in the place of a tensor of which only they are held.
-
-    >>> Part(Window(512, 4, (0, 256), (0, 4)), torch.float32, torch.device("cpu")).shape
-    (256, 4)
-    """
+    """Some rows of a leaf, in the place of a tensor of which only they are held."""
 
     window: Window
     dtype: torch.dtype
@@ -71,21 +67,13 @@ def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None =
     Guarantees:
         tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
         tiles, leaves and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
-
-    >>> from dpfunc.rng import insecure_key
-    >>> bool((tile(insecure_key(0), "w", 3, 10) == tile(insecure_key(0), "w", 3)[:10]).all())
-    True
     """
     memory, words = room or room_for(size)
     return normals(words.opened(fold_in(key, "normal", name, number)), size, memory)
 
 
 class Tile(NamedTuple):
-    """A tile, and the wanted rows and columns from its corner (`inside`) and from that of the wanted part (`there`).
-
-    >>> [each.number for each in tiles(Window(512, 512, (0, 512), (0, 256)))]
-    [0, 2]
-    """
+    """A tile, and the wanted rows and columns from its corner (`inside`) and from that of the wanted part (`there`)."""
 
     number: int  # row by row
     height: int
@@ -100,11 +88,7 @@ class Tile(NamedTuple):
 
 
 def rows_of_a_tile(num_cols: int) -> int:
-    """The number of rows of a matrix with so many columns that tiles have.
-
-    >>> rows_of_a_tile(512), rows_of_a_tile(1)
-    (256, 65536)
-    """
+    """The number of rows of a matrix with so many columns that tiles have."""
     return TILE // max(min(TILE_COLS, num_cols), 1)
 
 
@@ -136,10 +120,6 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
     The number of threads, one a core of this process unless given, has no influence on the result.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> secure_normal(insecure_key(0), {"w": torch.zeros(2, 3)})["w"].shape
-    torch.Size([2, 3])
     """
     noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
     jobs: deque[tuple[str, Tile]] = deque()
@@ -198,10 +178,6 @@ def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
     """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
 
     Drawn in float64: float32 normals are truncated, at 5.77 sigma on the CPU and below 7 on CUDA.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> philox_normal(insecure_key(0), "w", torch.zeros(2, 3)).shape
-    torch.Size([2, 3])
     """
     part, held = _window(leaf, name), _held(leaf)
     noise = torch.empty(part.shape, dtype=held.dtype, device=held.device)

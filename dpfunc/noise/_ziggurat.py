@@ -94,11 +94,7 @@ BLOCK = 12288  # words whose steps in between stay in a cache, and whose copies 
 
 
 def words_for(size: int) -> int:
-    """Enough words for `size` numbers, all but once in a million times: a number takes 1.022 words.
-
-    >>> words_for(65536)
-    67238
-    """
+    """Enough words for `size` numbers, all but once in a million times: a number takes 1.022 words."""
     return size + size // 40 + 64
 
 
@@ -129,11 +125,6 @@ def normals(draw: Callable[[int], Words], size: int, room: Scratch | None = None
         tests/noise/test_ziggurat.py: numpy's numbers for every word (test_numpy_agrees,
         test_numpy_agrees_on_rare_words), the law (test_layers_are_under_the_curve), the same bits on processors with
         other instructions (test_other_instructions).
-
-    >>> from dpfunc.rng import insecure_key, stream
-    >>> words = stream(insecure_key(0)).bit_generator.random_raw
-    >>> bool((normals(words, 5) == stream(insecure_key(0)).standard_normal(5)).all())
-    True
     """
     total = words_for(size)
     if room is None or len(room.words) < total:

@@ -140,11 +140,7 @@ def _checked_row(key: Key, count: int) -> int:
 
 
 def without_rows(batch: Batch) -> Batch:
-    """A batch of the same structure, dtypes and trailing shapes, with no rows; nothing of the batch is kept.
-
-    >>> without_rows({"x": torch.ones(1, 3), "y": torch.ones(1, dtype=torch.int64)})
-    {'x': tensor([], size=(0, 3)), 'y': tensor([], dtype=torch.int64)}
-    """
+    """A batch of the same structure, dtypes and trailing shapes, with no rows; nothing of the batch is kept."""
     if batch_size(batch) != 1:
         raise InvalidArgument(
             f"Expected collate_fn to make a batch of one row from one record, got {batch_size(batch)} rows. Axis 0 of "

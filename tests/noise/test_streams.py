@@ -17,7 +17,7 @@ from scipy import stats
 from dpfunc._utils.dtensor import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
-from dpfunc.noise._streams import TILE, philox_normal, secure_normal, standard_normal, tile
+from dpfunc.noise._streams import TILE, philox_normal, secure_normal, standard_normal, tile, tiles
 from dpfunc.rng import Key, fold_in, insecure_key
 
 KEY = insecure_key(0)
@@ -112,12 +112,13 @@ def test_no_correlation(pair):
 
 def test_tiles_do_not_repeat():
     """Not within a leaf either: tile 1 of `w` is neither tile 0 nor tile 11 of it, nor a tile of `w1`."""
-    tiles = [tile(KEY, "w", i) for i in range(12)] + [tile(KEY, "w1", i) for i in range(2)]
-    assert np.unique(np.concatenate(tiles)).size == len(tiles) * TILE
-    for one, other in itertools.pairwise(tiles):
+    drawn = [tile(KEY, "w", i) for i in range(12)] + [tile(KEY, "w1", i) for i in range(2)]
+    flat = np.concatenate(drawn)
+    assert np.unique(flat).size == len(drawn) * TILE
+    for one, other in (*itertools.pairwise(drawn), (flat[:-1], flat[1:])):
         assert uncorrelated(one, other)
-    flat = np.concatenate(tiles)
-    assert uncorrelated(flat[:-1], flat[1:])
+    half = Window(512, 512, (0, 512), (0, 256))  # of which no more is drawn than it touches
+    assert [each.number for each in tiles(half)] == [0, 2]
 
 
 @given(
