@@ -38,6 +38,7 @@ _MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
 _MAX_STEPS = 10**11
 _MAX_ROUNDS = 8
 _KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
+_FINE = 1.0, 0.1  # of the usual errors in the first round, without and with given laws, which are often of few steps
 _LARGEST_EPSILON = 700.0
 _NONE: Mapping[Direction, Sequence[Fixed]] = {}
 
@@ -131,7 +132,7 @@ def one_direction(
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
     about, t = laplace(few, t, log_delta)
     slope = t
-    best, fine = math.inf, 0.1 if fixed else 1.0  # laws that are given are often of few steps
+    best, fine = math.inf, _FINE[bool(fixed)]
     for _ in range(_MAX_ROUNDS):
         aim = make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)

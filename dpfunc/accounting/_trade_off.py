@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dpfunc._utils.validation import fail, non_negative, open_unit, real
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
 from dpfunc.accounting._search import falling_root, least
+from dpfunc.accounting.accountant import all_take_part
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
@@ -26,8 +27,7 @@ Point = tuple[float, float]  # delta, epsilon
 
 
 def tight_method(ledger: Ledger) -> str:
-    plain = all(type(event) is Event and event.sampling_prob == 1 for event in ledger.law)
-    return "gaussian" if plain else "tilted"
+    return "gaussian" if all_take_part(ledger.law) else "tilted"
 
 
 def delta(ledger: Ledger, epsilon: float) -> float:

@@ -77,24 +77,36 @@ def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float
         if adjacency == "replace_one":
             raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
         found = gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
-    elif method == "gaussian" or (method == "auto" and not special and all(e.sampling_prob == 1 for e in events)):
-        least = min((event.sampling_prob for event in events), default=1.0)
-        if least < 1:
-            raise InvalidArgument(
-                "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
-                f"batches of all records, got sampling_prob={least:g}. Use method 'auto'."
-            )
-        found = gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
+    elif method == "gaussian" or (method == "auto" and all_take_part(events)):
+        found = _exactly(events, delta)
     else:
-        # An allocated epoch costs at most what one release of all records does: less, for few batches or large losses.
-        wholes = tuple(Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
-        ways = (_bounded(each, adjacency, delta, method) for each in dict.fromkeys((events, wholes)))
+        ways = (_bounded(each, adjacency, delta, method) for each in dict.fromkeys((events, _as_wholes(events))))
         found = min(ways, key=operator.itemgetter(0))
     epsilon, named, note = found
     return Guarantee(epsilon, delta, named, adjacency, note)
 
 
 _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its note
+
+
+def all_take_part(events: tuple[Event, ...]) -> bool:
+    """True for Gaussian steps with batches of all records."""
+    return all(type(event) is Event and event.sampling_prob == 1 for event in events)
+
+
+def _as_wholes(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Each allocated epoch as one release of all records, a better bound for few batches or large losses."""
+    return tuple(Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
+
+
+def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
+    least = min((event.sampling_prob for event in events), default=1.0)
+    if least < 1:
+        raise InvalidArgument(
+            "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
+            f"batches of all records, got sampling_prob={least:g}. Use method 'auto'."
+        )
+    return gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
 
 
 def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
@@ -105,11 +117,7 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     plain, special = divided(events)
     if any(event.noise_multiplier == 0 for event in plain):
         return math.inf, named, "a step without noise"
-    known = [event for event in special if not isinstance(event, ZCDP)]
-    delta -= max(  # of infinite losses, which no epsilon makes smaller
-        math.fsum(event.num_steps * float(law_of(event, direction).infinite) for event in known)
-        for direction in DIRECTIONS[adjacency]
-    )
+    delta -= max(_lost(special, direction) for direction in DIRECTIONS[adjacency])
     if delta <= 0:
         return math.inf, named, "releases that give all away with a larger probability"
     if method == "rdp":
@@ -120,6 +128,12 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
         numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
         return numerical, "prv", f"about {error:.2g} above the truth{rounded}"
     return _tightest(events, adjacency, delta, alone=method == "tilted")
+
+
+def _lost(special: tuple[Event, ...], direction: Direction) -> float:
+    """The delta of infinite losses, which no epsilon makes smaller."""
+    known = [event for event in special if not isinstance(event, ZCDP)]
+    return math.fsum(event.num_steps * float(law_of(event, direction).infinite) for event in known)
 
 
 def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:
@@ -209,9 +223,10 @@ def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[
             note = (
                 f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
             )
-            worst = (
-                Event(max(e.sampling_prob for e in c), min(e.noise_multiplier for e in c), sum(e.num_steps for e in c))
-                for c in cells.values()
-            )
-            return canonical(worst), note
+            return canonical(map(_worst, cells.values())), note
         step *= 1.3
+
+
+def _worst(cell: list[Event]) -> Event:
+    q, sigma = max(event.sampling_prob for event in cell), min(event.noise_multiplier for event in cell)
+    return Event(q, sigma, sum(event.num_steps for event in cell))

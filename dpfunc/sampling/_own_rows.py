@@ -7,7 +7,7 @@ that changes the rows of others (mixed images, values standardised over the batc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import PickleError
 from typing import Any
 
@@ -102,23 +102,27 @@ def _plain(value: Any) -> bool:
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """A copy as by `copy.deepcopy`, without the memory behind views, and faster for most kinds of records."""
+    if type(value) in _CONSTANTS:
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = _copy(value, memo)
+    return memo[id(value)]
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
-    if kind in _CONSTANTS or id(value) in memo:
-        return memo.get(id(value), value)
     if _plain(value):
-        made = value.clone()
-    elif kind is np.ndarray and not value.dtype.hasobject:
-        made = value.copy("K")
-    elif kind is list and _CONSTANTS.issuperset(map(type, value)):
-        made = value.copy()
-    elif kind in (list, tuple):
-        made = kind([_copied(each, memo) for each in value])
-    elif kind is dict:
-        made = {name: _copied(each, memo) for name, each in value.items()}
-    else:
-        with _Cloning():
-            return copy.deepcopy(value, memo)
-    return memo.setdefault(id(value), made)
+        return value.clone()
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return value.copy("K")
+    if kind is list and _CONSTANTS.issuperset(map(type, value)):
+        return value.copy()
+    if kind in (list, tuple):
+        return kind([_copied(each, memo) for each in value])
+    if kind is dict:
+        return {name: _copied(each, memo) for name, each in value.items()}
+    with _Cloning():
+        return copy.deepcopy(value, memo)
 
 
 def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
@@ -171,12 +175,14 @@ def same(one: Any, other: Any, *, filled: bool = False) -> bool:
     if both(Tensor):
         return _shorter_row(one, other) if filled else _same_numbers(one, other)
     if both(Mapping):
-        if list(one) != list(other):
-            return False
-        one, other = tuple(one.values()), tuple(other.values())
+        return list(one) == list(other) and _each_same(one.values(), other.values(), filled)
     if both(list, tuple):
-        return len(one) == len(other) and all(same(a, b, filled=filled) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and _each_same(one, other, filled)
     return type(one) is type(other) and (not isinstance(one, (str, bytes, int, type(None))) or one == other)
+
+
+def _each_same(some: Iterable[Any], others: Iterable[Any], filled: bool) -> bool:
+    return all(same(one, other, filled=filled) for one, other in zip(some, others, strict=True))
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:

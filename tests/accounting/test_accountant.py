@@ -56,7 +56,7 @@ def test_fewer_kinds_cost_at_least_as_much(items):
 
 def test_a_long_schedule_is_tight():
     """Hundreds of kinds of steps are accounted as they are; by prv they are rounded to 32."""
-    ledger = Ledger(tuple(Event(0.01, 2 - 1.2 * i / 250, 4) for i in range(250)))
+    ledger = Ledger(tuple(Event(0.01, 2 - 1.2 * (i + 0.5) / 250, 4) for i in range(250)))
     found, other = epsilon(ledger, 1e-5), epsilon(ledger, 1e-5, "prv")
     assert found.method == "tilted"
     assert "rounded" not in found.note

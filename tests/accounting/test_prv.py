@@ -98,7 +98,7 @@ def test_agrees_with_the_accountant_of_opacus():
     for history in (
         [(1.0, 0.01, 500)],
         [(1.0, 0.01, 500), (2.0, 0.02, 300)],
-        [(1.5, 0.05, 100), (9.0, 0.9, 3), (2.0, 0.02, 7)],
+        [(1.5, 0.05, 100), (3.0, 0.1, 20), (2.0, 0.02, 7)],
     ):
         accountant = PRVAccountant()
         accountant.history = history
