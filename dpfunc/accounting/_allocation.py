@@ -2,12 +2,9 @@
 
 P, the epoch, is the mixture of `N(e_i, s^2)`, i = 1..t, and Q is `N(0, s^2)`. Let P' be t Poisson-sampled steps with
 q = 1/t, given that the record is in one at least. (P', Q) dominates (P, Q) in both orders: the best test for (P, Q) is
-a set of outputs that grow in each coordinate, as P/Q does, and one more participation makes such a set more likely.
-With p = 1 - (1 - q)^t the sampled steps are `(1 - p) Q + p P'`: the ratio P'/Q follows from theirs. Feldman and
-Shenfeld 2025, arXiv 2502.08202.
-
-The law of t steps: all losses are on one grid, whose end is the least (add: the largest) loss of a step exactly. Powers
-of transforms of tilted laws give each mass with an error that is added to it; the least of several tilts is taken.
+a set of outputs that grow in each coordinate, and one more participation makes it more likely. The sampled steps are
+`(1 - p) Q + p P'` with p = 1 - (1 - q)^t: P'/Q follows from their law, whose masses are powers of transforms of
+tilted laws, with an error that is added. Feldman and Shenfeld 2025, arXiv 2502.08202.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from dpfunc.accounting._losses import Array, Direction, StepLoss, part_masses
+from dpfunc.accounting._losses import Array, Direction, part_masses, point
 from dpfunc.accounting._pairs import NOTHING_HIDDEN, dominating, gaussian
 from dpfunc.accounting._tilted_law import ULP, Atoms
 
@@ -31,7 +28,7 @@ _LOW, _KEPT = -40.0, 3000  # the least loss, and the number of losses, of the la
 
 @functools.lru_cache(maxsize=64)
 def allocated(t: int, s: float, direction: Direction) -> Atoms:
-    """The law of one epoch; that of one release of all records where nothing better is known; see `Allocated`."""
+    """The law of one epoch; that of one release of all records where nothing better is known."""
     from scipy.fft import next_fast_len
 
     if s == 0:
@@ -62,13 +59,12 @@ def _one_step(t: int, s: float, direction: Direction, top: float, cells: int, re
     grid: Array = np.arange(-cells, math.ceil(reach / top * cells) + 1, dtype=np.float64) * (top / cells)
     remove = direction == "remove"
     loss = grid if remove else -grid[::-1]
-    x = StepLoss(1 / t, s, direction).point(loss)
+    x = point(1 / t, s, loss, direction)
     x[0 if remove else -1] = -np.inf if remove else np.inf
     middle, ahead, behind = part_masses(s, np.concatenate([[-np.inf], x, [np.inf]]), direction)
     p: Array = (1 - 1 / t) * middle + ahead / t
     q: Array = (1 - 1 / t) * middle + behind / t
-    found = dominating(loss, p[1:-1], q[1:-1], float(p[0]))
-    return found if not remove else Atoms(found.mass, found.loss, p[-1])
+    return dominating(loss, p[1:-1], q[1:-1], float(p[0]), p[-1] if remove else 0.0)
 
 
 def _power(step: Atoms, t: int, width: float, direction: Direction, points: int) -> tuple[Array, Array, float]:

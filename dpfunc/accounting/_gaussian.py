@@ -17,9 +17,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     Solves `delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)`: Balle and Wang 2018, Improving the
     Gaussian Mechanism for Differential Privacy, Theorem 8; in logarithms. k releases compose to `mu^2 = sum_i mu_i^2`.
-
-    >>> round(gaussian_epsilon(10**0.5 / 5, 1e-5), 3)
-    2.594
     """
     from scipy.special import erf
 
@@ -37,11 +34,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_delta(epsilon: float, mu: float) -> float:
-    """The delta of the Gaussian mechanism at `epsilon` >= 0, rounded up; see `gaussian_epsilon`.
-
-    >>> round(gaussian_delta(1.0, 1.0), 9)
-    0.126936738
-    """
+    """The delta of the Gaussian mechanism at `epsilon` >= 0, rounded up; see `gaussian_epsilon`."""
     from scipy.special import erf
 
     if not mu < 1e100:
@@ -55,7 +48,6 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
-    """Logarithm of the delta of the Gaussian mechanism at `epsilon`."""
     from scipy.special import log_ndtr
 
     first = float(log_ndtr(mu / 2 - epsilon / mu))
@@ -75,12 +67,8 @@ def gdp_mu(events: tuple[Event, ...]) -> float:
     """`sqrt(sum q^2 T (e^(1/sigma^2) - 1))`, the central limit of Bu et al. 2020, Corollary 5.4. Not a bound."""
     if any(event.noise_multiplier < 0.04 for event in events):  # e^(1/sigma^2) is beyond float64
         return math.inf
-    return math.hypot(
-        *(
-            event.sampling_prob * math.sqrt(as_float(event.num_steps) * math.expm1(event.noise_multiplier**-2.0))
-            for event in events
-        )
-    )
+    per_step = [e.sampling_prob * math.sqrt(math.expm1(e.noise_multiplier**-2.0)) for e in events]
+    return math.hypot(*(each * as_float(e.num_steps) ** 0.5 for each, e in zip(per_step, events, strict=True)))
 
 
 def as_float(number: int) -> float:

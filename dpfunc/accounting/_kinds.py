@@ -1,12 +1,7 @@
-"""Kinds of events beside Poisson-sampled Gaussian steps, each with the laws of its privacy loss.
-
-Accountants read the law of the loss of one step, for neighbours in one order: values that dominate it. Those that
-samplers claim are in types.py.
-"""
+"""Kinds of events beside Poisson-sampled Gaussian steps, and the law of the privacy loss of one step of each."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +11,8 @@ import numpy as np
 from dpfunc._utils.validation import fail, non_negative, positive
 from dpfunc.accounting._allocation import allocated
 from dpfunc.accounting._losses import Array, Direction
-from dpfunc.accounting._pairs import capped, laplace, renyi_curve, stated
-from dpfunc.accounting._tilted_law import Atoms, TiltedUnavailable
-from dpfunc.errors import InvalidArgument
+from dpfunc.accounting._pairs import capped, laplace, stated
+from dpfunc.accounting._tilted_law import Atoms, TiltedUnavailable, tilt
 from dpfunc.types import Allocated, Capped, Event
 
 _LARGEST = 700.0  # e^700 fits into float64
@@ -40,9 +34,7 @@ class Laplace(Event):
     0.5000
     """
 
-    def law(self) -> tuple[Event, ...]:
-        """Itself: accountants read `law_of`."""
-        return (self,)
+    law = Event.law  # itself, see `law_of`
 
 
 @dataclass(frozen=True, order=True)
@@ -74,9 +66,7 @@ class Opaque(Event):
         if self.delta >= 1:
             raise fail("0 <= delta < 1", "delta", self.delta)
 
-    def law(self) -> tuple[Event, ...]:
-        """Itself: accountants read `law_of`."""
-        return (self,)
+    law = Event.law  # itself, see `law_of`
 
 
 @dataclass(frozen=True, order=True)
@@ -104,9 +94,7 @@ class ZCDP(Event):
         super().__post_init__()
         object.__setattr__(self, "rho", positive("rho", self.rho))
 
-    def law(self) -> tuple[Event, ...]:
-        """Itself: accountants read `law_of`."""
-        return (self,)
+    law = Event.law  # itself, see `law_of`
 
 
 _LAWS: Mapping[type, Callable[[Any, Direction], Atoms]] = {
@@ -128,39 +116,19 @@ def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ..
     return tuple(found[0]), tuple(found[1])
 
 
-def as_wholes(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The same steps, with each allocated epoch as one release of all records, which costs at least as much."""
-    return tuple(Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
-
-
 def law_of(event: Event, direction: Direction) -> Atoms:
-    """Losses that dominate those of one step.
-
-    Raises:
-        TiltedUnavailable: of zCDP, of which only Renyi divergences are known.
-    """
+    """Losses that dominate those of one step; of zCDP none are known."""
     if isinstance(event, ZCDP):
         raise TiltedUnavailable("zCDP bounds Renyi divergences, and no law of losses. Use method 'rdp'.")
     return _LAWS[type(event)](event, direction)
 
 
-def lost(special: Iterable[Event], directions: Iterable[Direction]) -> float:
-    """Bound on the delta of infinite losses of all steps: no epsilon makes it smaller."""
-    known = [event for event in special if not isinstance(event, ZCDP)]
-    return max(math.fsum(event.num_steps * float(law_of(event, d).infinite) for event in known) for d in directions)
-
-
 def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Array:
-    """The Renyi curve of one step, apart from infinite losses."""
+    """The Renyi curve of one step, apart from infinite losses, at orders > 1; rounded up."""
     if isinstance(event, ZCDP):
         return event.rho * orders
-    return np.asarray(np.maximum.reduce([renyi_curve(law_of(event, d), orders) for d in directions]))
-
-
-def only_plain(events: Iterable[Event], method: str) -> None:
-    """Refuse kinds of events for which a method is not made."""
-    _, special = divided(events)
-    if special:
-        raise InvalidArgument(
-            f"Expected Poisson-sampled Gaussian steps for method {method!r}, got {special[0]!r}. Use method 'auto'."
-        )
+    laws = [law_of(event, direction) for direction in directions]
+    if not all(law.mass.any() for law in laws):
+        return np.full(len(orders), np.inf)
+    logs = np.array([max(0.0, *(tilt(law, 1.0, a - 1).log_moment for law in laws)) for a in orders])
+    return np.asarray(logs / (orders - 1) * (1 + 1e-12) + 1e-13)

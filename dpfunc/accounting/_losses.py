@@ -1,13 +1,11 @@
 """Privacy losses of one step, as distributions: remove, add and replace one record.
 
-The output of one step, projected on the direction of the record and in units of the sensitivity, is a mixture of
-normals P on one data set and Q on its neighbour. Under the map `loss(x) = log(P(x) / Q(x))`, which is monotone here,
-the law of x under P is the law of the privacy loss.
+The output x of one step, projected on the direction of the record and in units of the sensitivity, is a mixture of
+normals P on one data set and Q on its neighbour; the privacy loss `log(P(x) / Q(x))` increases with x.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,8 +20,6 @@ DIRECTIONS: dict[Adjacency, tuple[Direction, ...]] = {
     "add_remove": _BOTH, "zero_out": _BOTH, "replace_one": ("replace",)
 }  # fmt: skip
 """Orders of two neighbours that cost differently."""
-
-_REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
 
 def _log_ratio(q: Array | float, exponent: Array) -> Array:
@@ -44,8 +40,6 @@ def log_ratios(q: Array | float, s: Array | float, x: Array, direction: Directio
     | remove | (1-q) N(0, s^2) + q N(1, s^2) | N(0, s^2) |
     | add | N(0, s^2) | (1-q) N(0, s^2) + q N(-1, s^2) |
     | replace | (1-q) N(0, s^2) + q N(1/2, s^2) | (1-q) N(0, s^2) + q N(-1/2, s^2) |
-
-    The privacy loss is their difference. In each row it increases with x.
     """
     if direction == "remove":
         return _log_ratio(q, (x - 0.5) / s**2), np.zeros_like(x)
@@ -74,78 +68,24 @@ def above(q: Array | float, s: Array | float, x: Array, masses: Array, direction
     return np.asarray(q / ((1 - q) + q * down) * terms)
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """The privacy loss of one step, see `log_ratios`."""
+def loss_of(q: Array | float, s: Array | float, x: Array, direction: Direction) -> Array:
+    """The privacy losses `log(P / Q)` of the outputs x of one step."""
+    return np.asarray(np.subtract(*log_ratios(q, s, x, direction)))
 
-    sampling_prob: float
-    noise_multiplier: float
-    direction: Direction
 
-    @property
-    def shift(self) -> float:
-        """The mean of the second part of P."""
-        return MEANS[self.direction][0]
-
-    def loss(self, x: Array) -> Array:
-        """Privacy loss `log(P(x) / Q(x))` of the outputs x."""
-        log_p, log_q = log_ratios(self.sampling_prob, self.noise_multiplier, x, self.direction)
-        return log_p - log_q
-
-    def point(self, loss: Array) -> Array:
-        """The x at which a loss is reached; -inf or inf for losses outside the range."""
-        q, s = self.sampling_prob, self.noise_multiplier
-        if self.direction == "replace":
+def point(q: float, s: float, loss: Array, direction: Direction) -> Array:
+    """The output x that has a loss; -inf or inf for losses outside the range."""
+    if direction == "add":
+        return -point(q, s, -loss, "remove")
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        if direction == "replace":
             # q r (u/w - w/u) = 2 (1 - q) sinh(loss/2) for u = e^(x/2s^2), w = e^(loss/2), r = e^(-1/8s^2)
-            with np.errstate(over="ignore"):
-                ratio = (1 - q) / q * np.exp(1 / (8 * s**2))
-                return np.asarray(s**2 * loss + 2 * s**2 * np.arcsinh(ratio * np.sinh(loss / 2)))
-        if self.direction == "add":
-            return -self._mixture_point(-loss)
-        return self._mixture_point(loss)
-
-    def _mixture_point(self, loss: Array) -> Array:
-        q, s = self.sampling_prob, self.noise_multiplier
+            ratio = (1 - q) / q * np.exp(1 / (8 * s**2))
+            return np.asarray(s**2 * loss + 2 * s**2 * np.arcsinh(ratio * np.sinh(loss / 2)))
         if q == 1.0:
             return s**2 * loss + 0.5
         inside = np.expm1(loss) + q
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            x = s**2 * np.log(inside / q) + 0.5
-        return np.where(inside > 0, x, -np.inf)
-
-    def masses(self, edges: Array) -> Array:
-        """The probabilities under P of the cells between increasing x: (n + 1,) -> (n,)."""
-        middle, ahead, _ = part_masses(self.noise_multiplier, edges, self.direction)
-        return np.asarray((1 - self.sampling_prob) * middle + self.sampling_prob * ahead)
-
-    def density(self, x: Array) -> Array:
-        """Probability density of P at the outputs x."""
-        q, s = self.sampling_prob, self.noise_multiplier
-        norm = s * np.sqrt(2 * np.pi)
-        first, second = np.exp(-((x / s) ** 2) / 2), np.exp(-(((x - self.shift) / s) ** 2) / 2)
-        return np.asarray(((1 - q) * first + q * second) / norm)
-
-    def support(self) -> Array:
-        """The smallest and largest loss of all but 1e-23 of the mass: (2,)."""
-        reach = 10.0 * self.noise_multiplier
-        return self.loss(np.array([-reach, self.shift + reach]))
-
-    def mean(self, low: float, high: float) -> float:
-        """The mean of the loss given that it is between low and high, by Gauss-Legendre panels in x."""
-        s = self.noise_multiplier
-        x_low, x_high = self.point(np.array([low, high]))
-        left = max(float(x_low), -_REACH * s)
-        right = min(float(x_high), self.shift + _REACH * s)
-        if right <= left:
-            return (low + high) / 2
-        width = min(s, 2 * s * s) / 2  # the loss is analytic within pi s^2 of the real line
-        panels = max(1, int(np.ceil((right - left) / width)))
-        nodes, weights = np.polynomial.legendre.leggauss(16)
-        edges = np.linspace(left, right, panels + 1)
-        half = (edges[1:] - edges[:-1])[:, None] / 2
-        x = (edges[1:] + edges[:-1])[:, None] / 2 + half * nodes
-        density = self.density(x) * weights * half
-        return float(np.sum(self.loss(x) * density) / np.sum(density))
+        return np.where(inside > 0, s**2 * np.log(inside / q) + 0.5, -np.inf)
 
 
 def normal_masses(z: Array) -> Array:

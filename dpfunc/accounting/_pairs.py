@@ -1,8 +1,4 @@
-"""Laws of few losses that dominate one release of a kind: capped batches, Laplace noise, a stated guarantee.
-
-All laws are connected dots, see _tilted_law.py. Two laws that hold for losses above 0, one for each order of the
-neighbours, make a law of all losses: delta at -epsilon is that of the other order at epsilon, up to a factor.
-"""
+"""Laws of few losses that dominate one release: capped batches, Laplace noise, a stated guarantee; _tilted_law.py."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import math
 
 import numpy as np
 
-from dpfunc.accounting._losses import Array, Direction, normal_masses
-from dpfunc.accounting._tilted_law import Atoms, atoms, conserved
+from dpfunc.accounting._losses import MEANS, Array, Direction, normal_masses
+from dpfunc.accounting._tilted_law import Atoms, atoms, connected, conserved
 
 _CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
 _BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
@@ -21,33 +17,19 @@ NOTHING_HIDDEN = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
 """The law of a release without noise."""
 
 
-def dominating(loss: Array, p: Array, q: Array, below: float) -> Atoms:
-    """The law of cells with these losses at their ends (n,) and masses under P and Q (n - 1,), and one below them.
-
-    What a cell moves to its upper end is `(P - e^loss Q) / (1 - e^-width)`, for the loss at its lower end, its width.
-    """
+def dominating(loss: Array, p: Array, q: Array, below: float, infinite: Array | float = 0.0) -> Atoms:
+    """The law of cells with these losses at their ends (n,) and masses under P and Q (n - 1,), and one below them."""
     with np.errstate(over="ignore", invalid="ignore"):
-        moved = (p - np.exp(loss[:-1]) * q) / -np.expm1(-np.diff(loss))
-    moved = np.where(np.isfinite(moved), np.clip(moved, 0.0, p), p)
-    mass = np.append(p - moved, 0.0)
-    mass[1:] += moved
+        excess = p - np.exp(loss[:-1]) * q
+    mass = connected(loss, p, excess)
     mass[0] += below
-    return Atoms(mass, loss, np.array(0.0))
-
-
-def mixture(weight: float, first: Atoms, second: Atoms) -> Atoms:
-    """The law of a pair that is the first with probability `weight`, and else the second; which one is seen."""
-    return Atoms(
-        np.append(weight * first.mass, (1 - weight) * second.mass),
-        np.append(first.loss, second.loss),
-        weight * first.infinite + (1 - weight) * second.infinite,
-    )
+    return Atoms(mass, loss, np.asarray(infinite))
 
 
 def joined(above: Atoms, other: Atoms) -> Atoms:
     """The law with the losses > 0 of one law, and those < 0 that the other order of the neighbours has as losses > 0.
 
-    The total variation of both is the same; what is left of the mass has loss 0.
+    Delta at -epsilon is that of the other order at epsilon, up to a factor. What is left of the mass has loss 0.
     """
     up, down = above.loss > 0, other.loss > 0
     mass = np.append(above.mass[up], (other.mass * np.exp(-other.loss))[down])
@@ -65,8 +47,7 @@ def _ends(s: float, low: float, high: float) -> Array:
 
 def gaussian(q: float, s: float, direction: Direction) -> Atoms:
     """The law of one Poisson-sampled Gaussian release, on cells of its own."""
-    low, high = {"remove": (0.0, 1.0), "add": (-1.0, 0.0), "replace": (-0.5, 0.5)}[direction]
-    return atoms(q, s, _ends(s, low, high), direction)
+    return atoms(q, s, _ends(s, min(0.0, *MEANS[direction]), max(0.0, *MEANS[direction])), direction)
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,7 +64,12 @@ def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
         return gaussian(q, s, direction)
     kept = min(1.0, float(binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
     displaced = gaussian(kept, s / 2 if direction == "replace" else s / 4, "replace")
-    return mixture(full, displaced, gaussian(q, s, direction))
+    poisson = gaussian(q, s, direction)
+    return Atoms(  # of both: which one it is is seen
+        np.append(full * displaced.mass, (1 - full) * poisson.mass),
+        np.append(displaced.loss, poisson.loss),
+        full * displaced.infinite + (1 - full) * poisson.infinite,
+    )
 
 
 def without_replacement(q: float, s: float, direction: Direction) -> Atoms:
@@ -107,21 +93,16 @@ def _displaced(q: float, s: float) -> Atoms:
     )
     loss = log_p - log_q
     loss[0] = 0.0
-    found = dominating(loss, p[:-1], q_[:-1], 0.0)
-    return Atoms(found.mass, found.loss, p[-1])
+    return dominating(loss, p[:-1], q_[:-1], 0.0, p[-1])
 
 
 @functools.lru_cache(maxsize=256)
 def laplace(q: float, b: float, direction: Direction) -> Atoms:
-    """The law of one number with Laplace noise of scale b, over a Poisson sample; its neighbour is 1 away.
-
-    Beyond the two centres the loss is constant; between them it increases with x.
-    """
+    """The law of a number with Laplace noise of scale b, 1 from its neighbour; the loss is constant beyond both."""
     if b == 0:
         return NOTHING_HIDDEN
-    low, high = {"remove": (0.0, 1.0), "add": (-1.0, 0.0), "replace": (-0.5, 0.5)}[direction]
-    x = np.linspace(low, high, max(_LAPLACE_CELLS, math.ceil(_CELLS / b)) + 1)
-    means = {"remove": (1.0, 0.0), "add": (0.0, -1.0), "replace": (0.5, -0.5)}[direction]
+    means = MEANS[direction]
+    x = np.linspace(min(0.0, *means), max(0.0, *means), max(_LAPLACE_CELLS, math.ceil(_CELLS / b)) + 1)
     edges = np.concatenate([[-np.inf], x, [np.inf]])
     middle, *others = (_laplace_masses(edges - mean, b) for mean in (0.0, *means))
     p, q_ = ((1 - q) * middle + q * other for other in others)
@@ -143,14 +124,3 @@ def stated(epsilon: float, delta: float) -> Atoms:
     """The law that dominates all that is (epsilon, delta)-private: Kairouz, Oh and Viswanath 2015, Theorem 3.4."""
     share = (1 - delta) / (1 + math.exp(-epsilon))
     return Atoms(np.array([1 - delta - share, share]), np.array([-epsilon, epsilon]), np.array(delta))
-
-
-def renyi_curve(law: Atoms, orders: Array) -> Array:
-    """Renyi divergences of a law without its infinite loss, at orders > 1; rounded up."""
-    keep = law.mass > 0
-    exponents = np.log(law.mass[keep]) + np.outer(orders - 1, law.loss[keep])
-    top = exponents.max(axis=1, initial=-np.inf)
-    if not keep.any():
-        return np.full(len(orders), np.inf)
-    logs = np.log(np.exp(exponents - top[:, None]).sum(axis=1)) + top
-    return np.asarray(np.maximum(logs, 0.0) / (orders - 1) * (1 + 1e-12) + 1e-13)

@@ -1,22 +1,17 @@
-"""Numerical composition of privacy losses by FFT, on opacus's machinery: Gopi, Lee and Wutschitz 2021."""
+"""Numerical composition of privacy losses by FFT, as opacus does it: Gopi, Lee and Wutschitz 2021."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
-from dpfunc.accounting._losses import DIRECTIONS, Array, Direction, StepLoss
+from dpfunc.accounting._losses import DIRECTIONS, MEANS, Array, Direction, log_ratios, loss_of, part_masses, point
 from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
-
-if TYPE_CHECKING:
-    from opacus.accountants.analysis.prv import DiscretePRV, Domain
-
 
 _MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the truth
 _MAX_POINTS = 2**22
@@ -24,40 +19,37 @@ _MAX_LOSS = 650.0  # e^650 fits into float64
 _MIN_SIGMA = 0.02
 FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
 _MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01
+_REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
 
 class PRVUnavailable(InvalidArgument):
     """Numerical composition cannot give a bound for this ledger."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The privacy losses `-half * mesh .. (half + 1) * mesh`.
-
-    Args:
-        half: points below 0. mesh: distance of two points.
-        eps_error: what the discretisation may add to epsilon. delta_error: what truncation may add to delta.
-    """
+class Grid(NamedTuple):
+    """The privacy losses `-half * mesh .. (half + 1) * mesh`, and what they may add to epsilon and to delta."""
 
     half: int
     mesh: float
     eps_error: float
     delta_error: float
 
-    def domain(self) -> Domain:
-        """The grid as opacus has it: an even number of points, with 0 among them."""
-        from opacus.accountants.analysis.prv import Domain
+    def losses(self) -> Array:
+        """All points, an even number of them."""
+        return np.arange(-self.half, self.half + 2, dtype=np.float64) * self.mesh
 
-        return Domain(-self.half * self.mesh, (self.half + 1) * self.mesh, 2 * self.half + 2)
+
+class Discrete(NamedTuple):
+    """Masses of the losses of a grid, each moved by `shift`."""
+
+    mass: Array
+    shift: float
 
 
 def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
 
     The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
-
-    Raises:
-        PRVUnavailable: delta below 1e-9, or a grid of more than 2**22 points.
     """
     from scipy.fft import next_fast_len
 
@@ -91,14 +83,7 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
     """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error).
 
-    Under add_remove and zero_out it is the larger of the two directions; replace_one is symmetric.
-
-    Args:
-        events: at least one.
-        eps_rdp: the Renyi bound, which sets the error.
-
-    Raises:
-        PRVUnavailable: see `choose_grid`; or rounding that would matter at this delta.
+    It is the largest of the directions; `eps_rdp`, the Renyi bound, sets the error.
     """
     grid = choose_grid(events, adjacency, delta, eps_rdp)
     return max(_one_direction(events, each, delta, grid) for each in DIRECTIONS[adjacency]), grid.eps_error
@@ -106,63 +91,66 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 
 def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
     """The upper bound for neighbours in one order."""
-    domain = grid.domain()
-    losses = [StepLoss(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction) for e in events]
-    composed = compose_laws([discretize(loss, domain) for loss in losses], [e.num_steps for e in events])
+    laws = [discretize(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction, grid) for e in events]
+    composed = compose_laws(laws, [e.num_steps for e in events])
     # Probabilities are not negative: what is below 0 is rounding, and there is as much above 0.
-    rounding = 4 * float(-np.minimum(composed.pmf, 0.0).sum())
+    rounding = 4 * float(-np.minimum(composed.mass, 0.0).sum())
     if not rounding <= delta / 10:
         raise PRVUnavailable(f"The rounding of the FFT ({rounding:.1g}) matters at delta={delta:g}. Use method 'rdp'.")
     target = delta - grid.delta_error - rounding
-    return epsilon_at(composed.domain.ts, composed.pmf, target) + grid.eps_error
+    return epsilon_at(grid.losses() + composed.shift, composed.mass, target) + grid.eps_error
 
 
-def compose_laws(laws: list[DiscretePRV], num_steps: list[int]) -> DiscretePRV:
-    """The law of the sum of `num_steps[i]` losses from each law, all on one grid; its ends are joined.
-
-    One law is composed by opacus. For several it would convolve each pair on twice the grid; the product of all
-    spectra needs one inverse (tests/accounting/test_prv.py::test_composition_agrees_with_opacus).
-    """
-    from opacus.accountants.analysis.prv import DiscretePRV, compose_heterogeneous
+def compose_laws(laws: list[Discrete], num_steps: list[int]) -> Discrete:
+    """The law of the sum of `num_steps[i]` losses from each law, all on one grid; its ends are joined."""
     from scipy.fft import irfft, rfft
 
+    spectrum = 1.0
     with np.errstate(all="ignore"):
-        if len(laws) == 1:
-            return compose_heterogeneous(laws, num_steps)
-        spectrum = 1.0
         for law, steps in zip(laws, num_steps, strict=True):
-            spectrum = spectrum * rfft(law.pmf) ** steps
-        size = len(laws[0].pmf)
-        pmf = irfft(spectrum, size)
+            spectrum = spectrum * rfft(law.mass) ** steps
+    size = len(laws[0].mass)
     zero = size // 2 - 1  # the index of loss 0: n losses sum to 0 at n * zero, modulo the size
-    pmf = np.roll(pmf, -((sum(num_steps) - 1) * zero % size))
-    centred = laws[0].domain.shift_right(-laws[0].domain.shifts)
-    shift = sum(steps * law.domain.shifts for law, steps in zip(laws, num_steps, strict=True))
-    return DiscretePRV(pmf=pmf, domain=centred.shift_right(shift))
+    mass = np.roll(irfft(spectrum, size), -((sum(num_steps) - 1) * zero % size))
+    return Discrete(mass, sum(steps * law.shift for law, steps in zip(laws, num_steps, strict=True)))
 
 
-def discretize(loss: StepLoss, domain: Domain) -> DiscretePRV:
-    """The loss, truncated at the ends of the domain, on its grid; shifted so that the mean is exact."""
-    from opacus.accountants.analysis.prv import DiscretePRV
-
-    ts, low, high, mesh = domain.ts, domain.t_min, domain.t_max, domain.dt
-    inside = np.searchsorted(ts, loss.support())
-    first, last = max(int(inside[0]) - 2, 0), min(int(inside[1]) + 2, len(ts))
-    cells = ts[first:last]
-    edges = np.clip(np.append(cells - mesh / 2, cells[-1] + mesh / 2), low, high)
-    pmf = np.zeros(len(ts))
-    pmf[first:last] = loss.masses(loss.point(edges))
-    pmf /= pmf.sum()
-    shift = loss.mean(low, high) - float(np.dot(ts, pmf))
+def discretize(q: float, s: float, direction: Direction, grid: Grid) -> Discrete:
+    """The loss of one step, truncated at the ends of the grid, on its points; shifted so that the mean is exact."""
+    losses, mesh, end = grid.losses(), grid.mesh, MEANS[direction][0]
+    # all but 1e-23 of the mass
+    inside = np.searchsorted(losses, loss_of(q, s, np.array([-10.0 * s, end + 10.0 * s]), direction))
+    first, last = max(int(inside[0]) - 2, 0), min(int(inside[1]) + 2, len(losses))
+    edges = np.append(losses[first:last] - mesh / 2, losses[last - 1] + mesh / 2)
+    middle, ahead, _ = part_masses(s, point(q, s, np.clip(edges, losses[0], losses[-1]), direction), direction)
+    mass = np.zeros(len(losses))
+    mass[first:last] = (1 - q) * middle + q * ahead
+    mass /= mass.sum()
+    shift = mean_loss(q, s, direction, losses[0], losses[-1]) - float(np.dot(losses, mass))
     if not abs(shift) < mesh / 2:
         raise PRVUnavailable("The mean of a privacy loss is lost on the grid. Use method 'rdp'.")
-    return DiscretePRV(pmf=pmf, domain=domain.shift_right(shift))
+    return Discrete(mass, shift)
 
 
-def epsilon_at(losses: Array, pmf: Array, delta: float) -> float:
+def mean_loss(q: float, s: float, direction: Direction, low: float, high: float) -> float:
+    """The mean of the loss given that it is between low and high, by Gauss-Legendre panels in the output."""
+    left, right = point(q, s, np.array([low, high]), direction)
+    left, right = max(float(left), -_REACH * s), min(float(right), MEANS[direction][0] + _REACH * s)
+    if right <= left:
+        return (low + high) / 2
+    panels = max(1, math.ceil((right - left) / (min(s, 2 * s * s) / 2)))  # analytic within pi s^2 of the real line
+    nodes, weights = np.polynomial.legendre.leggauss(16)
+    half = (right - left) / panels / 2
+    x = left + half * (2 * np.arange(panels)[:, None] + 1 + nodes)
+    log_p, log_q = log_ratios(q, s, x, direction)
+    density = np.exp(log_p - (x / s) ** 2 / 2) * weights
+    return float(np.sum((log_p - log_q) * density) / np.sum(density))
+
+
+def epsilon_at(losses: Array, mass: Array, delta: float) -> float:
     """The smallest epsilon >= 0 with `sum_{loss > epsilon} p (1 - e^(epsilon - loss)) <= delta`."""
     positive = losses > 0
-    t, p = losses[positive], pmf[positive]
+    t, p = losses[positive], mass[positive]
     above = np.cumsum(p[::-1])[::-1]
     scaled = np.cumsum((p * np.exp(-t))[::-1])[::-1]
     deltas = above - np.exp(t) * scaled  # delta at epsilon = t[i]; decreasing

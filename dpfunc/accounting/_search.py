@@ -1,9 +1,11 @@
-"""Roots and minima of functions of one number: secants and golden sections, without scipy, which is slow to import."""
+"""Roots and minima of functions of one number, without scipy, which is slow to import."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+
+MOST_NOISE, _LEAST_NOISE = 2.0**30, 2.0**-10
 
 
 def _gap(cost: float, target: float) -> float:
@@ -14,22 +16,14 @@ def _gap(cost: float, target: float) -> float:
 
 
 def _zero(low: float, at_low: float, high: float, at_high: float) -> float:
-    """Zero of the line through two points, one on each side."""
+    """Zero of the line through two points."""
     return low - at_low * (high - low) / (at_high - at_low)
 
 
 def falling_root(
     function: Callable[[float], float], low: float, high: float, *, rtol: float = 0.0, atol: float = 0.0
 ) -> float:
-    """A value with function <= 0, close above one with function > 0; for a falling function, which may be infinite.
-
-    The function changes its sign between low and high. The two values are at most `max(rtol * value, atol)` apart, or
-    neighbours in float64.
-
-    >>> root = falling_root(lambda x: 2 - x * x, 0.0, 2.0, rtol=1e-12)
-    >>> 2 <= root * root < 2 + 1e-11
-    True
-    """
+    """A value with function <= 0, at most `max(rtol * value, atol)` (or one float64) above one with function > 0."""
     at_low, at_high = function(low), function(high)
     turn, width = 0, high - low
     while high - low > (distance := max(rtol * high, atol)):
@@ -53,7 +47,7 @@ def falling_root(
 
 
 def least(function: Callable[[float], float], low: float, high: float, width: float) -> tuple[float, float]:
-    """Minimum of a function that has only one: its place, within `width`, and its value, by golden sections."""
+    """Minimum of a function by golden sections: its place, within `width`, and its value."""
     share = (math.sqrt(5) - 1) / 2
     left, right = high - share * (high - low), low + share * (high - low)
     at_left, at_right = function(left), function(right)
@@ -69,8 +63,21 @@ def least(function: Callable[[float], float], low: float, high: float, width: fl
     return (left, at_left) if at_left <= at_right else (right, at_right)
 
 
-def smallest_real(cost: Callable[[float], float], target: float, fails: float, passes: float, rtol: float) -> float:
-    """A value with cost <= target, at most `rtol` above one that fails; for a falling cost, and 0 < fails < passes."""
+def least_scale(
+    cost: Callable[[float], float], target: float, near: float = 1.0, factor: float = 2.0, rtol: float = 1e-4
+) -> float | None:
+    """The smallest scale of noise that costs at most the target, up to `rtol`; None if even 2**30 costs more."""
+    fails = passes = near
+    if cost(near) <= target:
+        while cost(fails := max(passes / factor, _LEAST_NOISE)) <= target:
+            if fails == _LEAST_NOISE:
+                return fails
+            passes, factor = fails, factor**2
+    elif cost(MOST_NOISE) > target:
+        return None
+    else:
+        while cost(passes := min(fails * factor, MOST_NOISE)) > target:
+            fails, factor = passes, factor**2
     known = {math.log(fails): fails, math.log(passes): passes}  # exp(log(x)) may be a neighbour of x
 
     def gap(x: float) -> float:
@@ -80,10 +87,7 @@ def smallest_real(cost: Callable[[float], float], target: float, fails: float, p
 
 
 def largest_integer(cost: Callable[[int], float], target: float, limit: int, guess: int) -> int:
-    """The k in 0..limit with cost(k) <= target < cost(k + 1), for a rising cost; 0 also when even 0 costs more.
-
-    A guess near the answer saves evaluations.
-    """
+    """The k in 0..limit with cost(k) <= target < cost(k + 1), for a rising cost; 0 also when even 0 costs more."""
     low, low_gap, high, high_gap = -1, -math.inf, limit + 1, math.inf
     probe, factor, turn = guess, 1.01, 0
     while high - low > 1:

@@ -4,23 +4,21 @@ For neighbours in one order, with L the privacy loss of all steps together,
 
     delta(epsilon) = E_P[(1 - e^(epsilon - L))_+].
 
-*Law* (tilted_law.py): each step's loss gets a law of few values that dominates its own; what lies beyond the last
-cell counts as an infinite loss. *Composition* (tilted_sum.py): the delta of the sum of all losses, from above. *Bound*
-(here): the least epsilon whose delta is small enough, in rounds that choose better parameters (tilted_aim.py: the tilt
-t, cells, spacing). Every approximation is on the safe side, whatever the parameters are. The cells depend on the spread
-of a step's loss, not on the number of steps: 10^7 steps cost what ten cost. These files import no torch.
+Law (_tilted_law.py): each step's loss gets a law of few values that dominates its own. Composition (_tilted_sum.py):
+the delta of the sum of all losses, from above. Bound (here): the least epsilon whose delta is small enough, in rounds
+that choose better parameters (_tilted_aim.py). Whatever these are, every approximation is on the safe side.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import Direction, StepLoss, above, part_masses
+from dpfunc.accounting._losses import Direction, above, part_masses, point
 from dpfunc.accounting._search import falling_root
 from dpfunc.accounting._tilted_aim import (
     Aim,
@@ -33,28 +31,19 @@ from dpfunc.accounting._tilted_aim import (
     saddle,
     sampled_losses,
 )
-from dpfunc.accounting._tilted_law import (
-    Atoms,
-    Fixed,
-    Kind,
-    Law,
-    TiltedUnavailable,
-    atoms,
-    gaussian_part,
-    tilt,
-)
+from dpfunc.accounting._tilted_law import Atoms, Fixed, Kind, Law, TiltedUnavailable, atoms, gaussian_part, tilt
 from dpfunc.accounting._tilted_sum import compose
 
 _MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
 _MAX_STEPS = 10**11
 _MAX_ROUNDS = 8
 _KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
+_FINE = 1.0, 0.1  # of the usual errors in the first round, without and with given laws, which are often of few steps
 _LARGEST_EPSILON = 700.0
 _NONE: Mapping[Direction, Sequence[Fixed]] = {}
 
 
-@dataclass(frozen=True)
-class _Bound:
+class _Bound(NamedTuple):
     """`epsilon` with delta(epsilon) <= delta, and `renyi`, about what a Renyi accountant would say (not a bound)."""
 
     epsilon: float
@@ -70,21 +59,16 @@ def tilted_epsilon(
     """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
 
     `fixed` are laws of other steps, for each direction; their infinite losses are not counted.
-    Values outside the domain that float64 can serve raise TiltedUnavailable.
-
-    >>> print(f"{tilted_epsilon([(0.01, 1.0, 1000)], ['remove', 'add'], 1e-5).epsilon:.4f}")
-    1.8283
     """
     kinds = _within_domain(kinds, delta)
     if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
         return _Bound(max(_one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
-    first = one_direction(kinds, directions[0], delta, fixed=fixed.get(directions[0], ()))
-    epsilon = first.epsilon
+    found = one_direction(kinds, directions[0], delta, fixed=fixed.get(directions[0], ()))
     for direction in directions[1:]:
-        more = one_direction(kinds, direction, delta, epsilon, fixed.get(direction, ()))
-        epsilon = max(epsilon, more.epsilon)
-    return _Bound(epsilon, first.renyi)
+        more = one_direction(kinds, direction, delta, found.epsilon, fixed.get(direction, ()))
+        found = _Bound(max(found.epsilon, more.epsilon), found.renyi)
+    return found
 
 
 def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
@@ -128,7 +112,7 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
     """`P(L > epsilon) - e^epsilon Q(L > epsilon)` of a single step."""
-    x = StepLoss(q, s, direction).point(np.array([epsilon]))
+    x = point(q, s, np.array([epsilon]), direction)
     if not np.isfinite(x[0]):
         return 0.0
     return float(above(q, s, x, part_masses(s, np.append(x, np.inf), direction), direction)[0])
@@ -139,8 +123,7 @@ def one_direction(
 ) -> _Bound:
     """The bound for neighbours in one order; not below `floor`, which the other order has already cost.
 
-    Each round chooses parameters for an epsilon, and bounds it. Any parameters are safe; the next round starts from a
-    better epsilon, until the parameters were made for about the epsilon that was found.
+    Each round chooses parameters for an epsilon, and bounds it, until they were made for about the one that was found.
     """
     log_delta = math.log(delta)
     few = sampled_losses(kinds, direction, delta, 32, fixed)
@@ -149,7 +132,7 @@ def one_direction(
     renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
     about, t = laplace(few, t, log_delta)
     slope = t
-    best, fine = math.inf, base.fine
+    best, fine = math.inf, _FINE[bool(fixed)]
     for _ in range(_MAX_ROUNDS):
         aim = make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)

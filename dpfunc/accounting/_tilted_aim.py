@@ -1,7 +1,4 @@
-"""Parameters of the tilted accountant: the tilt, the cells, the spacing. Any are safe; good ones make it tight.
-
-Losses at equal distances in x stand for the laws here. Nothing in this file is a bound.
-"""
+"""Parameters of the tilted accountant: the tilt, cells, spacing. Any are safe, good ones tight; no bound is here."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ _MAX_CELLS = 6_000
 
 @dataclass(frozen=True)
 class Sampled:
-    """Losses of each kind (K) at equal distances in x (M), and log masses under P. `gaussian` is mu^2 of others.
-
-    `fixed`: laws that are given as atoms, with their numbers of steps.
-    """
+    """Losses of each kind (K) at equal distances in x (M), log masses under P; mu^2 of others; laws that are given."""
 
     q: Array
     sigma: Array
@@ -37,11 +31,6 @@ class Sampled:
     gaussian: float
     direction: Direction
     fixed: Sequence[Fixed] = ()
-
-    @property
-    def fine(self) -> float:
-        """Share of the usual errors that the first round allows: laws that are given are often of few steps."""
-        return 0.1 if self.fixed else 1.0
 
     def log_moment(self, t: float) -> float:
         """`K(t)`, the logarithm of the moment generating function of the total loss of all steps."""
@@ -83,30 +72,25 @@ def sampled_losses(
 
 def best_tilt(base: Sampled, log_delta: float) -> float:
     """The t at which `K(t) - t epsilon - log t - log(1 + t) = log delta` has the least epsilon."""
-
-    def epsilon(log_t: float) -> float:
-        t = math.exp(log_t)
-        return (base.log_moment(t) - log_delta - log_t - math.log1p(t)) / t
-
-    log_t, bound = _minimum(epsilon)
-    return math.exp(log_t) if bound > 0 else saddle(base, 0.0)
+    t, bound = _least(lambda t, log_t: (base.log_moment(t) - log_delta - log_t - math.log1p(t)) / t)
+    return t if bound > 0 else saddle(base, 0.0)
 
 
 def saddle(base: Sampled, epsilon: float) -> float:
     """The t at which the absolute value of the integrand is the least."""
-
-    def size(log_t: float) -> float:
-        t = math.exp(log_t)
-        return base.log_moment(t) - t * epsilon - log_t - math.log1p(t)
-
-    return math.exp(_minimum(size)[0])
+    return _least(lambda t, log_t: base.log_moment(t) - t * epsilon - log_t - math.log1p(t))[0]
 
 
-def _minimum(function: Callable[[float], float]) -> tuple[float, float]:
-    """Minimum of a function of log t: its place, and its value."""
-    grid = np.arange(-14.0, 19.0, 3.0)
-    best = int(np.argmin([function(point) for point in grid]))
-    return least(function, float(grid[max(0, best - 1)]), float(grid[min(len(grid) - 1, best + 1)]), 0.02)
+def _least(function: Callable[[float, float], float]) -> tuple[float, float]:
+    """Minimum of a function of t and log t: its t, and its value."""
+
+    def at(log_t: float) -> float:
+        return function(math.exp(log_t), log_t)
+
+    grid = [float(power) for power in range(-14, 19, 3)]
+    best = int(np.argmin([at(point) for point in grid]))
+    log_t, value = least(at, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)], 0.02)
+    return math.exp(log_t), value
 
 
 def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
@@ -119,18 +103,13 @@ def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
 def laplace(few: Sampled, t: float, log_delta: float) -> tuple[float, float]:
     """Epsilon by Laplace's method at its own saddle, and the saddle; t: a first value of it."""
     about = 0.0
-    for _ in range(3):
-        about = _first_guess(few, t, log_delta)
+    for _ in range(3):  # the value of the integrand at its saddle, times its width
+        spread = _spread(few, t)
+        width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
+        found = (few.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
+        about = max(found, 0.1 * spread)
         t = saddle(few, about)
     return about, t
-
-
-def _first_guess(base: Sampled, t: float, log_delta: float) -> float:
-    """Epsilon by Laplace's method: the value of the integrand at its saddle, times its width."""
-    spread = _spread(base, t)
-    width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
-    found = (base.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
-    return max(found, 0.1 * spread)
 
 
 def _spread(base: Sampled, t: float) -> float:
@@ -142,12 +121,10 @@ def _spread(base: Sampled, t: float) -> float:
 
 @dataclass(frozen=True)
 class Aim:
-    """The epsilon that parameters are chosen for. Any value is safe; one near the answer is tight.
+    """The epsilon that parameters are chosen for, about -d log(delta) / d epsilon there, and the tilt t.
 
-    Args:
-        epsilon, slope: epsilon, and about -d log(delta) / d epsilon there. tilt: t.
-        tilts, moments: (N,) a table of t' and K(t').
-        log_scale: log of delta, in units of the Chernoff bounds below. period: 2 pi / D.
+    `tilts` and `moments` are a table (N,) of t' and K(t'); `log_scale` is log of delta, in units of the Chernoff bounds
+    below; the period is 2 pi / D.
     """
 
     epsilon: float
@@ -162,9 +139,8 @@ class Aim:
     def importance(self, loss: Array) -> tuple[Array, Array]:
         """Relative error of delta if one step's loss is put on the ends of a cell of width h, over h^2 / 12: log; t'.
 
-        The other steps must make up for epsilon - loss, which has probability `e^(K(t') - t' (epsilon - loss))` at
-        most, and the relative error of keeping both masses is `t' (1 + t') h^2 / 12`. Losses far above epsilon have
-        t' = 0: there it is exact.
+        The other steps make up for epsilon - loss with probability `e^(K(t') - t' (epsilon - loss))` at most; the
+        relative error of keeping both masses is `t' (1 + t') h^2 / 12`, and 0 far above epsilon.
         """
         where = self.epsilon - loss
         some = np.sort(where.ravel()[:: 1 + where.size // 20_000])
@@ -180,6 +156,7 @@ def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: fl
     """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
 
     A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
+    With a period 2 pi / D the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
     """
     factors = np.concatenate(
         [np.geomspace(1e-3, 0.1, 8)[:-1], np.linspace(0.1, 1.5, 15), np.geomspace(1.5, 300.0, 20)[1:]]
@@ -191,28 +168,20 @@ def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: fl
     size = exponents - np.log(tilts) - np.log1p(tilts)
     saddle_at = int(np.argmin(np.abs(factors - 1)))
     choices = [i for i in range(saddle_at + 1) if factors[i] > 0.4 and size[i] <= size[saddle_at] + 5]
-    periods = [_period(tilts, exponents - log_delta, float(tilts[i])) for i in choices]
+    periods = []
+    for one in tilts[choices]:
+        rooms = (exponents - log_delta + 18.4) / (np.maximum(np.abs(tilts / one - 1), 0.03) * one)
+        periods.append(float(max(rooms[tilts < 0.97 * one].min(), rooms[tilts > 1.03 * one].min(), 4.0 / one)))
     best = int(np.argmin(periods))
     log_scale = min(float(exponents.min()), log_delta + width)
     return Aim(epsilon, slope, float(tilts[choices[best]]), tilts, moments, log_scale, periods[best], fine)
 
 
-def _period(tilts: Array, exponents: Array, t: float) -> float:
-    """A period 2 pi / D at which the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.
-
-    `exponents` are `K(t') - t' epsilon - log delta` for each of the tilts t'.
-    """
-    distance = np.abs(tilts / t - 1)
-    rooms = (exponents + 18.4) / (np.maximum(distance, 0.03) * t)
-    below, above = rooms[tilts < 0.97 * t], rooms[tilts > 1.03 * t]
-    return max(float(below.min()), float(above.min()), 4.0 / t)
-
-
 def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
     """The ends of the cells of each kind, such that epsilon rises by about `_CELL_ERROR` of itself.
 
-    Cells of loss width h and mass p raise log delta by `sum T p importance h^2 / 12`, so the best density of cells is
-    proportional to `(p importance h^2)^(1/3)`. Besides, neither the importance nor the tilt may change much in a cell.
+    Cells of loss width h and mass p raise log delta by `sum T p importance h^2 / 12`: the best density of cells is
+    proportional to `(p importance h^2)^(1/3)`, but importance and tilt may not change much in a cell.
     """
     spacing = (base.x[:, 1] - base.x[:, 0])[:, None]
     log_importance, tilts = aim.importance(base.loss)

@@ -1,9 +1,8 @@
 """Discrete privacy losses that dominate those of one step, and their tilted laws.
 
-The outputs are divided into cells, and each cell's mass under P and Q is put on its two ends so that both masses are
-kept. That interpolates delta linearly in e^epsilon ("connect the dots": Doroshenko et al. 2022), so the discrete pair
-dominates, whatever the cells are. Everything beyond the last cell counts as an infinite loss; in direction add the
-losses there are near their limit, -log(1 - q).
+Each cell's mass under P and Q is put on its two ends so that both masses are kept. That interpolates delta linearly in
+e^epsilon ("connect the dots": Doroshenko et al. 2022), so the discrete pair dominates, whatever the cells are. What is
+beyond the last cell counts as an infinite loss.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import Array, Direction, above, log_ratios, part_masses
+from dpfunc.accounting._losses import Array, Direction, above, loss_of, part_masses
 from dpfunc.errors import InvalidArgument
 
 Kind = tuple[float, float, int]
@@ -49,24 +48,30 @@ def conserved(*totals: Array | float) -> None:
         raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 
 
-def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) -> Atoms:
-    """The atoms for cells with the ends x (.., n), for q and s that are numbers, or (.., 1).
+def connected(loss: Array, cells: Array, excess: Array) -> Array:
+    """Masses at losses (.., n) of cells with masses P (.., n - 1) and `excess = P - e^loss Q`, loss at the lower end.
 
-    The mass below x[..., 0] is rounded up, and that beyond x[..., -1] counts as infinite. The mass that a cell moves to
-    its upper end is `(P - e^loss Q) / (1 - e^-width)`, for the loss at its lower end, and its width.
+    A cell moves `excess / (1 - e^-width)` to its upper end.
     """
-    loss = np.subtract(*log_ratios(q, s, x, direction))
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        moved = excess / -np.expm1(-np.diff(loss))
+    # where nothing can be computed all of it moves: ends of one loss, or the far end of little noise
+    moved = np.where(np.isfinite(moved), np.clip(moved, 0.0, cells), cells)
+    mass = np.zeros_like(loss)
+    mass[..., :-1] += cells - moved
+    mass[..., 1:] += moved
+    return mass
+
+
+def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) -> Atoms:
+    """The atoms for cells with the ends x (.., n), for q and s that are numbers, or (.., 1); what is below is x[0]."""
+    loss = loss_of(q, s, x, direction)
     infinity = np.full_like(x[..., :1], np.inf)
     parts = part_masses(s, np.concatenate([-infinity, x, infinity], axis=-1), direction)
     p, q_ = (1 - q) * parts[0] + q * parts[1:]
-    cells = p[..., 1:-1]
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        moved = above(q, s, x[..., :-1], parts[..., 1:-1], direction) / -np.expm1(-np.diff(loss))
-    # where nothing can be computed all of it moves: ends of one loss, or the far end of little noise
-    moved = np.where(np.isfinite(moved), np.clip(moved, 0.0, cells), cells)
-    mass = np.zeros_like(x)
-    mass[..., :-1] += cells - moved
-    mass[..., 1:] += moved
+    with np.errstate(over="ignore", invalid="ignore"):
+        excess = above(q, s, x[..., :-1], parts[..., 1:-1], direction)
+    mass = connected(loss, p[..., 1:-1], excess)
     kept = (mass * np.exp(-loss)).sum(axis=-1)
     mass[..., 0] += p[..., 0]
     conserved(p.sum(axis=-1), kept + q_[..., 0] + q_[..., -1])
@@ -79,10 +84,7 @@ Fixed = tuple[int, Atoms]
 
 @dataclass(frozen=True)
 class Law:
-    """The law of one kind's loss, tilted: weights that sum to 1 at losses about their mean.
-
-    `log_moment` is log sum p e^(t loss); `error` bounds the relative rounding of one step's transform.
-    """
+    """The law of one kind's loss, tilted: weights that sum to 1 at losses about their mean; log sum p e^(t loss)."""
 
     steps: float
     weight: Array
@@ -90,7 +92,7 @@ class Law:
     mean: float
     log_moment: float
     infinite: float
-    error: float
+    error: float  # bound on the relative rounding of one step's transform
 
     @property
     def variance(self) -> float:
@@ -99,7 +101,6 @@ class Law:
 
 
 def tilt(atoms: Atoms, steps: float, t: float) -> Law:
-    """The tilted law of some atoms."""
     keep = atoms.mass > 0
     loss = atoms.loss[keep]
     exponents = np.log(atoms.mass[keep]) + t * loss

@@ -4,14 +4,12 @@ For K(z) = sum_i T_i log E e^(z L_i) of the discrete losses, and z = t + i s on 
 
     delta(epsilon) = 1/(2 pi) int e^(K(z) - z epsilon) / (z (1 + z)) ds.
 
-1. *One Gaussian more.* A release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes
-   the integral end. Events without sampling are Gaussians, too, and are added exactly.
-2. *A sum for the integral.* With spacing D it equals `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all
-   integers k (Poisson summation): the wanted term and others that are not negative.
-3. *Dropped frequencies* count by the bound on their absolute value, as |E e^(i s L)| <= 1 for every further kind.
-4. *Rounding* counts as an estimate of its size, times a large factor.
-
-The tilt e^(t L) keeps the sum near its largest term, so that rounding is relative to delta, and not to 1.
+1. A Gaussian release with a tiny mu is added. It cannot lower delta, and its factor e^(-mu^2 s^2 / 2) makes the
+   integral end. Events without sampling are Gaussians, too.
+2. A sum with spacing D is `sum_k e^(2 pi k t / D) delta(epsilon + 2 pi k / D)` over all integers k (Poisson summation):
+   the wanted term and others that are not negative.
+3. Dropped frequencies count by a bound on their absolute value, as |E e^(i s L)| <= 1 for every further kind.
+4. Rounding, which the tilt makes relative to delta, counts as an estimate of its size, times a large factor.
 """
 
 from __future__ import annotations
@@ -39,7 +37,9 @@ def compose(laws: list[Law], base: Sampled, aim: Aim, delta: float, floor: float
         raise TiltedUnavailable(f"The tails hold {infinite:g}, which matters at delta={delta:g}. Use method 'rdp'.")
     t, target = aim.tilt, math.log(delta - infinite) - 2 * ULP
     spacing = 2 * math.pi / aim.period
-    gaussian = base.gaussian + _smoothing(base.gaussian, aim, spacing)
+    # the mu^2 of a Gaussian costs about mu^2 (1 + slope) / 2: none is added where there is enough
+    added = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
+    gaussian = base.gaussian + (added if base.gaussian < added else 0.0)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)
     # what may be dropped, relative to e^(K(t) - t epsilon)
@@ -57,18 +57,9 @@ def compose(laws: list[Law], base: Sampled, aim: Aim, delta: float, floor: float
     return found, (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else t
 
 
-def _smoothing(gaussian: float, aim: Aim, spacing: float) -> float:
-    """The mu^2 of the Gaussian that is added, at a cost of about `mu^2 (1 + slope) / 2`; 0 where there is one."""
-    wanted = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
-    return 0.0 if gaussian >= wanted else wanted
-
-
 @dataclass(frozen=True)
 class _Waves:
-    """Terms `(1/2) f(0), f(D), f(2 D), ..` of the sum without the phase of epsilon.
-
-    `dropped` bounds the sum of the absolute values of all others; `absolute` is that of all.
-    """
+    """Terms `f(0) / 2, f(D), ..` without the phase of epsilon; bounds on the absolute values of others, and of all."""
 
     s: Array
     real: Array
@@ -98,8 +89,9 @@ def _wave_sum(laws: Sequence[Law], t: float, gaussian: float, spacing: float, lo
         transform = _characteristic(law, spacing, len(s))
         log_size = log_size + law.steps * np.log(np.maximum(np.abs(transform), 1e-300))
         angle = angle + law.steps * np.angle(transform)
-        keep, lost = _prune(np.exp(log_size), allowed)
-        dropped += lost
+        tail = np.append(np.cumsum(np.exp(log_size)[::-1])[::-1], 0.0)
+        keep = max(1, int(np.argmax(tail <= allowed)))
+        dropped += float(tail[keep])
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
     final: Array = np.exp(log_size).astype(np.float64)
     real: Array = (final * np.cos(angle)).astype(np.float64)
@@ -107,15 +99,8 @@ def _wave_sum(laws: Sequence[Law], t: float, gaussian: float, spacing: float, lo
     return _Waves(s, real, imag, dropped, float(final.sum()) + dropped)
 
 
-def _prune(size: Array, allowed: float) -> tuple[int, float]:
-    """The number of terms to keep, and the sum of those that follow, which is at most `allowed`."""
-    tail = np.append(np.cumsum(size[::-1])[::-1], 0.0)
-    keep = max(1, int(np.argmax(tail <= allowed)))
-    return keep, float(tail[keep])
-
-
 def _characteristic(law: Law, spacing: float, number: int) -> NDArray[np.complex128]:
-    """`sum w e^(i s loss)` at s = 0, D, 2 D, ..: as a matrix product, because s = (a m + b) D."""
+    """`sum w e^(i s loss)` at s = 0, D, 2 D, .. as a matrix product: s = (a m + b) D."""
     inner = max(1, math.isqrt(number))
     outer = -(-number // inner)
     fine = _waves_of(law.loss, spacing, inner)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dpfunc._utils.validation import fail, non_negative, open_unit, real
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
 from dpfunc.accounting._search import falling_root, least
+from dpfunc.accounting.accountant import all_take_part
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
@@ -22,14 +23,11 @@ _FINE = 5e-3  # the same for `TradeOff`: the bound is flat there, and a milliont
 _LARGEST = 700.0  # e^700 fits into float64
 _SMALLEST = -460.0  # log of the least delta of `tilted`
 
-Point = tuple[float, float]
-"""(delta, epsilon)"""
+Point = tuple[float, float]  # delta, epsilon
 
 
 def tight_method(ledger: Ledger) -> str:
-    """The accountant of the trade-off curve: one that needs neither torch nor opacus."""
-    plain = all(type(event) is Event and event.sampling_prob == 1 for event in ledger.law)
-    return "gaussian" if plain else "tilted"
+    return "gaussian" if all_take_part(ledger.law) else "tilted"
 
 
 def delta(ledger: Ledger, epsilon: float) -> float:
@@ -39,9 +37,8 @@ def delta(ledger: Ledger, epsilon: float) -> float:
         ledger: what was released. epsilon: >= 0.
 
     Returns:
-        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else it is
-        as far above the truth as `tilted` is in epsilon (1e-4 of it), and 1e-6 of itself. 0 stands for less than
-        1e-199; 1 is the answer for a ledger of which `tilted` says nothing.
+        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else as far
+        above the truth as `tilted` is. 0 stands for less than 1e-199; 1 if `tilted` says nothing.
 
     Raises:
         InvalidArgument: epsilon outside its domain.
@@ -74,7 +71,7 @@ def delta(ledger: Ledger, epsilon: float) -> float:
 
 
 def _epsilon(ledger: Ledger, at: float) -> float:
-    """Epsilon at a delta, by a method that needs no opacus; infinite where it says nothing."""
+    """Epsilon at a delta; infinite where the method says nothing."""
     try:
         return ledger.epsilon(at, tight_method(ledger)).epsilon
     except InvalidArgument:
@@ -86,10 +83,8 @@ class TradeOff:
     """Limits of an attacker who sees what was released, knows all other records, and guesses if a unit was there.
 
     Each figure is an upper bound on success (`false_negatives`: a lower bound on failure), for both orders of the
-    neighbours, and depends on public facts only. It is above the best bound that the ledger's epsilons give by at most
-    2e-5 of itself, and these are within 1e-4 of the truth (`tilted`) or exact (no sampling).
-    Wasserman and Zhou 2010, A Statistical Framework for Differential Privacy; Dong, Roth and Su 2022, Gaussian
-    Differential Privacy.
+    neighbours, from public facts only: at most 2e-5 of itself above the best one that the ledger's epsilons give.
+    Wasserman and Zhou 2010, A Statistical Framework for Differential Privacy; Dong, Roth and Su 2022, Gaussian DP.
 
     Args:
         ledger: what was released.
@@ -155,17 +150,13 @@ class TradeOff:
 
 
 def curve(ledger: Ledger, delta: float) -> list[Point]:
-    """Points (delta, epsilon) of a ledger: of a claim at `delta`, of a grid, and where the bounds of `RATES` are best.
-
-    Raises:
-        InvalidArgument: no accountant can give the claim. A point of the grid that none can give is left out.
-    """
+    """Points (delta, epsilon) of a ledger: of a claim, of a grid, and where the bounds of `RATES` are best."""
     method = tight_method(ledger)
     found = {delta: ledger.epsilon(delta, method).epsilon}
     for at in _DELTAS:
         try:
             found[at] = ledger.epsilon(at, method).epsilon
-        except InvalidArgument:  # of delta near 1, for some ledgers
+        except InvalidArgument:  # no accountant can give it: of delta near 1, for some ledgers
             continue
         if found[at] == 0:
             break  # larger ones cost nothing either
@@ -194,13 +185,8 @@ def true_positives(points: Sequence[Point], rate: float) -> float:
     """Largest share of true positives at a share of false ones, of any attack: each point bounds it in two ways.
 
     `min over (delta, epsilon) of e^epsilon rate + delta and 1 - e^-epsilon (1 - delta - rate)`: Wasserman and Zhou
-    2010, A Statistical Framework for Differential Privacy, Theorem 2.4, for both orders of the neighbours.
-
-    >>> round(true_positives([(1e-5, 1.0)], 0.1), 4)
-    0.2718
+    2010, Theorem 2.4, for both orders of the neighbours.
     """
-    return min(1.0, *(_one_point(delta, min(epsilon, _LARGEST), rate) for delta, epsilon in points))
-
-
-def _one_point(delta: float, epsilon: float, rate: float) -> float:
-    return min(math.exp(epsilon) * rate + delta, 1 - math.exp(-epsilon) * max(0.0, 1 - delta - rate))
+    known = [(delta, min(epsilon, _LARGEST)) for delta, epsilon in points]
+    one = min(math.exp(epsilon) * rate + delta for delta, epsilon in known)
+    return min(1.0, one, *(1 - math.exp(-epsilon) * max(0.0, 1 - delta - rate) for delta, epsilon in known))

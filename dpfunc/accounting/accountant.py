@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting._kinds import as_wholes, divided, law_of, lost, only_plain
+from dpfunc.accounting._kinds import ZCDP, divided, law_of
 from dpfunc.accounting._losses import DIRECTIONS, Direction
 from dpfunc.accounting._prv import FEW_KINDS, prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
+from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
 from dpfunc.accounting._tilted_law import Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting.events import canonical
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Adjacency, Event
+from dpfunc.types import Adjacency, Allocated, Event
 
 Method = Literal["tilted", "prv", "rdp", "gaussian", "gdp-approximation"]
 METHODS: tuple[str, ...] = ("auto", *get_args(Method))
 BOUNDS = tuple(method for method in METHODS if method != "gdp-approximation")
 # Of a plan: `gaussian` refuses sampled batches, and `auto` takes it where it is exact.
 ACCOUNTANTS = tuple(method for method in BOUNDS if method != "gaussian")
-MAX_KINDS = 32  # of a Renyi curve
+MAX_KINDS, _FEW_KINDS = 32, 8  # of a Renyi curve
 _FINEST = 1.002  # cells of `fewer_kinds`
 _TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
 _GDP_NOTE = (
@@ -39,13 +40,9 @@ class Guarantee:
     """An (epsilon, delta) statement, and how it was obtained.
 
     Args:
-        epsilon: an upper bound on the privacy loss, >= 0; inf means no protection. With method
-            `gdp-approximation` it is not a bound.
-        delta: the delta it holds at.
-        method: `tilted` (numerical composition, tight), `prv` (numerical composition by opacus), `rdp` (Renyi),
-            `gaussian` (exact, when all data is in every batch).
-        adjacency: which data sets count as neighbours.
-        note: its error, and why another method was not used.
+        epsilon: an upper bound, >= 0; inf means no protection. Of `gdp-approximation` no bound. delta: it holds at.
+        method: `tilted`, `prv` (numerical composition), `rdp` (Renyi), `gaussian` (exact, of batches with all data).
+        adjacency: which data sets count as neighbours. note: its error, and why another method was not used.
 
     >>> print(Guarantee(1.25, 1e-5, "prv", "add_remove", "about 0.01 above the truth"))
     (epsilon=1.25, delta=1e-05)-DP under add_remove, by prv: about 0.01 above the truth
@@ -70,36 +67,44 @@ class Guarantee:
 @functools.lru_cache(maxsize=4096)
 def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
     """Compute the epsilon of Poisson-sampled Gaussian steps, from arguments that were validated."""
-    if method in ("gdp-approximation", "gaussian", "prv"):
-        only_plain(events, method)
+    _, special = divided(events)
+    if special and method in ("gdp-approximation", "gaussian", "prv"):
+        raise InvalidArgument(
+            f"Expected Poisson-sampled Gaussian steps for method {method!r}, got {special[0]!r}. Use method 'auto'."
+        )
+    found: _Bound
     if method == "gdp-approximation":
-        epsilon, named, note = _by_central_limit(events, adjacency, delta)
-    elif method == "gaussian" or (method == "auto" and all(type(e) is Event and e.sampling_prob == 1 for e in events)):
-        epsilon, named, note = _exactly(events, delta)
+        if adjacency == "replace_one":
+            raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
+        found = gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
+    elif method == "gaussian" or (method == "auto" and all_take_part(events)):
+        found = _exactly(events, delta)
     else:
-        found = _bounded(events, adjacency, delta, method)
-        if (wholes := as_wholes(events)) != events:  # better for few batches or large losses
-            found = min(found, _bounded(wholes, adjacency, delta, method), key=lambda bound: bound[0])
-        epsilon, named, note = found
+        ways = (_bounded(each, adjacency, delta, method) for each in dict.fromkeys((events, _as_wholes(events))))
+        found = min(ways, key=operator.itemgetter(0))
+    epsilon, named, note = found
     return Guarantee(epsilon, delta, named, adjacency, note)
 
 
 _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its note
 
 
-def _by_central_limit(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
-    if adjacency == "replace_one":
-        raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
-    return gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
+def all_take_part(events: tuple[Event, ...]) -> bool:
+    """True for Gaussian steps with batches of all records."""
+    return all(type(event) is Event and event.sampling_prob == 1 for event in events)
+
+
+def _as_wholes(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Each allocated epoch as one release of all records, a better bound for few batches or large losses."""
+    return tuple(Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
 
 
 def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
-    """The answer for batches of all records."""
-    sampled = [event.sampling_prob for event in events if event.sampling_prob < 1]
-    if sampled:
+    least = min((event.sampling_prob for event in events), default=1.0)
+    if least < 1:
         raise InvalidArgument(
             "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
-            f"batches of all records, got sampling_prob={min(sampled):g}. Use method 'auto'."
+            f"batches of all records, got sampling_prob={least:g}. Use method 'auto'."
         )
     return gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
 
@@ -112,15 +117,23 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     plain, special = divided(events)
     if any(event.noise_multiplier == 0 for event in plain):
         return math.inf, named, "a step without noise"
-    if special:
-        delta -= lost(special, DIRECTIONS[adjacency])
-        if delta <= 0:
-            return math.inf, named, "releases that give all away with a larger probability"
-    if method == "prv":
-        return _by_prv(events, adjacency, delta)
+    delta -= max(_lost(special, direction) for direction in DIRECTIONS[adjacency])
+    if delta <= 0:
+        return math.inf, named, "releases that give all away with a larger probability"
     if method == "rdp":
         return _by_renyi(events, adjacency, delta, "Renyi bound")
+    if method == "prv":
+        fewer, rounded = renyi_events(events)
+        renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)  # of which its grid depends
+        numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
+        return numerical, "prv", f"about {error:.2g} above the truth{rounded}"
     return _tightest(events, adjacency, delta, alone=method == "tilted")
+
+
+def _lost(special: tuple[Event, ...], direction: Direction) -> float:
+    """The delta of infinite losses, which no epsilon makes smaller."""
+    known = [event for event in special if not isinstance(event, ZCDP)]
+    return math.fsum(event.num_steps * float(law_of(event, direction).infinite) for event in known)
 
 
 def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:
@@ -128,45 +141,42 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
     plain, special = divided(events)
     fewer, rounded = fewer_kinds(plain, _TILTED_KINDS)
     try:
-        fixed = {direction: fixed_laws(special, direction) for direction in DIRECTIONS[adjacency]} if special else {}
-        tight = tilted_epsilon(kinds_of(fewer), DIRECTIONS[adjacency], delta, fixed)
+        fixed = {direction: _fixed(special, direction) for direction in DIRECTIONS[adjacency]} if special else {}
+        tight = tilted_epsilon(_kinds(fewer), DIRECTIONS[adjacency], delta, fixed)
     except TiltedUnavailable as refusal:
         if alone:
             raise
         return _by_renyi(events, adjacency, delta, f"no tilted: {refusal}")
-    found: _Bound = (tight.epsilon, "tilted", _joined("an upper bound by construction", rounded))
+    found: _Bound = tight.epsilon, "tilted", f"an upper bound by construction{rounded}"
     if alone or tight.epsilon < _NOT_NEAR * tight.renyi:
         return found  # the Renyi bound cannot be smaller: it is not computed
-    return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=lambda bound: bound[0])
+    return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=operator.itemgetter(0))
 
 
 def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, note: str) -> _Bound:
     """The smallest bound over orders of Renyi differential privacy; `note` goes into the answer."""
     fewer, rounded = renyi_events(events)
-    return rdp_epsilon(fewer, adjacency, delta), "rdp", _joined(note, rounded)
+    return rdp_epsilon(fewer, adjacency, delta), "rdp", note + rounded
 
 
-def _by_prv(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> _Bound:
-    """The bound by numerical composition over opacus; its grid needs the Renyi bound."""
-    fewer, rounded = renyi_events(events)
-    renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)
-    numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
-    return numerical, "prv", _joined(f"about {error:.2g} above the truth", rounded)
-
-
-def kinds_of(events: tuple[Event, ...]) -> list[Kind]:
-    """Events as (sampling_prob, noise_multiplier, number of steps)."""
+def _kinds(events: tuple[Event, ...]) -> list[Kind]:
     return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in events]
 
 
-def fixed_laws(special: Iterable[Event], direction: Direction) -> list[Fixed]:
-    """Laws of other kinds of steps, with their numbers."""
+def _fixed(special: tuple[Event, ...], direction: Direction) -> list[Fixed]:
     return [(event.num_steps, law_of(event, direction)) for event in special]
 
 
-def _joined(*notes: str) -> str:
-    """The notes that say something, in one line."""
-    return "; ".join(filter(None, notes))
+def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> float:
+    """A loose and cheap estimate of epsilon."""
+    if not events:
+        return 0.0
+    plain, special = divided(events)
+    direction = DIRECTIONS[adjacency][0]
+    try:
+        return estimate(_kinds(plain), direction, delta, _fixed(special, direction))
+    except TiltedUnavailable:
+        return rdp_epsilon(renyi_events(events, _FEW_KINDS)[0], adjacency, delta, few=True)
 
 
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
@@ -189,7 +199,7 @@ def check_bound(method: str) -> str:
 
 
 def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
-    """At most `max_kinds` events that cost at least as much, and a note on what was rounded ("" for nothing).
+    """At most `max_kinds` events that cost at least as much, and a note on what was rounded, "" or "; ..".
 
     Events are put into cells of a geometric grid, as fine as the limit allows; all events of a cell get its smallest
     noise multiplier and its largest sampling probability. The grid starts at the smallest noise and the
@@ -210,15 +220,13 @@ def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[
             cells.setdefault((noise, prob), []).append(event)
         if len(cells) <= max_kinds:
             ratio = math.exp(step) - 1
-            note = f"{len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
-            return canonical(_worst(cell) for cell in cells.values()), note
+            note = (
+                f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
+            )
+            return canonical(map(_worst, cells.values())), note
         step *= 1.3
 
 
 def _worst(cell: list[Event]) -> Event:
-    """The steps of all events with the least noise and the largest probability among them."""
-    return Event(
-        max(event.sampling_prob for event in cell),
-        min(event.noise_multiplier for event in cell),
-        sum(event.num_steps for event in cell),
-    )
+    q, sigma = max(event.sampling_prob for event in cell), min(event.noise_multiplier for event in cell)
+    return Event(q, sigma, sum(event.num_steps for event in cell))

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from dpfunc._utils.validation import fail, integer, named, open_unit, positive, probability
-from dpfunc.accounting._kinds import divided
-from dpfunc.accounting._losses import DIRECTIONS
 from dpfunc.accounting._prv import PRVUnavailable
-from dpfunc.accounting._rdp import rdp_epsilon
-from dpfunc.accounting._search import largest_integer, smallest_real
-from dpfunc.accounting._tilted import rough_epsilon as tilted_guess
-from dpfunc.accounting._tilted_law import TiltedUnavailable
-from dpfunc.accounting.accountant import cached_epsilon, check_bound, fixed_laws, kinds_of, renyi_events
+from dpfunc.accounting._search import MOST_NOISE, largest_integer, least_scale
+from dpfunc.accounting.accountant import cached_epsilon, check_bound, rough_epsilon
 from dpfunc.accounting.ledger import Ledger, schedule_ledger
 from dpfunc.errors import UnreachableBudget
 from dpfunc.types import Adjacency, Event, Schedule
 
-_RTOL = 1e-4
-MOST_NOISE = 2.0**30
-_LEAST_NOISE = 2.0**-10
-_FEW_KINDS = 8
 _MANY_STEPS = 2**40
 
 
@@ -34,8 +24,7 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
 
     Args:
         ledger_for: scale -> ledger; the cost must not rise with the scale. Include what was already spent.
-        epsilon: target, > 0.
-        delta: 0 < delta < 1.
+        epsilon: target, > 0. delta: 0 < delta < 1.
         method: see `dpfunc.accounting.epsilon`; `gdp-approximation` is refused.
 
     Returns:
@@ -54,8 +43,7 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
     >>> round(sigma, 2)
     5.0
     """
-    target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
-    check_bound(method)
+    target, delta = _budget(epsilon, delta, method)
 
     def cost(scale: float) -> float:
         try:
@@ -63,11 +51,8 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
         except PRVUnavailable:
             return math.inf
 
-    def rough(scale: float) -> float:
-        return _rough_epsilon(ledger_for(scale), delta)
-
-    aim = max(target, 1.1 * rough(MOST_NOISE))
-    near = least_scale(rough, aim, rtol=0.02) if math.isfinite(aim) else None
+    aim = max(target, 1.1 * _rough(ledger_for(MOST_NOISE), delta))
+    near = least_scale(lambda scale: _rough(ledger_for(scale), delta), aim, rtol=0.02) if math.isfinite(aim) else None
     found = least_scale(cost, target, near or 1.0, factor=1.01)
     if found is None:
         least = _cost(ledger_for(MOST_NOISE), delta, method)
@@ -80,70 +65,32 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
     return found
 
 
+def _budget(epsilon: float, delta: float, method: str) -> tuple[float, float]:
+    """A budget that a method can keep."""
+    check_bound(method)
+    return positive("epsilon", epsilon), open_unit("delta", delta)
+
+
 def _cost(ledger: Ledger, delta: float, method: str) -> float:
     """Epsilon of a ledger, from arguments that were validated."""
     return cached_epsilon(ledger.law, ledger.adjacency, delta, method).epsilon
 
 
-def least_scale(
-    cost: Callable[[float], float], target: float, near: float = 1.0, factor: float = 2.0, rtol: float = _RTOL
-) -> float | None:
-    """The smallest scale of noise that costs at most the target, up to `rtol`; None if even 2**30 costs more.
-
-    From the first scale, `near`, the next one differs by `factor`, and later ones by more, until the answer is between.
-    """
-    if cost(near) <= target:
-        passes, fails = near, max(near / factor, _LEAST_NOISE)
-        while cost(fails) <= target:
-            if fails == _LEAST_NOISE:
-                return fails
-            factor **= 2
-            passes, fails = fails, max(fails / factor, _LEAST_NOISE)
-    else:
-        if cost(MOST_NOISE) > target:
-            return None
-        fails, passes = near, min(near * factor, MOST_NOISE)
-        while cost(passes) > target:
-            factor **= 2
-            fails, passes = passes, min(passes * factor, MOST_NOISE)
-    return smallest_real(cost, target, fails, passes, rtol)
-
-
-def _rough_epsilon(ledger: Ledger, delta: float) -> float:
-    """A loose and cheap estimate of epsilon."""
-    if not ledger.events:
-        return 0.0
-    try:
-        plain, special = divided(ledger.law)
-        direction = DIRECTIONS[ledger.adjacency][0]
-        return tilted_guess(kinds_of(plain), direction, delta, fixed_laws(special, direction))
-    except TiltedUnavailable:
-        pass
-    events, _ = renyi_events(ledger.law, _FEW_KINDS)
-    return rdp_epsilon(events, ledger.adjacency, delta, few=True)
+def _rough(ledger: Ledger, delta: float) -> float:
+    return rough_epsilon(ledger.law, ledger.adjacency, delta)
 
 
 @named
 def calibrate_noise(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_prob: float,
-    num_steps: int,
-    adjacency: Adjacency = "add_remove",
-    spent: Ledger | None = None,
-    schedule: Schedule | Sequence[float] | None = None,
-    method: str = "auto",
-) -> float:
+    *, epsilon: float, delta: float, sampling_prob: float, num_steps: int, adjacency: Adjacency = "add_remove",
+    spent: Ledger | None = None, schedule: Schedule | Sequence[float] | None = None, method: str = "auto",
+) -> float:  # fmt: skip
     """The smallest noise multiplier with which `num_steps` steps cost at most (epsilon, delta).
 
     Args:
-        epsilon: target, > 0, for `spent` and the new steps together.
-        delta: 0 < delta < 1.
-        sampling_prob: probability of a record to be in a batch, 0 < q <= 1.
-        num_steps: >= 1.
-        adjacency: which data sets are neighbours.
-        spent: what was already spent on the same data; of the same adjacency.
+        epsilon: target, > 0, for `spent` and the new steps together. delta: 0 < delta < 1.
+        sampling_prob: probability of a record to be in a batch, 0 < q <= 1. num_steps: >= 1.
+        adjacency: which data sets are neighbours. spent: what was already spent on the same data; of this adjacency.
         schedule: relative noise multipliers over the steps: a `Schedule`, or one number for each step.
         method: see `dpfunc.accounting.epsilon`.
 
@@ -161,10 +108,18 @@ def calibrate_noise(
     probability("sampling_prob", sampling_prob)
     integer("num_steps", num_steps, minimum=1)
     before = _spent(spent, adjacency)
-    shape = _relative_noise(schedule, num_steps)
+    if schedule is None:
+        schedule = Schedule(((1, 1.0),))
+    elif not isinstance(schedule, Schedule):  # of a sequence the order does not matter for the cost
+        values = [positive("schedule", value) for value in schedule]
+        if len(values) != num_steps:
+            domain = f"one relative noise multiplier for each of {num_steps} steps"
+            raise fail(domain, "len(schedule)", len(values), "Or a Schedule.")
+        schedule = Schedule(tuple((count, value) for value, count in sorted(Counter(values).items())))
+    pieces = schedule.pieces
 
     def ledger_for(scale: float) -> Ledger:
-        noise = Schedule(tuple((steps, scale * value) for steps, value in shape.pieces))
+        noise = Schedule(tuple((steps, scale * value) for steps, value in pieces))
         return before.compose(schedule_ledger(sampling_prob, noise, num_steps, adjacency))
 
     return calibrate(ledger_for, epsilon=epsilon, delta=delta, method=method)
@@ -189,37 +144,15 @@ def epsilon_left(*, epsilon: float, delta: float, spent: Ledger | None) -> float
     return Ledger((Event(1.0, sigma, 1),), kind).epsilon(delta).epsilon
 
 
-def _relative_noise(schedule: Schedule | Sequence[float] | None, num_steps: int) -> Schedule:
-    """The relative noise multipliers as a `Schedule`; in a sequence the order does not matter for the cost."""
-    if schedule is None:
-        return Schedule(((1, 1.0),))
-    if isinstance(schedule, Schedule):
-        return schedule
-    values = [positive("schedule", value) for value in schedule]
-    if len(values) != num_steps:
-        domain = f"one relative noise multiplier for each of {num_steps} steps"
-        raise fail(domain, "len(schedule)", len(values), "Or a Schedule.")
-    kinds, counts = np.unique(values, return_counts=True)
-    return Schedule(tuple(zip(counts.tolist(), kinds.tolist(), strict=True)))
-
-
 def calibrate_batch_size(
-    *,
-    epsilon: float,
-    delta: float,
-    dataset_size: int,
-    num_steps: int,
-    noise_multiplier: float,
-    adjacency: Adjacency = "add_remove",
-    spent: Ledger | None = None,
-    method: str = "auto",
-) -> int:
+    *, epsilon: float, delta: float, dataset_size: int, num_steps: int, noise_multiplier: float,
+    adjacency: Adjacency = "add_remove", spent: Ledger | None = None, method: str = "auto",
+) -> int:  # fmt: skip
     """The largest expected batch size with which `num_steps` steps cost at most (epsilon, delta).
 
     Args:
         epsilon, delta, num_steps, adjacency, spent, method: see `calibrate_noise`.
-        dataset_size: number of records n; the sampling probability is batch size / n.
-        noise_multiplier: > 0.
+        dataset_size: number of records n; the sampling probability is batch size / n. noise_multiplier: > 0.
 
     Returns:
         An expected batch size in 1..n that meets the target; one more does not.
@@ -230,10 +163,9 @@ def calibrate_batch_size(
     >>> calibrate_batch_size(epsilon=100.0, delta=1e-5, dataset_size=500, num_steps=10, noise_multiplier=2.0)
     500
     """
-    target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
+    target, delta = _budget(epsilon, delta, method)
     n = integer("dataset_size", dataset_size, minimum=1)
     steps, sigma = integer("num_steps", num_steps, minimum=1), positive("noise_multiplier", noise_multiplier)
-    check_bound(method)
     before = _spent(spent, adjacency)
 
     def ledger_for(batch_size: int) -> Ledger:
@@ -264,15 +196,11 @@ class Remaining(NamedTuple):
 def affordable_steps(
     ledger_after: Callable[[int], Ledger], *, epsilon: float, delta: float, limit: int, method: str = "auto"
 ) -> int:
-    """The most steps after which a ledger still costs at most (epsilon, delta).
-
-    Ask once, before the run, and compare integers while it runs.
+    """The most steps after which a ledger still costs at most (epsilon, delta): ask once, before the run.
 
     Args:
         ledger_after: k -> the ledger after k more steps, for k in 0..limit; its cost must not fall with k.
-        epsilon: budget, > 0.
-        delta: 0 < delta < 1.
-        limit: most steps of interest, >= 0.
+        epsilon: budget, > 0. delta: 0 < delta < 1. limit: most steps of interest, >= 0.
         method: see `dpfunc.accounting.epsilon`; `gdp-approximation` is refused.
 
     Returns:
@@ -287,9 +215,8 @@ def affordable_steps(
     >>> affordable_steps(lambda k: Ledger((Event(1.0, 5.0, 1),) * k), epsilon=2.6, delta=1e-5, limit=100)
     10
     """
-    target, delta = positive("epsilon", epsilon), open_unit("delta", delta)
+    target, delta = _budget(epsilon, delta, method)
     most = integer("limit", limit)
-    check_bound(method)
     return _largest(ledger_after, target, delta, method, limit=most, guess=min(most, 1000))
 
 
@@ -297,7 +224,7 @@ def _largest(
     ledger_for: Callable[[int], Ledger], target: float, delta: float, method: str, *, limit: int, guess: int
 ) -> int:
     """The largest number whose ledger costs at most the target; a cheap cost finds where to look."""
-    near = largest_integer(lambda k: _rough_epsilon(ledger_for(k), delta), target, limit, guess)
+    near = largest_integer(lambda k: _rough(ledger_for(k), delta), target, limit, guess)
     return largest_integer(lambda k: _cost(ledger_for(k), delta, method), target, limit, near)
 
 
@@ -308,15 +235,9 @@ def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
 
 
 def calibrate_steps(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_prob: float,
-    noise_multiplier: float,
-    adjacency: Adjacency = "add_remove",
-    spent: Ledger | None = None,
-    method: str = "auto",
-) -> int:
+    *, epsilon: float, delta: float, sampling_prob: float, noise_multiplier: float,
+    adjacency: Adjacency = "add_remove", spent: Ledger | None = None, method: str = "auto",
+) -> int:  # fmt: skip
     """The most steps that cost at most (epsilon, delta), up to 2**40.
 
     Args:
@@ -355,11 +276,8 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
     """Compute how many more steps of one kind fit into a budget.
 
     Args:
-        ledger: what was spent.
-        epsilon: budget, > 0.
-        delta: 0 < delta < 1.
-        event: the kind of step; its `num_steps` must be 1.
-        method: see `dpfunc.accounting.epsilon`.
+        ledger: what was spent. epsilon: budget, > 0. delta: 0 < delta < 1.
+        event: the kind of step; its `num_steps` must be 1. method: see `dpfunc.accounting.epsilon`.
 
     Returns:
         Steps (up to 2**40), epsilon spent, and epsilon left (0 when overspent).
@@ -371,7 +289,6 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
     >>> remaining(spent, epsilon=2.6, delta=1e-5, event=Event(1.0, 5.0, 1)).num_steps
     6
     """
-    positive("epsilon", epsilon)
     if not isinstance(event, Event) or event.num_steps != 1:
         raise fail("an event of one step", "event", event, "The answer counts steps of this kind.")
     steps = _more_steps(ledger, event, epsilon, delta, method)

@@ -7,8 +7,8 @@ over many steps of a run, is one step of a kind whose fields describe all of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterable
+from dataclasses import fields, replace
 from typing import Any
 
 from dpfunc._utils.validation import apart, fail
@@ -27,7 +27,7 @@ KINDS: dict[str, type[Event]] = {
 """Name in files -> class. A new kind of event is a file with its class, and a line here."""
 
 OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
-_Counts = Mapping[tuple[str, tuple[Any, ...]], int]  # name of the kind, other fields -> number of steps
+_Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fields -> an event, number of steps
 
 
 def name_of(event: object) -> str:
@@ -46,39 +46,28 @@ def canonical(events: Iterable[Event]) -> tuple[Event, ...]:
 def surplus(events: Iterable[Event], others: Iterable[Event]) -> tuple[Event, ...]:
     """The steps of some events that others do not contain."""
     known = _counted(others)
-    left = {kind: count - known.get(kind, 0) for kind, count in _counted(events).items()}
-    return _made({kind: count for kind, count in left.items() if count > 0})
+    left = {key: (event, n - known.get(key, (event, 0))[1]) for key, (event, n) in _counted(events).items()}
+    return _made({key: (event, n) for key, (event, n) in left.items() if n > 0})
 
 
 def _counted(events: Iterable[Event]) -> _Counts:
-    steps: dict[tuple[str, tuple[Any, ...]], int] = {}
+    steps: _Counts = {}
     for event in events:
         name = name_of(event)
-        q, sigma, count, *more = _values(event).values()
-        kind = (name, (q, sigma, *more))
-        steps[kind] = steps.get(kind, 0) + count
+        q, sigma, number, *more = _values(event).values()
+        key = (name, q, sigma, *more)
+        first, before = steps.get(key, (event, 0))
+        steps[key] = first, before + number
     return steps
+
+
+def _made(counts: _Counts) -> tuple[Event, ...]:
+    return tuple(e if e.num_steps == n else replace(e, num_steps=n) for _, (e, n) in sorted(counts.items()))
 
 
 def _values(event: Event) -> dict[str, Any]:
     """All fields: the sampling probability, the noise multiplier and the number of steps are the first ones."""
     return {each.name: getattr(event, each.name) for each in fields(event)}
-
-
-def _made(counts: _Counts) -> tuple[Event, ...]:
-    return tuple(
-        _of(KINDS[name], (q, sigma, count, *more)) for (name, (q, sigma, *more)), count in sorted(counts.items())
-    )
-
-
-def _of(kind: type[Event], values: Iterable[Any]) -> Event:
-    """The event with these values of all fields; what the kind sets by itself must be as given."""
-    given = {each.name: (value, each.init) for each, value in zip(fields(kind), values, strict=True)}
-    event = kind(**{name: value for name, (value, chosen) in given.items() if chosen})
-    for name, (value, _) in given.items():
-        if getattr(event, name) != value:
-            raise fail(f"{name} = {getattr(event, name)!r} in an event of its kind", name, value)
-    return event
 
 
 def to_values(event: Event) -> dict[str, Any]:
@@ -94,13 +83,17 @@ def from_values(values: object) -> Event:
     kind = KINDS.get(str(values.get("kind", "")))
     if kind is None:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
-    given = {name: value for name, value in values.items() if name != "kind"}
-    names = [each.name for each in fields(kind)]
-    check_fields("event", given, names)
+    given = dict(values)
+    given.pop("kind", None)
+    check_fields("event", given, [each.name for each in fields(kind)])
     try:
-        return _of(kind, [given[name] for name in names])
+        event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
+        for name, value in given.items():  # what the kind sets by itself must be as given
+            if getattr(event, name) != value:
+                raise fail(f"{name} = {getattr(event, name)!r} in an event of its kind", name, value)
     except DPFuncError as error:
         raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
+    return event
 
 
 def check_fields(what: str, values: Collection[str], expected: Collection[str]) -> None:

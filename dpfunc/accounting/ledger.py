@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from dpfunc._utils.validation import fail, integer, one_of, open_unit, signed, unique_json, unsigned
 from dpfunc.accounting.accountant import METHODS, Guarantee, cached_epsilon
-from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, name_of, surplus, to_values
+from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, surplus, to_values
 from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
 
@@ -22,13 +22,13 @@ _SHOWN_EVENTS = 4
 class Ledger:
     """All releases about one data set, in a canonical form: the order in which they happened does not matter.
 
-    Composition is commutative and associative, and the empty ledger of the same adjacency is its identity.
-    A ledger is a value: every operation returns a new one. It holds public facts only.
+    Composition is commutative and associative, and the empty ledger of the same adjacency is its identity. A ledger is
+    a value, and holds public facts only.
 
     Args:
         events: what was released; stored sorted, with equal kinds merged.
-        adjacency: which data sets are neighbours. It fixes the meaning of the noise multipliers: they are
-            relative to the sensitivity under this adjacency (C, and 2 C under replace_one).
+        adjacency: which data sets are neighbours. Noise multipliers are relative to the sensitivity under it (C, and
+            2 C under replace_one).
 
     Raises:
         InvalidArgument: an element that is not an `Event`, or an unknown adjacency.
@@ -104,8 +104,7 @@ class Ledger:
 
         Raises:
             InvalidArgument: not JSON, another schema or digest, or a field that is missing, unknown, there twice or
-                outside its domain.
-                Nothing is dropped or repaired: a ledger that lost an event would under-report.
+                outside its domain. Nothing is repaired: a ledger that lost an event would under-report.
 
         >>> ledger = Ledger((Event(0.1, 1.0, 10),), "replace_one")
         >>> Ledger.from_json(ledger.to_json()) == ledger
@@ -122,20 +121,18 @@ class Ledger:
         return cls(tuple(map(from_values, values["events"])), cast(Adjacency, values["adjacency"]))
 
     def __repr__(self) -> str:
-        kinds = [_shown(event) for event in self.events]
-        more = [f"{len(kinds) - _SHOWN_EVENTS} kinds more"] if len(kinds) > _SHOWN_EVENTS else []
-        listed = " + ".join([*kinds[:_SHOWN_EVENTS], *more]) or "nothing spent"
+        kinds = [_shown(event) for event in self.events[:_SHOWN_EVENTS]]
+        if len(self.events) > _SHOWN_EVENTS:
+            kinds.append(f"{len(self.events) - _SHOWN_EVENTS} kinds more")
+        listed = " + ".join(kinds) or "nothing spent"
         return f"Ledger({self.num_steps} steps, {self.adjacency}: {listed})"
 
 
 def _shown(event: Event) -> str:
+    values = to_values(event)
+    kind, steps = values.pop("kind", ""), values.pop("num_steps")
     names = {"sampling_prob": "q", "noise_multiplier": "sigma"}
-    fields = [
-        f"{names.get(name, name)}={value:g}"
-        for name, value in to_values(event).items()
-        if name not in ("num_steps", "kind")
-    ]
-    return f"{name_of(event)}({', '.join(fields)}) x {event.num_steps}"
+    return f"{kind}({', '.join(f'{names.get(name, name)}={value:g}' for name, value in values.items())}) x {steps}"
 
 
 def compose(*ledgers: Ledger) -> Ledger:
@@ -172,12 +169,11 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
         ledger: what was released.
         delta: 0 < delta < 1; choose it below 1 / number of records.
         method: `auto`: exact where every record is in every batch, else the smaller of `tilted` and `rdp`.
-            `tilted`: numerical composition, within 1e-3 of the truth (relative), and nearly always within 1e-4 (see
-            docs/accounting.md), for delta >= 1e-200 and noise multipliers >= 0.05.
-            `prv`: numerical composition, about 0.01 (or 2 %) above the truth; refused for delta < 1e-9 and where
-            its grid does not fit. `rdp`: Renyi, always possible, typically 5-30 % above. `gaussian`: exact, for
-            sampling_prob = 1 only. `gdp-approximation`: a central limit that UNDER-REPORTS, by up to 550 times for
-            few steps and small sampling_prob; to compare with older reports, never for a budget.
+            `tilted`: numerical composition, within 1e-3 of the truth (relative), nearly always 1e-4, for delta >=
+            1e-200 and noise multipliers >= 0.05. `prv`: numerical composition, about 0.01 (or 2 %) above the truth;
+            refused for delta < 1e-9 and where its grid does not fit. `rdp`: Renyi, always possible, typically 5-30 %
+            above. `gaussian`: exact, for sampling_prob = 1 only. `gdp-approximation`: a central limit that
+            UNDER-REPORTS, by up to 550 times; to compare with older reports, never for a budget.
 
     Returns:
         A `Guarantee`. It depends on public facts only. Equal ledgers give the same answer (it is cached).
@@ -189,7 +185,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
         never below the truth (tests/accounting/test_reference.py::test_never_below_the_truth), and `tilted` hardly
         above it (tests/accounting/test_tilted.py::test_random_ledgers_against_the_inversion,
         tests/accounting/test_reference.py::test_random_plans_are_between_the_estimates_of_a_peer);
-        no warning of numpy, scipy or opacus (tests/accounting/test_accountant.py::test_no_warning_leaks).
+        no warning of numpy or scipy (tests/accounting/test_accountant.py::test_no_warning_leaks).
 
     >>> events = (Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000),)
     >>> print(f"{epsilon(Ledger(events), delta=1e-5).epsilon:.2f}")
@@ -210,10 +206,8 @@ def schedule_ledger(
     """Build the ledger of `num_steps` steps; the time it takes grows with the pieces, not with the steps.
 
     Args:
-        sampling_prob: 0 < q <= 1, or a schedule of it.
-        noise_multiplier: >= 0, or a schedule of it.
-        num_steps: steps of the run, >= 0; the last value of a schedule goes on.
-        adjacency: which data sets are neighbours.
+        sampling_prob: 0 < q <= 1, or a schedule of it. noise_multiplier: >= 0, or a schedule of it.
+        num_steps: steps of the run, >= 0; the last value goes on. adjacency: which data sets are neighbours.
 
     Raises:
         InvalidArgument: an argument outside its domain.

@@ -7,28 +7,17 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from dpfunc._utils.validation import (
-    apart,
-    fail,
-    integer,
-    non_negative,
-    one_of,
-    open_unit,
-    positive,
-    probability,
-    real,
-    signed,
-    unsigned,
-)
+from dpfunc._utils import validation as checks
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.events import OTHER_VERSION
 from dpfunc.accounting.ledger import Ledger, parsed
 from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Adjacency, Event
+from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 RECORD_FILE = "privacy_accounting.json"
 RUN, SELECTION = "dpfunc.accounting/", "dpfunc.selection/"  # schemas, before their version
@@ -65,16 +54,13 @@ EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 SECRET, GUESSABLE = "secret", "guessable"
 SIZES = ("number of records", "public bound on the number of records")
 COMPARED, ELSEWHERE = "compared with the plan's draw of each step", "drawn elsewhere, by claim (verify_batch=False)"
-UNRECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
 class _Published:
     """Base of both records: checks of the fields, and the way into a file and back."""
 
-    kind: ClassVar[str]
-    """The schema, before its version."""
-    version: ClassVar[str] = "2"
+    schema: ClassVar[str]
     what: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -85,16 +71,11 @@ class _Published:
     def _neighbours(self) -> Adjacency:
         raise NotImplementedError
 
-    @classmethod
-    def _readable(cls) -> dict[str, dict[str, str]]:
-        """Schemas that are read -> values of the fields that an older one did not have."""
-        return {cls.kind + cls.version: {}}
-
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
         values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        schema, neighbours = self.kind + self.version, NEIGHBOURS[self._neighbours()]
-        return json.dumps(signed({"schema": schema, **values, "neighbours": neighbours}), indent=1, allow_nan=False)
+        whole = {"schema": self.schema, **values, "neighbours": NEIGHBOURS[self._neighbours()]}
+        return json.dumps(checks.signed(whole), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -105,25 +86,24 @@ class _Published:
                 there twice or outside its domain.
         """
         values = parsed(text, f"the record of a {cls.what}")
-        if not isinstance(values, dict) or not str(values.get("schema")).startswith(cls.kind):
+        kind = cls.schema.rpartition("/")[0] + "/"
+        if not isinstance(values, dict) or not str(values.get("schema")).startswith(kind):
             raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
-        schema = values["schema"]
-        if schema not in cls._readable():
-            raise fail(f"a record with schema {cls.kind + cls.version!r}", "schema", schema, OTHER_VERSION)
-        known = cls._readable()[schema]
-        given = {**known, **{name: value for name, value in unsigned("record", values).items() if name != "schema"}}
-        expected = {field.name for field in dataclasses.fields(cls)} | {"neighbours"}
+        if values["schema"] != cls.schema:
+            raise checks.fail(f"a record with schema {cls.schema!r}", "schema", values["schema"], OTHER_VERSION)
+        given, hints = checks.unsigned("record", values), get_type_hints(cls)
+        expected = {"schema", "neighbours", *(field.name for field in dataclasses.fields(cls))}
         if set(given) != expected:
             raise InvalidArgument(
-                f"Expected the fields of the schema {schema!r}, got a record "
-                f"{apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
+                f"Expected the fields of the schema {cls.schema!r}, got a record "
+                f"{checks.apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
             )
         neighbours = given.pop("neighbours")
-        hints = get_type_hints(cls)
+        del given["schema"]
         record = cls(**{name: _read(name, hints[name], value) for name, value in given.items()})
         adjacency = record._neighbours()
         if neighbours != NEIGHBOURS[adjacency]:
-            raise fail(f"the neighbours of {adjacency!r}", "neighbours", neighbours, "The file was changed.")
+            raise checks.fail(f"the neighbours of {adjacency!r}", "neighbours", neighbours, "The file was changed.")
         return record
 
 
@@ -142,7 +122,7 @@ class Record(_Published):
         mechanism: kind of noise. noise_multiplier: noise / sensitivity, of the last step.
         noise_source: generator of the noise. noise_key: `secret`, or `guessable`: then nothing is protected.
         max_grad_norm: bound on the gradient of one unit. clip: the rule.
-        rows: how they were kept apart. batches: `COMPARED` or `ELSEWHERE`. Records of version 2 have `UNRECORDED`.
+        rows: how they were kept apart. batches: `COMPARED` or `ELSEWHERE`.
         sampler: how batches are drawn. sampling_prob: chance of a unit to be in a batch. expected_batch_size: of it.
         dataset_size: number that was used for sampling. dataset_size_is: one of `SIZES`.
         global_step: steps that were taken. num_steps: steps of the plan or of the budget. epoch: passes over the data.
@@ -156,8 +136,7 @@ class Record(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    kind = RUN
-    version = "3"
+    schema = RUN + "3"
     what = "run"
 
     date: str
@@ -192,14 +171,10 @@ class Record(_Published):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ledger.adjacency != self.adjacency:
-            raise fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
+            raise checks.fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
 
     def _neighbours(self) -> Adjacency:
         return self.adjacency
-
-    @classmethod
-    def _readable(cls) -> dict[str, dict[str, str]]:
-        return {cls.kind + "2": {"rows": UNRECORDED, "batches": UNRECORDED}, **super()._readable()}
 
 
 @dataclass(frozen=True)
@@ -225,7 +200,7 @@ class SelectionRecord(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    kind = SELECTION
+    schema = SELECTION + "2"
     what = "search"
 
     date: str
@@ -249,15 +224,15 @@ class SelectionRecord(_Published):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("epsilon", self.epsilon)
-        positive("target_epsilon", self.target_epsilon)
+        checks.positive("epsilon", self.epsilon)
+        checks.positive("target_epsilon", self.target_epsilon)
         if not self.ledgers or len(self.ledgers) != len(self.candidates):
-            raise fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
+            raise checks.fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
         refuse_replaced("adjacency", self.spent.adjacency)
-        if self.chosen is not None and integer("chosen", self.chosen) >= len(self.candidates):
-            raise fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
+        if self.chosen is not None and checks.integer("chosen", self.chosen) >= len(self.candidates):
+            raise checks.fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
         if (self.chosen is None) != (self.chosen_score is None):
-            raise fail("chosen together with its score", "chosen_score", self.chosen_score)
+            raise checks.fail("chosen together with its score", "chosen_score", self.chosen_score)
 
     def _neighbours(self) -> Adjacency:
         return self.spent.adjacency
@@ -289,7 +264,7 @@ def listed(values: Mapping[str, float]) -> str:
 def refuse_replaced(name: str, adjacency: Adjacency) -> None:
     """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
     if adjacency == "replace_one":
-        raise fail(
+        raise checks.fail(
             f"{name} add_remove or zero_out", name, adjacency,
             "A record that is replaced may go from those that are trained on to those that are scored.",
         )  # fmt: skip
@@ -312,7 +287,7 @@ def _read(name: str, hint: Any, value: Any) -> Any:
         return Ledger.from_json(json.dumps(value))
     if hint is RunCount:
         if not isinstance(value, dict) or set(value) != {"mean", "shape"}:
-            raise fail("mean and shape", name, value)
+            raise checks.fail("mean and shape", name, value)
         return RunCount(value["mean"], _read("shape", float, value["shape"]))
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_read(name, get_args(hint)[0], each) for each in value)
@@ -322,19 +297,17 @@ def _read(name: str, hint: Any, value: Any) -> Any:
 def _check(name: str, hint: Any, value: Any) -> None:
     """Check the type and the domain of a field, and of what it contains."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind in _USUAL:
-        _DOMAINS.get(name, _USUAL[kind])(name, value)
-    elif kind is Literal:
-        one_of(name, value, inner)
-    elif kind is UnionType:  # of another and None
+    if kind is UnionType:  # of another and None
         if value is not None:
             _check(name, inner[0], value)
+    elif check := _DOMAINS.get(name) or _USUAL.get(kind):
+        check(name, value)
     elif not isinstance(value, kind) or value == {}:
-        raise fail(f"a {kind.__name__}", name, value)
+        raise checks.fail(f"a {kind.__name__}", name, value)
     elif kind is dict:
         _check_all(name, str, value)
         _check_all(name, inner[1], value.values())
-    elif inner:
+    elif kind is tuple:
         _check_all(name, inner[0], value)
 
 
@@ -346,20 +319,26 @@ def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
 def _text(name: str, value: object) -> None:
     """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
     if not isinstance(value, str) or not value.isprintable():
-        raise fail("a line of printable text", name, value)
+        raise checks.fail("a line of printable text", name, value)
 
 
-_DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or non_negative(name, value)),
-    "delta": open_unit,
-    "noise_multiplier": non_negative,
-    "noise_key": lambda name, value: one_of(name, value, (SECRET, GUESSABLE)),
-    "sampling_prob": probability,
-    "dataset_size": lambda name, value: integer(name, value, minimum=1),
-    "dataset_size_is": lambda name, value: one_of(name, value, SIZES),
-    "batches": lambda name, value: one_of(name, value, (COMPARED, ELSEWHERE, UNRECORDED)),
-    "epoch": non_negative,
-    "chosen_score": lambda name, value: real(name, value, f"a finite {name}"),
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "adjacency": ADJACENCIES,
+    "noise_key": (SECRET, GUESSABLE),
+    "dataset_size_is": SIZES,
+    "batches": (COMPARED, ELSEWHERE),
 }
-_USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: integer, float: positive}
+_DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
+    **{name: partial(checks.one_of, allowed=values) for name, values in _CHOICES.items()},
+    **dict.fromkeys(
+        ("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or checks.non_negative(name, value)
+    ),
+    "delta": checks.open_unit,
+    "noise_multiplier": checks.non_negative,
+    "sampling_prob": checks.probability,
+    "dataset_size": partial(checks.integer, minimum=1),
+    "epoch": checks.non_negative,
+    "chosen_score": partial(checks.real, domain="a finite chosen_score"),
+}
+_USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: checks.integer, float: checks.positive}
 """Domains of other fields, by their type."""

@@ -54,12 +54,10 @@ class Requirements:
     """Result of `privacy_requirements`: the request, and the settings that meet the target.
 
     Args:
-        dataset_size, batch_size, epochs, target_epsilon: as asked.
-        delta: as asked, or suggested. sampling_prob: batch_size / dataset_size.
-        total_steps: `ceil(epochs * dataset_size / batch_size)`.
+        dataset_size, batch_size, epochs, target_epsilon: as asked. delta: as asked, or suggested.
+        sampling_prob: batch_size / dataset_size. total_steps: `ceil(epochs * dataset_size / batch_size)`.
         noise_multiplier: the least that meets the target. guarantee: what it gives.
-        recommended_batch_size: the smallest size whose noise over the run is within 10 % of the best; the same for
-            every batch_size asked for. choices: the sizes compared, and batch_size, ascending.
+        recommended_batch_size: see `privacy_requirements`. choices: the sizes compared, and batch_size, ascending.
         guidance: what to keep in mind, in sentences.
     """
 
@@ -83,23 +81,19 @@ def privacy_requirements(
     """Steps, sampling probability, noise and a batch size for a privacy target, under Poisson sampling.
 
     Args:
-        dataset_size: number of records n, >= 2.
-        batch_size: expected batch size, 1..n.
-        epochs: passes over the data, > 0.
-        target_epsilon: > 0, for one record added or removed.
-        delta: 0 < delta < 1 / n; None: `min(1e-5, 1 / (20 n))`.
+        dataset_size: number of records n, >= 2. batch_size: expected batch size, 1..n. epochs: > 0.
+        target_epsilon: > 0, for one record added or removed. delta: 0 < delta < 1 / n; None: `min(1e-5, 1 / (20 n))`.
 
     Returns:
-        `Requirements`, from public facts only. The recommended batch size is computed, at the same epochs and epsilon:
-        noise relative to signal falls with the batch size, first quickly, then hardly; it is the smallest power of two
-        compared, from 1 to n, that is within 10 % of the least noise over the run, whatever `batch_size`; or n.
+        `Requirements`, from public facts only. The recommended batch size is the smallest power of two compared, from 1
+        to n, whose noise over the run is within 10 % of the least one at the same epochs and epsilon; or n.
 
     Raises:
         InvalidArgument: an argument outside its domain. UnreachableBudget: no noise meets the target.
 
     Guarantees:
         tests/accounting/test_requirements.py::test_no_step_is_lost_to_rounding,
-        tests/accounting/test_requirements.py::test_advice_does_not_depend_on_the_batch_size_asked_for.
+        ::test_advice_does_not_depend_on_the_batch_size_asked_for.
 
     >>> need = privacy_requirements(dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
     >>> need.total_steps, need.sampling_prob
@@ -111,51 +105,33 @@ def privacy_requirements(
         raise fail(f"batch_size <= dataset_size = {n}", "batch_size", batch_size)
     positive("epochs", epochs)
     target = positive("target_epsilon", target_epsilon)
-    chosen = suggest_delta(n) if delta is None else _below_one_record(delta, n)
+    chosen = suggest_delta(n) if delta is None else open_unit("delta", delta)
+    if chosen * n >= 1:
+        raise InvalidArgument(
+            f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={chosen:g}. A mechanism that publishes one "
+            f"random record in full has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
+        )
     sizes = compared_sizes(n)
-    choices = tuple(_batch_choice(n, b, epochs, target, chosen) for b in sorted({*sizes, size}))
-    asked = next(choice for choice in choices if choice.batch_size == size)
-    noise = {choice.batch_size: choice.noise_per_run for choice in choices if choice.batch_size in sizes}
-    good = min(size for size, each in noise.items() if each <= _NEAR_BEST * min(noise.values()))
+    rows = {b: _choice(n, b, epochs, target, chosen) for b in sorted({*sizes, size})}
+    asked, most = rows[size], _NEAR_BEST * min(rows[b].noise_per_run for b in sizes)
+    good = min(b for b in sizes if rows[b].noise_per_run <= most)
     ledger = schedule_ledger(asked.sampling_prob, asked.noise_multiplier, asked.total_steps)
     return Requirements(
-        dataset_size=n,
-        batch_size=size,
-        epochs=float(epochs),
-        target_epsilon=target,
-        delta=chosen,
-        sampling_prob=asked.sampling_prob,
-        total_steps=asked.total_steps,
-        noise_multiplier=asked.noise_multiplier,
-        guarantee=ledger.epsilon(chosen),
-        recommended_batch_size=good,
-        choices=choices,
-        guidance=_GUIDANCE,
-    )
+        n, size, float(epochs), target, chosen, asked.sampling_prob, asked.total_steps, asked.noise_multiplier,
+        guarantee=ledger.epsilon(chosen), recommended_batch_size=good, choices=tuple(rows.values()), guidance=_GUIDANCE,
+    )  # fmt: skip
 
 
 def compared_sizes(n: int) -> list[int]:
     """Powers of two from 1 on, `_MOST_SIZES` at most, and n."""
-    apart = -(-n.bit_length() // (_MOST_SIZES))
+    apart = -(-n.bit_length() // _MOST_SIZES)
     return sorted({*(2**power for power in range(0, n.bit_length(), apart)), n})
 
 
-def _below_one_record(delta: float, n: int) -> float:
-    """The delta, with which not even one record of n may be published."""
-    number = open_unit("delta", delta)
-    if number * n >= 1:
-        raise InvalidArgument(
-            f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={number:g}. A mechanism that publishes one "
-            f"random record in full has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
-        )
-    return number
-
-
-def _batch_choice(dataset_size: int, batch_size: int, epochs: float, target: float, delta: float) -> BatchChoice:
-    """Compute one row of the comparison of batch sizes, with the least noise that meets the target."""
-    q, steps = batch_size / dataset_size, total_steps(dataset_size, batch_size, epochs)
+def _choice(n: int, size: int, epochs: float, target: float, delta: float) -> BatchChoice:
+    q, steps = size / n, total_steps(n, size, epochs)
     sigma = calibrate_noise(epsilon=target, delta=delta, sampling_prob=q, num_steps=steps)
-    return BatchChoice(batch_size, q, steps, sigma, sigma / batch_size, sigma / batch_size / math.sqrt(steps))
+    return BatchChoice(size, q, steps, sigma, sigma / size, sigma / size / math.sqrt(steps))
 
 
 def total_steps(dataset_size: int, batch_size: int, epochs: float) -> int:
@@ -206,8 +182,7 @@ DELTA_TABLE: tuple[DeltaMeaning, ...] = (
         0.5, "delta from 1/(2n) to 1/n: publishing one record with probability 1/2 satisfies it. Not acceptable."
     ),
     DeltaMeaning(
-        0.1,
-        "delta from 1/(10n) to 1/(2n): giving away some record once in ten runs satisfies it. Prefer a smaller one.",
+        0.1, "delta from 1/(10n) to 1/(2n): giving away one record in ten runs satisfies it. Prefer a smaller one."
     ),
     DeltaMeaning(1e-3, "delta from 1/(1000n) to 1/(10n): the chance that some record is given away is below 10 %."),
     DeltaMeaning(0.0, "delta < 1/(1000n): it no longer matters next to epsilon."),

@@ -12,8 +12,8 @@ import numpy as np
 from dpfunc._utils.validation import fail, open_unit, positive, real
 from dpfunc.accounting._losses import Array
 from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
+from dpfunc.accounting._search import MOST_NOISE, falling_root, least_scale
 from dpfunc.accounting.accountant import Guarantee, renyi_events
-from dpfunc.accounting.calibration import MOST_NOISE, least_scale
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 
@@ -29,8 +29,8 @@ class RunCount:
     """Distribution of the number of runs K of a search; it must not depend on the data.
 
     `P[K = k] ~ (1 - gamma)^k prod_{0 <= j < k} (j + shape) / (j + 1)` for k >= 1, the truncated negative binomial
-    distribution, with the gamma in (0, 1] that has the mean. Shape 0 is the logarithmic distribution, shape 1 the
-    geometric one. Shape inf is the Poisson distribution, of which k = 0 is possible: then nothing is released.
+    distribution, with the gamma in (0, 1] that has the mean: shape 0 is logarithmic, 1 geometric. Shape inf is the
+    Poisson distribution, of which k = 0 is possible: then nothing is released.
 
     Args:
         mean: expected number of runs, 1 <= mean <= 10,000.
@@ -71,21 +71,20 @@ class RunCount:
         """
         if not 0 <= real("probability", probability, "0 <= probability < 1") < 1:
             raise fail("0 <= probability < 1", "probability", probability)
-        k, mass = (0, math.exp(-self.mean)) if self.shape == math.inf else (1, self._first())
+        poisson, gamma = self.shape == math.inf, self.gamma
+        if poisson:
+            k, mass = 0, math.exp(-self.mean)
+        elif gamma == 1:
+            k, mass = 1, 1.0
+        elif self.shape == 0:
+            k, mass = 1, (gamma - 1) / math.log(gamma)
+        else:
+            k, mass = 1, (1 - gamma) * self.shape / math.expm1(-self.shape * math.log(gamma))
         left = probability - mass
         while left >= 0 and (mass > _TAIL or k < self.mean):
-            mass *= self.mean / (k + 1) if self.shape == math.inf else (1 - self.gamma) * (k + self.shape) / (k + 1)
+            mass *= self.mean / (k + 1) if poisson else (1 - gamma) * (k + self.shape) / (k + 1)
             k, left = k + 1, left - mass
         return k
-
-    def _first(self) -> float:
-        """Probability of one run, with a truncated negative binomial distribution."""
-        if self.gamma == 1:
-            return 1.0
-        log_gamma = math.log(self.gamma)
-        if self.shape == 0:
-            return (self.gamma - 1) / log_gamma
-        return (1 - self.gamma) * self.shape / math.expm1(-self.shape * log_gamma)
 
 
 def selection_epsilon(
@@ -101,21 +100,18 @@ def selection_epsilon(
         Poisson:      log(e^-mean + mean e^((a - 1) (R(a) + mean d))) / (a - 1)
 
     where `d` is the delta of Q at epsilon `log(1 + 1 / (a - 1))`. Papernot and Steinke 2022, Hyperparameter Tuning with
-    Renyi Differential Privacy, Theorems 2 and 6; the term `e^-mean`, of a search with no run, makes the latter an upper
-    bound for every mean. The proof is in docs/accounting.md.
+    Renyi Differential Privacy, Theorems 2 and 6; the term `e^-mean` is of a search with no run. Proof:
+    docs/accounting.md.
 
     Args:
         runs: distribution of K. Nothing that depends on the data may change K: a run that fails has a score, too.
         one_run: ledgers such that for any two neighbours one of them bounds Q: one for each candidate, with all that a
-            run releases about one record, the score included. What is used is their maximum at each order: a mixture is
-            no further apart than its parts, since `e^((a - 1) D_a)` is jointly convex.
-        delta: 0 < delta < 1.
-        spent: earlier releases on the same data.
+            run releases about one record, the score included. Their maximum at each order is used.
+        delta: 0 < delta < 1. spent: earlier releases on the same data.
 
     Returns:
         A `Guarantee` for `spent` and the search together. Not covered: the time that a search takes, from which K can
-        be guessed; a search that is stopped because of what was seen; files of the other runs; a score that is not
-        private, or not in `one_run`.
+        be guessed; a stop because of what was seen; files of the other runs; a score that is not in `one_run`.
 
     Raises:
         InvalidArgument: no ledger, or a value outside its domain. LedgerConflict: ledgers of different adjacency.
@@ -192,19 +188,14 @@ def selection_curve(curve: Array, orders: tuple[float, ...], runs: RunCount) -> 
     a = np.array(orders)
     if runs.shape == math.inf:
         with np.errstate(over="ignore", invalid="ignore"):
-            many = math.log(runs.mean) + (a - 1) * (curve + runs.mean * _deltas(curve, a))
+            levels = np.log1p(1 / (a - 1))[:, None]
+            logs = (a - 1) * (curve + np.log1p(-1 / a) - levels) - np.log(a)
+            deltas = np.exp(np.minimum(0.0, logs.min(axis=1)))  # of one run at each level, from above
+            many = math.log(runs.mean) + (a - 1) * (curve + runs.mean * deltas)
             return np.asarray(np.logaddexp(-runs.mean, many) / (a - 1))
     log_gamma = math.log(runs.gamma)
     other_order = min(float(np.min((1 - 1 / a) * curve - log_gamma / a)), -log_gamma)  # the latter: b = 1
     return curve + (1 + runs.shape) * other_order + math.log(runs.mean) / (a - 1)
-
-
-def _deltas(curve: Array, a: Array) -> Array:
-    """Upper bounds on the delta of one run at epsilon `log(1 + 1 / (a - 1))`, for each a."""
-    epsilons = np.log1p(1 / (a - 1))
-    with np.errstate(invalid="ignore"):
-        logs = (a - 1) * (curve + np.log1p(-1 / a) - epsilons[:, None]) - np.log(a)
-    return np.asarray(np.exp(np.minimum(0.0, logs.min(axis=1))))
 
 
 def _curve(ledger: Ledger) -> Array:
@@ -226,12 +217,10 @@ def _gamma(mean: float, shape: float) -> float:
     """The gamma of a mean."""
     if shape == 1 or mean == 1:
         return 1 / mean
-    low, high = 0.0, 1.0  # in logarithms: gamma = e^-x
-    while _mean(math.exp(-high), shape) < mean:
-        low, high = high, 2 * high
-        if high > 700:
-            raise fail("a mean that this shape can have", "mean", mean, f"The shape is {shape:g}: take a larger one.")
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _mean(math.exp(-middle), shape) < mean else (low, middle)
-    return math.exp(-high)
+
+    def lacking(x: float) -> float:  # gamma = e^-x
+        return mean - _mean(math.exp(-x), shape)
+
+    if lacking(700.0) > 0:
+        raise fail("a mean that this shape can have", "mean", mean, f"The shape is {shape:g}: take a larger one.")
+    return math.exp(-falling_root(lacking, 0.0, 700.0))

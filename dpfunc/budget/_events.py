@@ -41,7 +41,6 @@ class Facts:
         Ledger(adjacency=self.adjacency).compose(self.earlier)  # of one adjacency
 
     def to_json(self) -> str:
-        """The facts as JSON."""
         return json.dumps({**asdict(self), "earlier": self.earlier.to_json()})
 
 
@@ -126,7 +125,6 @@ def line(name: str, value: object) -> str:
 
 
 def digest(values: object) -> str:
-    """Digest of JSON values."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 

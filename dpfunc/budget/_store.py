@@ -34,13 +34,9 @@ EVENTS = _table("dpfunc_budget_events", *Event._fields[1:])
 _ATTEMPTS, _PAUSE = 8, 0.05  # seconds, doubled each time
 _WAIT = 60  # seconds for the lock of a SQLite file
 Answer = TypeVar("Answer")
-Change = Callable[[Account], tuple[Event | None, Answer]]
-"""Account -> an event to add, or None, and an answer. It may be called again, after a connection was cut."""
 
 
 def make(url: str, facts: Facts) -> None:
-    """Make the tables of a new budget."""
-
     def write(connection: Connection) -> None:
         if inspect(connection).has_table(BUDGET.name):
             raise fail("a place without a budget", "url", shown(url), "There is one: its facts are fixed. Show it.")
@@ -55,8 +51,8 @@ def read(url: str) -> Account:
     return _in_transaction(url, _read, mode="ro")
 
 
-def change(url: str, decide: Change[Answer]) -> Answer:
-    """Read a budget, decide, and add an event, while nobody else can."""
+def change(url: str, decide: Callable[[Account], tuple[Event | None, Answer]]) -> Answer:
+    """Read a budget, decide, and add an event or none, while nobody else can; again, after a connection was cut."""
 
     def write(connection: Connection) -> Answer:
         account = _read(connection, lock=True)
@@ -76,7 +72,6 @@ def shown(url: str) -> str:
 
 
 def _about(facts: str, number: int, head: str) -> dict[str, Any]:
-    """The row about a budget, with the end of the chain of its events."""
     values = [number, SCHEMA, facts, head]
     return dict(zip(BUDGET.c.keys(), [*values, digest(values)], strict=True))
 
@@ -92,19 +87,19 @@ def _read(connection: Connection, lock: bool = False) -> Account:
 
 def _in_transaction(url: str, action: Callable[[Connection], Answer], *, mode: str) -> Answer:
     """Do it in one transaction, again after a connection was cut; `mode` as of SQLite: rwc, rw or ro."""
-    address = _address(url, mode)
-    for attempt in range(_ATTEMPTS):
+    address, attempt = _address(url, mode), 0
+    while True:
         try:
             return _once(address, action, mode)
         except DBAPIError as error:
-            if not _was_cut(error) or attempt + 1 == _ATTEMPTS:
+            attempt += 1
+            if not _was_cut(error) or attempt == _ATTEMPTS:
                 raise _refusal(url, error) from error
         except ImportError as error:
             raise InvalidArgument(f'A server needs psycopg: pip install "dpfunc[postgresql]" ({error}).') from error
         except UnicodeDecodeError as error:  # of a text column
             raise damaged("text that is none") from error
-        time.sleep(_PAUSE * 2**attempt)
-    raise NotWritten(f"The budget {shown(url)} could not be reached.")  # the loop has ended before
+        time.sleep(_PAUSE * 2 ** (attempt - 1))
 
 
 def _once(address: URL, action: Callable[[Connection], Answer], mode: str) -> Answer:

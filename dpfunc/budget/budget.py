@@ -43,7 +43,8 @@ class Budget:
         NotWritten: the database cannot be reached or written.
 
     Guarantees:
-        no charge is lost or counted twice, whichever process is killed (tests/budget/test_kills.py) or connection cut
+        no charge is lost or counted twice, whichever process is killed
+        (tests/budget/test_store.py::test_no_charge_is_lost_or_counted_twice) or connection cut
         (tests/budget/test_postgresql.py); a charge is never below what was spent
         (tests/budget/test_budget.py::TestTruth); a changed byte is found
         (tests/budget/test_store.py::test_a_changed_byte_is_found).
@@ -80,11 +81,10 @@ class Budget:
         """Make the budget, where there is none. What it says is public, and cannot be changed.
 
         Args:
-            epsilon, delta: what all runs together may cost.
+            epsilon, delta: what all runs together may cost. adjacency: which data sets are neighbours.
             unit: what is protected, in the words of the runs, e.g. `"one patient"`; DPTrainer's default is
-                `dpfunc.accounting.record.ONE_RECORD`. adjacency: which data sets are neighbours.
+                `dpfunc.accounting.record.ONE_RECORD`. earlier: what was spent on the same records before.
             spenders: names of who may reserve: against mistakes; the database decides who can write.
-            earlier: what was spent on the same records before.
 
         Raises:
             InvalidArgument: a value outside its domain, or there is a budget. NotWritten: it could not be written.
@@ -128,7 +128,13 @@ class Budget:
                 another delta or unit, or somebody who may not spend. LedgerConflict: another adjacency, another run of
                 this name, or a search that lacks charges. Nothing was reserved.
         """
-        run, spender, token = *self._names(), _token(key)
+        run, spender = self._names()
+        if isinstance(key, str):
+            token = f"text {line('key', key)}"
+        else:
+            from dpfunc.rng import fingerprint
+
+            token = fingerprint(key)  # which its journal has as well
         if isinstance(planned, Guarantee):
             ledger = Ledger(adjacency=planned.adjacency)
         else:
@@ -188,7 +194,7 @@ class Budget:
         """
         run, spender = self._names()
         known = self.account().entries.get(run)
-        if known is None or known.state == "rest":
+        if known is None or known.state == REST:
             raise fail("a run that has reserved, and no search", "run", run, "Nothing was settled.")
         own = spent if isinstance(spent, Ledger) else _of_files(Path(spent), known.token)
 
@@ -198,18 +204,18 @@ class Budget:
             if own.beyond(entry.planned).events:
                 whole = entry.planned.compose(own.beyond(entry.planned))
                 return _event(account, RESERVE, run, spender, entry.token, whole, entry.before)
-            if entry.state == "settled" and own.lacks(entry.charged):
+            if entry.state == SETTLE and own.lacks(entry.charged):
                 raise LedgerConflict(
                     f"Expected at least the {entry.charged.num_steps} steps that were settled, got {own.num_steps}: "
                     "what was spent does not return. Nothing was changed."
                 )
-            if entry.state == "settled" and own == entry.charged:
+            if entry.state == SETTLE and own == entry.charged:
                 return None, entry
             event, after = _event(account, SETTLE, run, spender, entry.token, own, entry.before)
             return event, replace(after, planned=entry.planned)
 
         after = cast(BudgetEntry, _store().change(self.url, decide))
-        if after.state != "settled":
+        if after.state != SETTLE:
             raise LedgerConflict(
                 f"Expected at most the {known.planned.num_steps} steps that were reserved, got {own}, with others. The "
                 "run is charged both from now on. If the run took these steps, settle again with the same. If they are "
@@ -246,18 +252,9 @@ def _store() -> Any:
     return _store
 
 
-def _token(key: Key | str) -> str:
-    """A public name of a run: the fingerprint of its key, which its journal has as well."""
-    if isinstance(key, str):
-        return f"text {line('key', key)}"
-    from dpfunc.rng import fingerprint
-
-    return fingerprint(key)
-
-
 def _is_there(entry: BudgetEntry, token: str, planned: Ledger) -> bool:
     """True if a run has its reservation; False if it was settled, and goes on. Another run of that name is an error."""
-    settled = entry.state == "settled"
+    settled = entry.state == SETTLE
     if entry.token != token or entry.planned != planned or (settled and token.startswith("text ")):
         raise LedgerConflict(
             f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key or "
@@ -271,7 +268,6 @@ def _is_there(entry: BudgetEntry, token: str, planned: Ledger) -> bool:
 def _event(
     account: Account, kind: str, run: str, spender: str, token: str, ledger: Ledger, before: Ledger
 ) -> tuple[Event, BudgetEntry]:
-    """An event to add, and what the run is after it."""
     date = datetime.now(UTC).isoformat(timespec="seconds")  # for people: nothing is decided by it
     event = Event(account.number + 1, kind, run, spender, token, ledger.to_json(), before.to_json(), date)
     return event, event.entry(None)
@@ -296,9 +292,9 @@ def _first(planned: Plan | Ledger, count: int) -> Ledger:
     """The first steps of a plan; of a ledger those that come first in it."""
     if not isinstance(planned, Ledger):
         return planned.ledger(count)
-    events, left = [], count
+    events = []
     for event in planned.events:
-        if left:
-            events.append(replace(event, num_steps=min(left, event.num_steps)))
-            left -= events[-1].num_steps
+        if count:
+            events.append(replace(event, num_steps=min(count, event.num_steps)))
+            count -= events[-1].num_steps
     return Ledger(tuple(events), planned.adjacency)

@@ -38,11 +38,7 @@ SOURCES: tuple[Source, ...] = ("secure", "device")
 
 
 class Part(NamedTuple):
-    """Some rows of a leaf, in the place of a tensor of which only they are held.
-
-    >>> Part(Window(512, 4, (0, 256), (0, 4)), torch.float32, torch.device("cpu")).shape
-    (256, 4)
-    """
+    """Some rows of a leaf, in the place of a tensor of which only they are held."""
 
     window: Window
     dtype: torch.dtype
@@ -54,48 +50,32 @@ class Part(NamedTuple):
         return self.window.shape
 
 
-class Room(NamedTuple):
-    """Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread."""
+Room = tuple[Scratch, Words]
+"""Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread."""
 
-    scratch: Scratch
-    words: Words
 
-    @classmethod
-    def of(cls, size: int) -> Room:
-        return cls(scratch(words_for(size)), Words())
+def room_for(size: int) -> Room:
+    """New memory."""
+    return scratch(words_for(size)), Words()
 
 
 def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None = None) -> npt.NDArray[np.float64]:
     """The first `size` numbers of one tile of a leaf: float64 standard normals, tails as far as float64 goes.
 
-    Args:
-        key: of one release. name: of the leaf. number: of the tile, from 0. size: 0 <= size <= 2**16. room: memory to
-            work in, where the numbers stay until it is used again; default: new memory.
+    They stay in the memory of the room until it is used again.
 
     Guarantees:
         tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
         tiles, leaves and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
-
-    >>> from dpfunc.rng import insecure_key
-    >>> bool((tile(insecure_key(0), "w", 3, 10) == tile(insecure_key(0), "w", 3)[:10]).all())
-    True
     """
-    room = room or Room.of(size)
-    return normals(room.words.opened(fold_in(key, "normal", name, number)), size, room.scratch)
+    memory, words = room or room_for(size)
+    return normals(words.opened(fold_in(key, "normal", name, number)), size, memory)
 
 
 class Tile(NamedTuple):
-    """A tile and the part of it that is wanted.
+    """A tile, and the wanted rows and columns from its corner (`inside`) and from that of the wanted part (`there`)."""
 
-    Args:
-        number: its place among the tiles of the matrix, row by row. height, width: its own.
-        inside: the wanted rows and columns, counted from the corner of the tile. there: from that of the wanted part.
-
-    >>> [each.number for each in tiles(Window(512, 512, (0, 512), (0, 256)))]
-    [0, 2]
-    """
-
-    number: int
+    number: int  # row by row
     height: int
     width: int
     inside: tuple[slice, slice]
@@ -108,11 +88,7 @@ class Tile(NamedTuple):
 
 
 def rows_of_a_tile(num_cols: int) -> int:
-    """The number of rows of a matrix with so many columns that tiles have.
-
-    >>> rows_of_a_tile(512), rows_of_a_tile(1)
-    (256, 65536)
-    """
+    """The number of rows of a matrix with so many columns that tiles have."""
     return TILE // max(min(TILE_COLS, num_cols), 1)
 
 
@@ -128,14 +104,12 @@ def tiles(part: Window, size: int = TILE, columns: int = TILE_COLS) -> Iterator[
         for j in range(left // wide, math.ceil(right / wide)):
             row, col = i * high, j * wide
             height, width = min(high, part.num_rows - row), min(wide, part.num_cols - col)
-            rows = slice(max(row, top), min(row + height, bottom))
-            cols = slice(max(col, left), min(col + width, right))
-            inside, there = (_from(rows, row), _from(cols, col)), (_from(rows, top), _from(cols, left))
+            rows = max(row, top), min(row + height, bottom)
+            cols = max(col, left), min(col + width, right)
+            inside, there = (
+                (slice(rows[0] - y, rows[1] - y), slice(cols[0] - x, cols[1] - x)) for y, x in ((row, col), (top, left))
+            )
             yield Tile(i * in_a_row + j, height, width, inside, there)
-
-
-def _from(span: slice, start: int) -> slice:
-    return slice(span.start - start, span.stop - start)
 
 
 _Leaves = Mapping[str, Tensor | Part]
@@ -145,16 +119,7 @@ _Leaves = Mapping[str, Tensor | Part]
 def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[str, Tensor]:
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
-    Args:
-        key: used for this purpose only. like: name -> tensor. threads: default one a core of this process; no
-            influence on the result.
-
-    Raises:
-        InvalidArgument: a narrower dtype. Whatever a thread raises.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> secure_normal(insecure_key(0), {"w": torch.zeros(2, 3)})["w"].shape
-    torch.Size([2, 3])
+    The number of threads, one a core of this process unless given, has no influence on the result.
     """
     noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
     jobs: deque[tuple[str, Tile]] = deque()
@@ -168,8 +133,7 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
     others = min(threads or _cores(), len(jobs)) - 1
 
     def draw() -> None:
-        """Draw tiles until none is left."""
-        room = Room.of(largest)
+        room = room_for(largest)
         while True:
             try:
                 name, each = jobs.popleft()
@@ -204,26 +168,16 @@ def _held(leaf: Tensor | Part) -> Tensor | Part:
 def _cores() -> int:
     """Cores of this process: an equal share of those that it may use, if others of the run are on this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(usable, _MAX_THREADS) // _processes_here())
-
-
-def _processes_here() -> int:
-    """Processes of the run on this machine, as torchrun says; otherwise all could be."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if given.isdecimal() and int(given):
-        return int(given)
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun; otherwise all processes of the run could be here
+    here = int(given) if given.isdecimal() else 0
+    everywhere = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return max(1, min(usable, _MAX_THREADS) // (here or everywhere))
 
 
 def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
     """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
 
-    Drawn in float64: float32 normals are truncated, at 5.77 sigma on the CPU and below 7 on CUDA. Tiles are large here,
-    2**22 numbers, so that most leaves are one launch.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> philox_normal(insecure_key(0), "w", torch.zeros(2, 3)).shape
-    torch.Size([2, 3])
+    Drawn in float64: float32 normals are truncated, at 5.77 sigma on the CPU and below 7 on CUDA.
     """
     part, held = _window(leaf, name), _held(leaf)
     noise = torch.empty(part.shape, dtype=held.dtype, device=held.device)
@@ -239,12 +193,6 @@ def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
 
 def standard_normal(key: Key, like: _Leaves, source: Source = "secure") -> dict[str, Tensor]:
     """Standard normals of the shape, dtype and device of each leaf; of a DTensor the own part, as a plain tensor.
-
-    Args:
-        key: of one release. like: name -> tensor, or `Part` of one. source: `secure` or `device`.
-
-    Raises:
-        InvalidArgument: unknown source, or `device` off CUDA.
 
     Guarantees:
         the same key gives the same numbers, for any number of threads and whatever the other leaves are

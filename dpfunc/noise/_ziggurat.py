@@ -7,12 +7,8 @@ of their layer that is under the curve for certain, and are numbers: one product
 decide or to draw from the tail, which has no end but that of 53-bit uniforms, at 12.2 sigma.
 
 Words are used in the order in which numpy uses them, so the numbers are numpy's, bit for bit; but numpy may change its
-own from version to version, and goes from word to word, where a processor waits at each branch that it did not foresee.
-Here each operation is done for all words at once.
-
-All operations are rounded as IEEE 754 says and so are the same on every machine, but for two functions of the system:
-`exp`, which decides about 1 % of the words and would have to differ where two numbers agree in 16 digits, and `log1p`,
-from which the numbers of the tail are made, one in 4000.
+own, and goes from word to word, while here each operation is done for all words at once. All are rounded as IEEE 754
+says, but for `exp`, which decides about 1 % of the words, and `log1p`, which makes the numbers of the tail.
 """
 
 from __future__ import annotations
@@ -98,11 +94,7 @@ BLOCK = 12288  # words whose steps in between stay in a cache, and whose copies 
 
 
 def words_for(size: int) -> int:
-    """Enough words for `size` numbers, all but once in a million times: a number takes 1.022 words.
-
-    >>> words_for(65536)
-    67238
-    """
+    """Enough words for `size` numbers, all but once in a million times: a number takes 1.022 words."""
     return size + size // 40 + 64
 
 
@@ -118,30 +110,21 @@ class Scratch(NamedTuple):
 
 
 def scratch(count: int) -> Scratch:
-    """Scratch memory for up to `count` words; it serves one thread."""
+    """Memory for up to `count` words."""
     places, limits = np.empty((2, BLOCK))
     words, bits = np.empty(count, np.uint64), np.empty(BLOCK, np.int64)
     return Scratch(words, bits, places, limits, np.empty(count), np.empty(count, np.bool_))
 
 
 def normals(draw: Callable[[int], Words], size: int, room: Scratch | None = None) -> _Floats:
-    """The first `size` standard normals that numpy's `Generator` would make of the words of a stream.
+    """The first `size` standard normals that numpy's `Generator` would make of the words of a stream, `draw(n)`.
 
-    Args:
-        draw: `draw(n)` are the next n words. size: how many numbers. room: scratch memory for `words_for(size)` words.
-
-    Returns:
-        (size,), float64, in the scratch memory: copy it before that is used again.
+    They are in the scratch memory: copy them before it is used again.
 
     Guarantees:
         tests/noise/test_ziggurat.py: numpy's numbers for every word (test_numpy_agrees,
         test_numpy_agrees_on_rare_words), the law (test_layers_are_under_the_curve), the same bits on processors with
         other instructions (test_other_instructions).
-
-    >>> from dpfunc.rng import insecure_key, stream
-    >>> words = stream(insecure_key(0)).bit_generator.random_raw
-    >>> bool((normals(words, 5) == stream(insecure_key(0)).standard_normal(5)).all())
-    True
     """
     total = words_for(size)
     if room is None or len(room.words) < total:

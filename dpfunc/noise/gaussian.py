@@ -24,7 +24,6 @@ _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 def _check_clipped(clipped: ClippedSum) -> None:
-    """Check that noise can be added: a typed sum, wide enough, with a sensitivity for each of its groups."""
     if not isinstance(clipped, ClippedSum):
         raise InvalidArgument(
             f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a "
@@ -53,8 +52,7 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
 
     Args:
         clipped: the sum, with the sensitivity S_g and the number of coordinates d_g of each group.
-        noise_multiplier: z >= 0.
-        allocation: `uniform` or `optimal`.
+        noise_multiplier: z >= 0. allocation: `uniform` or `optimal`.
 
     Returns:
         clip group -> standard deviation of the noise on each of its coordinates; a public fact.
@@ -85,13 +83,9 @@ def noise_std(clipped: ClippedSum, noise_multiplier: float, allocation: Allocati
 
 
 def add_gaussian(
-    clipped: ClippedSum,
-    noise_multiplier: float,
-    key: Key,
-    *,
-    allocation: Allocation = "uniform",
-    source: Source = "secure",
-) -> dict[str, Tensor]:
+    clipped: ClippedSum, noise_multiplier: float, key: Key,
+    *, allocation: Allocation = "uniform", source: Source = "secure",
+) -> dict[str, Tensor]:  # fmt: skip
     """Release a clipped sum: `sum + noise_multiplier * sensitivity * N(0, 1)`. There is no std argument.
 
     Dwork & Roth 2014, The Algorithmic Foundations of Differential Privacy, appendix A.
@@ -104,7 +98,7 @@ def add_gaussian(
         source: `secure`, a keyed AES stream; or `device`, the CUDA generator with 64 bits of the key.
 
     Returns:
-        name -> sum + noise, in the dtype of the sum. Released: divide it, cast it, use it as you like.
+        name -> sum + noise, in the dtype of the sum. Released: use it as you like.
 
     Raises:
         InvalidArgument: not a ClippedSum, a narrow dtype, a bad noise multiplier, or noise that the dtype of the sum
@@ -137,7 +131,7 @@ def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source
     return {name: release(name, value) for name, value in clipped.sums.items()}
 
 
-# What each key released (fingerprint -> digest), in this process. A guard against mistakes: no result depends on it.
+# What each key released in this process: fingerprint -> digest. No result depends on it.
 _releases: dict[str, str] = {}
 
 
@@ -155,7 +149,6 @@ def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], sour
 
 
 def _stds(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
-    """Standard deviation of the noise on each sum, which its dtype can hold."""
     of_group = noise_std(clipped, noise_multiplier, allocation)
     stds = {name: of_group[clipped.group_of[name]] for name in clipped.sums}
     for name, value in clipped.sums.items():

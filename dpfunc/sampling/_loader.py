@@ -19,24 +19,16 @@ from dpfunc.sampling.base import Sampler, deal, own_records
 from dpfunc.types import Batch
 
 CHECKED_IN = 100
-"""Of so many steps the batch of one is checked, the first included: see `own_rows`. What a collate function always does
-shows in the first; more checks would take more than a fifth of the time of small batches."""
+"""Of so many steps the batch of one is checked, the first included; more would take a fifth of a small batch's time."""
 
 
 class Drawn(NamedTuple):
-    """A record that was drawn for one step.
+    """A record that was drawn for one step."""
 
-    Args:
-        key: of this step and this process, for random augmentation. It is derived from the key of the run, which is
-            not sent to the worker processes of a loader.
-        record: its index. real: False for the record that is read in place of those of an empty draw.
-        checked: at this step, whether rows are made of their own records alone (`own_rows`).
-    """
-
-    key: Key
+    key: Key  # of this step and this process, for random augmentation; that of the run is not sent to workers
     record: int
-    real: bool = True
-    checked: bool = False
+    real: bool = True  # not one that is read in place of those of an empty draw
+    checked: bool = False  # at this step, whether rows are made of their own records alone
 
 
 @dataclass(frozen=True)
@@ -66,23 +58,16 @@ class Draws:
 
     def __iter__(self) -> Iterator[list[Drawn]]:
         for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
-            yield self._drawn(step)
-
-    def _drawn(self, step: int) -> list[Drawn]:
-        # Processes with other records draw other randomness.
-        key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
-        own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
-        checked = len(own) > 1 and step % CHECKED_IN == 0
-        return [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
+            # Processes with other records draw other randomness.
+            key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
+            own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
+            checked = len(own) > 1 and step % CHECKED_IN == 0
+            yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
 
 
 @dataclass
 class Once:
-    """The steps start..stop-1, for one iteration, which it remembers.
-
-    A second one would begin with the batch of the first step again, while the run is at a later step. The sizes of
-    batches are all that a step can compare, and those of shuffled epochs are equal.
-    """
+    """The steps start..stop-1, for one iteration: a second one would begin with the batch of the first step again."""
 
     start: int
     stop: int
@@ -112,7 +97,6 @@ class Records(Dataset[Any]):
         return self.__getitems__([drawn])[0]
 
     def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[Drawn, Any]]:
-        """Read the records of one step, with torch's CPU generator seeded by the step."""
         with torch_seed(drawn[0].key, accelerators=False):
             records = read(self.dataset, [each.record for each in drawn])
         if drawn[0].checked and hasattr(self.dataset, "__getitems__"):
@@ -123,13 +107,12 @@ class Records(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Collate:
-    """A collate function of records as `Records` gives them.
+    """A collate function of records as `Records` gives them, with torch's CPU generator seeded by the step.
 
     Args:
         collate: list of records -> batch.
         allow_empty: an empty draw becomes a batch with no rows; otherwise one row, of a record that is not real.
-        rank, size: of several processes that each collate the whole draw, and so pad it to one length: this one gets
-            every size-th row, or some row where that is none.
+        rank, size: of processes that each collate, and pad, the whole draw: this one gets every size-th row, or some.
     """
 
     collate: Callable[[list[Any]], Batch]
@@ -138,7 +121,6 @@ class Collate:
     size: int = 1
 
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
-        """Collate the records of one step, with torch's CPU generator seeded by the step."""
         first = records[0][0]
         key, own = fold_in(first.key, "collate"), [record for _, record in records]
         if first.checked:
@@ -158,11 +140,7 @@ def _checked_row(key: Key, count: int) -> int:
 
 
 def without_rows(batch: Batch) -> Batch:
-    """A batch of the same structure, dtypes and trailing shapes, with no rows; nothing of the batch is kept.
-
-    >>> without_rows({"x": torch.ones(1, 3), "y": torch.ones(1, dtype=torch.int64)})
-    {'x': tensor([], size=(0, 3)), 'y': tensor([], dtype=torch.int64)}
-    """
+    """A batch of the same structure, dtypes and trailing shapes, with no rows; nothing of the batch is kept."""
     if batch_size(batch) != 1:
         raise InvalidArgument(
             f"Expected collate_fn to make a batch of one row from one record, got {batch_size(batch)} rows. Axis 0 of "
@@ -172,30 +150,17 @@ def without_rows(batch: Batch) -> Batch:
 
 
 def data_loader(
-    dataset: Any,
-    draws: Draws,
-    collate: Collate,
-    *,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    persistent_workers: bool = False,
-    prefetch_factor: int | None = None,
-    multiprocessing_context: Any = None,
-) -> DataLoader[Any]:
+    dataset: Any, draws: Draws, collate: Collate, *, num_workers: int = 0, pin_memory: bool = False,
+    persistent_workers: bool = False, prefetch_factor: int | None = None, multiprocessing_context: Any = None,
+) -> DataLoader[Any]:  # fmt: skip
     """The draws as batches; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
     return DataLoader(
-        Records(dataset),
-        batch_sampler=draws,
-        collate_fn=collate,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        persistent_workers=persistent_workers,
-        prefetch_factor=prefetch_factor,
-        multiprocessing_context=multiprocessing_context,
-        generator=torch.Generator().manual_seed(seed),
-    )
+        Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
+        persistent_workers=persistent_workers, prefetch_factor=prefetch_factor,
+        multiprocessing_context=multiprocessing_context, generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
 
 
 def check_readable(dataset: Any, name: str = "dataset") -> int:

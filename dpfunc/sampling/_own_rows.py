@@ -1,8 +1,7 @@
 """Check of a batch: the row of a record is made of this record alone, whatever the others are.
 
-A step sees the batch only, not what a collate function, or a data set that reads several records at once, has done
-before: mixed images, values standardised over the batch, labels whose type follows from the first record. One record
-that changes the rows of others has no bounded influence.
+A step cannot see what a collate function, or a data set that reads several records at once, has done before. One record
+that changes the rows of others (mixed images, values standardised over the batch) has no bounded influence.
 """
 
 from __future__ import annotations
@@ -32,16 +31,8 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
     """Check that a row stays when the other records are replaced by its own, and when they change places.
 
     All are replaced at once, so that whoever had an influence is found; a row may then be shorter, as nothing is filled
-    up. Where only places change, it is the same with its filling. Copies of the records are collated. A collate
-    function that takes other random numbers for other records tells nothing, and is let through; so are records that
-    cannot be copied.
-
-    Args:
-        collate: list of records -> batch. records: of one batch, of which at most 64 are compared. row: which row.
-        key: seeds the CPU generators of torch, NumPy and Python for each call.
-
-    Raises:
-        InvalidArgument: the row differs, and a repeated call gives the first one again.
+    up. A collate function that takes other random numbers for other records tells nothing, and is let through; so are
+    records that cannot be copied. At most 64 records are compared, by copies, with CPU generators seeded by the key.
 
     Guarantees:
         tests/sampling/test_own_rows.py: what mixes rows is refused (test_what_mixes_rows_is_refused), what does not
@@ -135,13 +126,10 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
-    """A batch of copies, as a collate function may change its records.
-
-    None where they cannot be copied: they hold open files, locks, or tensors of a graph.
-    """
+    """A batch of copies, as a collate function may change its records; None where they cannot be copied."""
     try:
         copied = [_copied(record, {}) for record in records]
-    except _UNCOPIED:
+    except _UNCOPIED:  # open files, locks, tensors of a graph
         return None
     batch = collate(copied)
     return dict(batch) if isinstance(batch, Mapping) else batch
@@ -160,7 +148,6 @@ def _row_of(batch: Batch | None, row: int) -> dict[str, Tensor | None]:
 def _other_leaf(
     row: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], holds: Callable[[Tensor, Tensor], bool]
 ) -> str | None:
-    """The name of a leaf in which two rows differ."""
     if list(row) != list(other):
         return "its structure"
     pairs = ((name, leaf, other[name]) for name, leaf in row.items())
@@ -211,9 +198,7 @@ def _as_tensor(value: Any, numbers: bool) -> Any:
     """An array of numbers, or if wanted a list of them, as a tensor; anything else as it is."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
-    return torch.tensor(value) if numbers and isinstance(value, (list, tuple)) and _are_numbers(value) else value
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    of_one_kind = len({*map(type, values)}) == 1 and isinstance(values[0], (int, float))
-    return of_one_kind and not any(abs(each) >= 2**63 for each in values)
+    alike = numbers and isinstance(value, (list, tuple)) and len({*map(type, value)}) == 1
+    if alike and isinstance(value[0], (int, float)) and not any(abs(each) >= 2**63 for each in value):
+        return torch.tensor(value)
+    return value

@@ -38,8 +38,7 @@ def data_name(dataset: Any) -> str:
     """A digest by which a resumed run recognises its data: the length, and what is in the records.
 
     All records are read of a list or tuple of up to a million, and of another data set of up to 20000; image files that
-    they name are read too. Of larger ones 1024 records that are spread over the set: that catches another split, order
-    or version, not a change of one record between those it reads.
+    they name are read too. Of larger ones 1024 records: that catches another split, order or version.
 
     Guarantees:
         tests/sampling/test_records.py::test_a_change_of_any_record_is_another_data_set.
@@ -57,29 +56,26 @@ def data_name(dataset: Any) -> str:
 def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:
     """A digest by which processes compare their data sets: the length, and the batches of up to 1024 records.
 
-    The records are spread over the set: that finds another order, split or version, and other preprocessing, but not a
-    change between those it reads. What the batches hold counts, so records may be objects of any type.
+    That finds another order, split or version, and other preprocessing. What the batches hold counts, so records may be
+    objects of any type.
 
     Guarantees:
         tests/sampling/test_loader.py::test_another_order_has_another_name.
-
-    >>> batches_name([1.0, 2.0], torch.tensor) == batches_name([2.0, 1.0], torch.tensor)
-    False
     """
     indices = spread(len(dataset), _RECOGNISED)
-    with torch_seed(insecure_key(0), accelerators=False):
-        parts = [digest(collate(read(dataset, indices[at : at + _PROBED]))) for at in range(0, len(indices), _PROBED)]
+    parts = [_digest_of(dataset, collate, indices[at : at + _PROBED]) for at in range(0, len(indices), _PROBED)]
     return f"{len(dataset)} records {digest(parts)}"
+
+
+def _digest_of(dataset: Any, collate: Callable[[list[Any]], Batch], indices: Sequence[int]) -> str:
+    with torch_seed(insecure_key(0), accelerators=False):
+        return digest(collate(read(dataset, indices)))
 
 
 def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
     """Check that reading and collating can be repeated: a resumed run must repeat the steps that it has paid for."""
-
-    def once() -> str:
-        with torch_seed(insecure_key(0), accelerators=False):
-            return digest(collate(read(dataset, spread(len(dataset), _PROBED))))
-
-    if once() != once():
+    once, again = (_digest_of(dataset, collate, spread(len(dataset), _PROBED)) for _ in range(2))
+    if once != again:
         raise InvalidArgument(
             "Expected the data set and the collator to give the same records when they are read twice with torch's "
             "generator seeded alike, got different ones: they draw from Python's, numpy's or their own generator. A "
@@ -94,10 +90,7 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def digest(value: object) -> str:
-    """A digest of nested records: tensors, arrays, numbers, strings, images, files of images, dataclasses.
-
-    Of anything else only its type counts.
-    """
+    """A digest of nested records of tensors, arrays, numbers, strings, images and dataclasses; of the rest the type."""
     state = hashlib.blake2b(digest_size=16)
     _update(state, value)
     return state.hexdigest()
@@ -110,7 +103,6 @@ def _update(state: hashlib.blake2b, value: object) -> None:
 
 @functools.singledispatch
 def _contents(value: object, state: hashlib.blake2b) -> None:
-    """Add the contents of a value; of one that is of no registered type, if it is a dataclass or has bytes."""
     if is_dataclass(value) and not isinstance(value, type):
         _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
     elif callable(getattr(value, "tobytes", None)):  # images, numpy scalars
@@ -118,14 +110,14 @@ def _contents(value: object, state: hashlib.blake2b) -> None:
 
 
 @_contents.register(Mapping)
-def _mapping(value: Mapping[Any, Any], state: hashlib.blake2b) -> None:
+def _(value: Mapping[Any, Any], state: hashlib.blake2b) -> None:
     for name in sorted(value, key=str):
         state.update(f"{name}:".encode())
         _update(state, value[name])
 
 
 @_contents.register(list | tuple)
-def _sequence(value: Sequence[Any], state: hashlib.blake2b) -> None:
+def _(value: Sequence[Any], state: hashlib.blake2b) -> None:
     state.update(f"{len(value)}:".encode())
     if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
         state.update(repr(value).encode())
@@ -135,13 +127,13 @@ def _sequence(value: Sequence[Any], state: hashlib.blake2b) -> None:
 
 
 @_contents.register
-def _tensor(value: Tensor, state: hashlib.blake2b) -> None:
+def _(value: Tensor, state: hashlib.blake2b) -> None:
     _update(state, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     state.update(f"{value.dtype}{tuple(value.shape)}".encode())
 
 
 @_contents.register(np.ndarray)
-def _array(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
+def _(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
     if value.dtype.hasobject:  # its bytes are addresses
         _update(state, value.tolist())
     else:
@@ -149,7 +141,7 @@ def _array(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
 
 
 @_contents.register
-def _scalar(value: bool | int | float | str | bytes | PurePath | None, state: hashlib.blake2b) -> None:
+def _(value: bool | int | float | str | bytes | PurePath | None, state: hashlib.blake2b) -> None:
     state.update(repr(value).encode())
     if isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES) and Path(value).is_file():
         with open(value, "rb") as file:  # a file that the record names

@@ -59,11 +59,6 @@ def own_records(sampler: Sampler, key: Key, step: int, num_records: int | None, 
     Args:
         sampler, key, step: of the draw. num_records: those below are there; all if that is None.
         rank, size: of this process, see `deal`.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> from dpfunc.sampling import InOrder
-    >>> own_records(InOrder(10, 5), insecure_key(0), 1, num_records=8, rank=1, size=2)
-    tensor([6])
     """
     drawn = sampler.indices(key, step)
     return deal(drawn if num_records is None else drawn[drawn < num_records], rank, size)

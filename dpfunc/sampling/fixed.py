@@ -1,4 +1,4 @@
-"""Batches of a fixed size: fresh, shuffled or in order. Only fresh ones claim privacy amplification."""
+"""Batches of a fixed size: fresh, shuffled or in order; and epochs in which each record draws its batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer
+from dpfunc._utils.validation import fail, integer, records
 from dpfunc.rng import Key, check_key
 from dpfunc.sampling.base import check_span, generator_of
-from dpfunc.types import Adjacency, Capped, Event
+from dpfunc.types import Adjacency, Allocated, Capped, Event
+
+
+def _begun(start: int, stop: int, length: int) -> int:
+    """The number of epochs of this many steps that begin in start..stop-1."""
+    first, last = check_span(start, stop)
+    return -(-last // length) - -(-first // length)
 
 
 @dataclass(frozen=True)
 class _FixedBatches:
-    """Both numbers, and what follows from them alone."""
-
     dataset_size: int
     batch_size: int
 
@@ -33,7 +37,7 @@ class _FixedBatches:
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies without add/remove: one record more changes the draw of others, or moves them elsewhere."""
+        """Adjacencies without add/remove: one record more changes the batches of others."""
         return ("zero_out", "replace_one")
 
     def expected_batch_size(self, step: int) -> float:
@@ -59,8 +63,7 @@ class _Epochs(_FixedBatches):
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
-        first, last = check_span(start, stop)
-        epochs = -(-last // self.steps_per_epoch) - -(-first // self.steps_per_epoch)
+        epochs = _begun(start, stop, self.steps_per_epoch)
         return (Event(1.0, noise_multiplier, epochs),) if epochs else ()
 
 
@@ -90,19 +93,18 @@ class FixedSize(_FixedBatches):
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for all steps."""
         first, last = check_span(start, stop)
-        if last == first:
-            return ()
-        return (Capped(1.0, noise_multiplier, last - first, self.dataset_size, self.batch_size),)
+        steps = last - first
+        return (Capped(1.0, noise_multiplier, steps, self.dataset_size, self.batch_size),) if steps else ()
 
 
 @dataclass(frozen=True)
 class Shuffled(_Epochs):
     """A new permutation each epoch, divided into batches; the last one of an epoch is smaller, and kept.
 
-    Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (whatever the
-    permutation, hence also on average over it, by joint convexity), charged at its first step. Accounting such batches
-    as Poisson under-reports epsilon by up to five times (Chua et al. 2024, How Private are DP-SGD Implementations?).
-    The bounds of random allocation do not hold either: places are not independent (`RandomAllocation`).
+    Claims no amplification: a record is in one batch an epoch, so an epoch costs one Gaussian release (on average over
+    the permutations too, by joint convexity), charged at its first step. Accounting such batches as Poisson
+    under-reports epsilon by up to five times (Chua et al. 2024, How Private are DP-SGD Implementations?); the bounds of
+    `RandomAllocation` do not hold either, as places are not independent.
 
     Args:
         dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
@@ -129,9 +131,8 @@ class Shuffled(_Epochs):
 class InOrder(_Epochs):
     """Batches of consecutive records, in the order of the data set; the last one of an epoch is smaller, and kept.
 
-    For streams, which cannot be read by index. Claims no amplification: a record is in one batch an epoch, so an epoch
-    costs one Gaussian release, charged at its first step, as with `Shuffled`. Neighbours differ in one record at its
-    place: the number of records, and the place of each, are public, and do not depend on what the records say.
+    For streams, which cannot be read by index. An epoch costs one Gaussian release, as with `Shuffled`. Neighbours
+    differ in one record at its place: the number of records, and the place of each, are public.
 
     Args:
         dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
@@ -155,8 +156,68 @@ class InOrder(_Epochs):
         return torch.arange(places.start, places.stop)
 
 
+@dataclass(frozen=True)
+class RandomAllocation:
+    """In each epoch each record is in one of `num_batches` batches, drawn independently of all other records.
+
+    Batches differ in size. The cost is that of `Allocated`: an epoch costs about as much as one of `Poisson`, and is
+    charged at its first step.
+
+    Args:
+        dataset_size: number of records n, >= 1; or a public number that n cannot exceed.
+        num_batches: of an epoch, >= 1.
+
+    Guarantees:
+        tests/sampling/test_fixed.py: every record once an epoch (test_an_allocated_epoch), each batch equally likely,
+        and independent between records (test_batches_are_drawn_independently).
+
+    >>> RandomAllocation(1000, num_batches=20).events(0, 40, noise_multiplier=2.0)
+    (Allocated(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2, num_batches=20),)
+    """
+
+    dataset_size: int
+    num_batches: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset_size", records(self.dataset_size))
+        object.__setattr__(self, "num_batches", integer("num_batches", self.num_batches, minimum=1))
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """Adjacencies in which a record is there or not; nothing better than `Shuffled` is known of one replaced."""
+        return ("add_remove", "zero_out")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which each record is used once."""
+        return self.num_batches
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        """The sorted indices of the batch of a step."""
+        epoch, number = divmod(integer("step", step), self.num_batches)
+        return torch.from_numpy(np.flatnonzero(_batch_of(check_key(key), epoch, self) == number))
+
+    def expected_batch_size(self, step: int) -> float:
+        """Mean number of records of a batch, `n / num_batches`."""
+        integer("step", step)
+        return self.dataset_size / self.num_batches
+
+    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
+        """An epoch for each one that starts in start..stop-1."""
+        epochs = _begun(start, stop, self.num_batches)
+        return (Allocated(noise_multiplier, epochs, self.num_batches),) if epochs else ()
+
+
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make
 def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
     order_N = generator_of(key, "shuffle", epoch).permutation(size)
     order_N.setflags(write=False)
     return order_N
+
+
+@functools.lru_cache(maxsize=1)  # all steps of an epoch share it
+def _batch_of(key: Key, epoch: int, sampler: RandomAllocation) -> npt.NDArray[np.int64]:
+    """The batch of each record; those of more records begin with the same ones."""
+    batch_N = generator_of(key, "allocate", epoch).integers(sampler.num_batches, size=sampler.dataset_size)
+    batch_N.setflags(write=False)
+    return batch_N

@@ -1,4 +1,4 @@
-"""Poisson sampling: an independent trial for each record, of which only the successes are drawn."""
+"""Poisson sampling, also with batches of a largest size: an independent trial for each record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, generator_of
-from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
+from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at
 
 _CHUNK = 2**16  # gaps in memory at once; no influence on the result
 _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
@@ -33,10 +33,8 @@ class Poisson:
         sampling_prob: q, 0 < q <= 1, or a `Schedule` of it over the steps.
 
     Under add/remove adjacency n is private, and q n, the expected batch size, is published: give a rounded number, or
-    that of a public superset, and the true one to `dp_step.init(..., num_records=n)`. Records that are not there would
-    have the gradient zero, so nothing else changes.
-    Abadi et al. 2016, Deep Learning with Differential Privacy; Mironov et al. 2019, Renyi Differential Privacy of the
-    Sampled Gaussian Mechanism.
+    that of a public superset, and the true one to `dp_step.init(..., num_records=n)`. Abadi et al. 2016, Deep Learning
+    with Differential Privacy.
 
     Raises:
         InvalidArgument: a value outside its domain.
@@ -83,9 +81,8 @@ class Poisson:
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
-        generator = generator_of(key, "sample", integer("step", step))
-        found = list(successes(generator, self.dataset_size, schedule_at(self.sampling_prob, step)))
-        return torch.from_numpy(np.concatenate(found))
+        number = integer("step", step)
+        return torch.from_numpy(_drawn(key, number, self.dataset_size, schedule_at(self.sampling_prob, number)))
 
     def expected_batch_size(self, step: int) -> float:
         """Expected number of records, `q n` with the q of this step."""
@@ -101,18 +98,76 @@ class Poisson:
         )
 
 
+@dataclass(frozen=True)
+class CappedPoisson:
+    """A Poisson sample of which at most `cap` records are kept: a random subset if there are more, whatever they say.
+
+    For batches that must fit a fixed memory. A batch depends on how many were drawn: n must be public, and a cap near
+    `q n` costs much. With `cap >= q n + 7 sqrt(q n)` the cost is that of `Poisson`.
+
+    Args:
+        dataset_size: number of records n, 1 <= n <= 2**46. sampling_prob: q, 0 < q <= 1. cap: >= 1.
+
+    Raises:
+        InvalidArgument: a value outside its domain.
+
+    Guarantees:
+        tests/sampling/test_poisson.py: all subsets at their probability (test_every_cut_subset_at_its_probability);
+        tests of its cost are in tests/accounting/test_kinds.py.
+
+    >>> CappedPoisson(1000, 0.1, cap=170).events(0, 5, noise_multiplier=2.0)
+    (Capped(sampling_prob=0.1, noise_multiplier=2.0, num_steps=5, dataset_size=1000, cap=170),)
+    """
+
+    dataset_size: int
+    sampling_prob: float
+    cap: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset_size", records(self.dataset_size))
+        object.__setattr__(self, "sampling_prob", probability("sampling_prob", self.sampling_prob))
+        object.__setattr__(self, "cap", integer("cap", self.cap, minimum=1))
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """Adjacencies without add/remove: the number of records decides who is cut."""
+        return ("zero_out", "replace_one")
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        """The sorted indices of the batch of a step, at most `cap`."""
+        number = integer("step", step)
+        drawn = _drawn(key, number, self.dataset_size, self.sampling_prob)
+        if len(drawn) > self.cap:
+            chosen = generator_of(key, "cap", number).choice(len(drawn), self.cap, replace=False, shuffle=False)
+            drawn = drawn[np.sort(chosen)]
+        return torch.from_numpy(drawn)
+
+    def expected_batch_size(self, step: int) -> float:
+        """Mean of the number of records that are kept: `n q P[Bin(n - 1, q) < cap] + cap P[Bin(n, q) > cap]`."""
+        from scipy.stats import binom
+
+        integer("step", step)
+        n, q, cap = self.dataset_size, self.sampling_prob, self.cap
+        return float(n * q * binom.cdf(cap - 1, n - 1, q) + cap * binom.sf(cap, n, q))
+
+    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
+        """One event for all steps."""
+        first, last = check_span(start, stop)
+        steps = last - first
+        return (Capped(self.sampling_prob, noise_multiplier, steps, self.dataset_size, self.cap),) if steps else ()
+
+
+def _drawn(key: Key, step: int, size: int, prob: float) -> npt.NDArray[np.int64]:
+    return np.concatenate(list(successes(generator_of(key, "sample", step), size, prob)))
+
+
 def successes(generator: np.random.Generator, trials: int, prob: float) -> Iterator[npt.NDArray[np.int64]]:
     """Sorted positions of the successes among independent trials of probability `prob`, in pieces.
 
-    The number of trials up to and with the next success is geometric, and independent of the past. Conversely, trials
-    whose successes are that far apart are independent with probability `prob`: the distribution is exact, no limit.
-    With E exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k. In float64 the
-    probability of a trial is off by 2e-16 at most, as where a float64 uniform number is compared with `prob`.
-
-    The k-th gap is made of the k-th exponential number, so `trials` and the chunks change nothing but the end.
-
-    Args:
-        generator: a stream that is used for nothing else. trials: 1 <= trials <= 2**46. prob: 0 < prob <= 1.
+    Trials whose successes are a geometric number apart are independent with probability `prob`, exactly. With E
+    exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k; in float64 the
+    probability of a trial is off by 2e-16 at most. The k-th gap is made of the k-th exponential number, so `trials` and
+    the chunks change nothing but the end.
 
     >>> next(successes(np.random.default_rng(0), 5, 1.0))
     array([0, 1, 2, 3, 4])

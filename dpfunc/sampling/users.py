@@ -27,8 +27,7 @@ class Persons:
 
     Args:
         index_PK: row numbers of a person's texts in the table, int64 (P, K); free places repeat the first text.
-        mask_PK: true where there is a text, bool (P, K); at least one in each row.
-        dropped: texts above the cap, which are not used.
+        mask_PK: true where there is a text, bool (P, K). dropped: texts above the cap, which are not used.
     """
 
     index_PK: Tensor = field(repr=False)
@@ -69,7 +68,6 @@ class Persons:
         return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
 
     def _checked(self, texts: Any) -> list[Tensor]:
-        """Check that there are tensors, each with a row for each text."""
         needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
         leaves = tree_leaves(texts)
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -82,7 +80,6 @@ class Persons:
 
 
 def _masked(texts: Mapping[str, Tensor], mask_BK: Tensor) -> dict[str, Tensor]:
-    """A batch of persons: tensors (B, K, ...) of texts, and which of them there are."""
     if _TEXT_MASK in texts:
         raise InvalidArgument(f"Expected tensors of texts under other names than {_TEXT_MASK!r}. Rename it.")
     return {**texts, _TEXT_MASK: mask_BK}
@@ -92,11 +89,9 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     """Group the rows of a table by its column of persons, in the order in which they first appear.
 
     Args:
-        persons: who wrote each text: one value a row, the same for all texts of one person (normalise spellings first:
-            a person under two names is two units, and protected as two).
+        persons: who wrote each text: one value a row (a person under two names is two units, and protected as two).
         max_texts: K >= 1, a public number chosen without a look at the data. A person with more texts gives K of them,
-            drawn by the key: which ones depends on the key and on how many texts this person has, not on other persons.
-        key: of the draw; not the key of the run.
+            drawn by the key and how many there are, not by other persons. key: of the draw; not the key of the run.
 
     Returns:
         `Persons`. Adding or removing a person adds or removes one row, so that a plan with `dataset_size=len(persons)`
@@ -118,14 +113,21 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     cap = integer("max_texts", max_texts, minimum=1)
     check_key(key)
     rows = _rows_by_person(persons)
-    kept = [_choose(own, cap, fold_in(key, "texts of a person", repr(person))) for person, own in rows.items()]
-    index_PK = torch.tensor([own + [own[0]] * (cap - len(own)) for own in kept], dtype=torch.int64).reshape(-1, cap)
-    sizes_P = torch.tensor([len(own) for own in kept], dtype=torch.int64)
-    return Persons(index_PK, torch.arange(cap) < sizes_P[:, None], len(persons) - int(sizes_P.sum()))
+    kept = [own if len(own) <= cap else _chosen(own, cap, key, person) for person, own in rows.items()]
+    index, mask_PK = _filled(kept, cap)
+    index_PK = torch.tensor(index, dtype=torch.int64).reshape(-1, cap)
+    return Persons(index_PK, mask_PK, len(persons) - int(mask_PK.sum()))
+
+
+def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tensor]:
+    """All groups in one list, each filled to `cap` by its first element; and which places (P, K) are its own."""
+    sizes_P = torch.tensor([len(own) for own in groups], dtype=torch.int64)
+    return [each for own in groups for each in (*own, *[own[0]] * (cap - len(own)))], torch.arange(cap) < sizes_P[
+        :, None
+    ]
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Numbers of the rows of each person, in the order in which persons first appear."""
     if isinstance(persons, (str, bytes)):
         raise fail("one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}
@@ -141,10 +143,9 @@ def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     return rows
 
 
-def _choose(own: list[int], cap: int, key: Key) -> list[int]:
-    if len(own) <= cap:
-        return own
-    return [own[place] for place in sorted(stream(key).choice(len(own), cap, replace=False).tolist())]
+def _chosen(own: list[int], cap: int, key: Key, person: Hashable) -> list[int]:
+    places = stream(fold_in(key, "texts of a person", repr(person))).choice(len(own), cap, replace=False)
+    return [own[place] for place in sorted(places.tolist())]
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,11 @@ class CollatePersons:
                 f"Expected 1 to max_texts={cap} records of each person, got another number. group_by_person draws "
                 "those of a person who has more."
             )
-        batch = self.collate([each for own in persons for each in (*own, *[own[0]] * (cap - len(own)))])
-        sizes_B = torch.tensor([len(own) for own in persons], dtype=torch.int64)
-        texts = {name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch.items()}
-        return _masked(texts, torch.arange(cap) < sizes_B[:, None])
+        records, mask_BK = _filled(persons, cap)
+        batch = self.collate(records)
+        return _masked(
+            {name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch.items()}, mask_BK
+        )
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,6 @@ class MeanOverTexts:
 
 
 def _without_mask(batch: Any) -> tuple[Any, Tensor | None]:
-    """Texts of a batch of persons, and which of them there are."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != _TEXT_MASK}, batch.get(_TEXT_MASK)
     return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)

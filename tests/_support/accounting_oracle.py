@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr
-from scipy.stats import norm
 
 REACH = 14.0
 
@@ -21,23 +20,31 @@ def log_ratio(q, offset, shift, sigma):
     return np.log1p(q * np.expm1(near)) + (exponent - near)
 
 
-def loss_and_density(q, sigma, direction, order):
-    """Nodes x, the loss at x, and log weights of Q (for remove, replace) or P (for add)."""
-    step = min(sigma / 12, sigma**2 / 3)
-    x = np.arange(-0.5 - REACH * sigma, max(order, 1.0) + 0.5 + REACH * sigma, step)
-    log_base = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi)) + np.log(step)
+def losses_at(q, sigma, direction, x):
+    """Losses at outputs x, and log P / N(0, sigma^2) there."""
     if direction == "remove":
-        return log_ratio(q, x - 0.5, 1.0, sigma), log_base + log_ratio(q, x - 0.5, 1.0, sigma)
+        return log_ratio(q, x - 0.5, 1.0, sigma), log_ratio(q, x - 0.5, 1.0, sigma)
     if direction == "add":
-        x = -x[::-1]
-        return -log_ratio(q, -x - 0.5, 1.0, sigma), log_base[::-1]
-    loss = log_ratio(q, x - 0.25, 0.5, sigma) - log_ratio(q, -x - 0.25, 0.5, sigma)
-    return loss, log_base + log_ratio(q, x - 0.25, 0.5, sigma)
+        return -log_ratio(q, -x - 0.5, 1.0, sigma), np.zeros_like(x)
+    ahead = log_ratio(q, x - 0.25, 0.5, sigma)
+    return ahead - log_ratio(q, -x - 0.25, 0.5, sigma), ahead
+
+
+def loss_and_density(q, sigma, direction, x):
+    """Losses at equidistant outputs x, and log masses under P."""
+    loss, ahead = losses_at(q, sigma, direction, x)
+    return loss, -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi)) + np.log(x[1] - x[0]) + ahead
+
+
+def nodes(sigma, direction, order):
+    """Outputs at which the integrand of moments up to an order is sampled."""
+    x = np.arange(-0.5 - REACH * sigma, max(order, 1.0) + 0.5 + REACH * sigma, min(sigma / 12, sigma**2 / 3))
+    return -x[::-1] if direction == "add" else x
 
 
 def transforms(events, direction, order):
     """Log of E_P e^(z loss) of all steps, as a function of complex z with real part < order."""
-    parts = [(loss_and_density(q, s, direction, order + 2), steps) for q, s, steps in events]
+    parts = [(loss_and_density(q, s, direction, nodes(s, direction, order + 2)), steps) for q, s, steps in events]
 
     def log_transform(z):
         z = np.atleast_1d(z)
@@ -100,7 +107,9 @@ def delta_bracket(epsilon, events, direction, points=2**19, span=24.0):
     for rounding in (np.floor, np.ceil):
         spectrum, lost = np.ones(points // 2 + 1, dtype=complex), 0.0
         for q, sigma, steps in events:
-            loss, log_p = fine_loss_and_density(q, sigma, direction)
+            shift = {"remove": 1.0, "add": 0.0, "replace": 0.5}[direction]
+            x = np.linspace(-9 * sigma, shift + 9 * sigma, 400_001)
+            loss, log_p = loss_and_density(q, sigma, direction, x)
             cells = rounding(loss / mesh).astype(int)
             inside = np.abs(cells) < points // 2
             mass = np.exp(log_p)
@@ -115,19 +124,6 @@ def delta_bracket(epsilon, events, direction, points=2**19, span=24.0):
     return tuple(bounds)
 
 
-def fine_loss_and_density(q, sigma, direction, points=400_001):
-    """Losses and log masses on a fine grid of x under P."""
-    shift = {"remove": 1.0, "add": 0.0, "replace": 0.5}[direction]
-    x = np.linspace(-9 * sigma, shift + 9 * sigma, points)
-    log_mass = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi)) + np.log(x[1] - x[0])
-    if direction == "remove":
-        return log_ratio(q, x - 0.5, 1.0, sigma), log_mass + log_ratio(q, x - 0.5, 1.0, sigma)
-    if direction == "add":
-        return -log_ratio(q, -x - 0.5, 1.0, sigma), log_mass
-    loss = log_ratio(q, x - 0.25, 0.5, sigma) - log_ratio(q, -x - 0.25, 0.5, sigma)
-    return loss, log_mass + log_ratio(q, x - 0.25, 0.5, sigma)
-
-
 def delta_of_one_step(epsilon, q, sigma):
     """The delta of one step under removal, in closed form."""
     x = sigma**2 * np.log((np.expm1(epsilon) + q) / q) + 0.5
@@ -137,8 +133,3 @@ def delta_of_one_step(epsilon, q, sigma):
 def epsilon_of_one_step(q, sigma, delta):
     """The true epsilon of one step under removal."""
     return brentq(lambda e: delta_of_one_step(e, q, sigma) - delta, 0.0, 500.0, xtol=1e-12)
-
-
-def delta_of_gaussian(epsilon, mu):
-    """The delta of the Gaussian mechanism."""
-    return norm.cdf(mu / 2 - epsilon / mu) - np.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)

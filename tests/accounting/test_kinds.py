@@ -96,8 +96,8 @@ def losses(p, q):
 def two_steps(first, second, at):
     """delta of two independent steps, each a pair (P, Q), by a sum over both outputs (coarse)."""
     (one, mass), (two, weight) = (losses(*pair) for pair in (first, second))
-    total = one[::4, None] + two[None, ::4]
-    return float(np.sum(np.maximum(1 - np.exp(at - total), 0.0) * (4 * mass[::4, None]) * (4 * weight[None, ::4])))
+    total = one[::10, None] + two[None, ::10]
+    return float(np.sum(np.maximum(1 - np.exp(at - total), 0.0) * (10 * mass[::10, None]) * (10 * weight[None, ::10])))
 
 
 @pytest.mark.parametrize("adjacency", ["zero_out", "replace_one"])
@@ -123,14 +123,12 @@ def test_figures_of_the_field():
         assert found == pytest.approx(published, abs=1e-3)
 
 
-def test_shares_without_replacement_cost_less_than_all_records():
+def test_all_records_without_replacement_are_one_release():
     for adjacency in ("zero_out", "replace_one"):
-        costs = [
-            epsilon(Ledger((Capped(1.0, 1.0, 20, 1000, cap),), adjacency), 1e-5).epsilon for cap in (5, 50, 500, 1000)
-        ]
-        assert costs == sorted(costs)
-        assert costs[-1] == epsilon(Ledger((Event(1.0, 1.0, 20),), adjacency), 1e-5).epsilon
-    assert costs[0] == pytest.approx(epsilon(Ledger((Event(0.005, 1.0, 20),)), 1e-5).epsilon, rel=0.15)
+        part, whole = (
+            epsilon(Ledger((Capped(1.0, 1.0, 20, 1000, cap),), adjacency), 1e-5).epsilon for cap in (500, 1000)
+        )
+        assert part < whole == epsilon(Ledger((Event(1.0, 1.0, 20),), adjacency), 1e-5).epsilon
 
 
 def laplace_delta(q, scale, ahead, behind, at):
@@ -205,37 +203,13 @@ def test_an_allocated_epoch_against_integration(sigma):
 
 @pytest.mark.parametrize(("t", "sigma"), [(10, 0.8), (100, 1.0), (1000, 0.6)])
 def test_an_allocated_epoch_against_its_formula(t, sigma):
-    """`delta(e) = delta_poisson(log(1 + p (e^e - 1))) / p` for a record removed; the sampled steps by the tight accountant.
-
-    For t = 100, sigma 1 and delta 1e-5 an epoch of all records costs 4.25 times as much.
-    """
+    """`delta(e) = delta_poisson(log(1 + p (e^e - 1))) / p` for a record removed; the sampled steps by the tight accountant."""
     p = -math.expm1(t * math.log1p(-1 / t))
     poisson, epoch = Ledger((Event(1 / t, sigma, t),)), Ledger((Allocated(sigma, 1, num_batches=t),))
     for at in (1e-5, 1e-8):
         amplified = math.log1p(math.expm1(epsilon(poisson, p * at).epsilon) / p)
         whole = epsilon(Ledger((Event(1.0, sigma, 1),)), at).epsilon
         assert epsilon(epoch, at).epsilon == pytest.approx(min(amplified, whole), rel=2e-3)
-    if t == 100:
-        assert epsilon(Ledger((Event(1.0, 1.0, 1),)), 1e-5).epsilon / epsilon(epoch, 1e-5).epsilon == pytest.approx(
-            4.25, abs=0.01
-        )
-
-
-def test_allocated_epochs_against_draws():
-    """Five epochs of ten batches: delta by 1e5 drawn losses of each order is not above the bound, with 4 deviations."""
-    t, sigma, epochs, number = 10, 1.0, 5, 100_000
-    rng = np.random.default_rng(0)
-    ledger = Ledger((Allocated(sigma, epochs, num_batches=t),))
-    removed, added = np.zeros(number), np.zeros(number)
-    for _ in range(epochs):
-        x = sigma * rng.standard_normal((number, t))
-        added -= np.log(np.mean(np.exp((x - 0.5) / sigma**2), axis=1))
-        x[:, 0] += 1
-        removed += np.log(np.mean(np.exp((x - 0.5) / sigma**2), axis=1))
-    for at in (1.0, 3.0):
-        for loss in (removed, added):
-            terms = np.maximum(1 - np.exp(at - loss), 0.0)
-            assert terms.mean() - 4 * terms.std() / math.sqrt(number) <= delta(ledger, at)
 
 
 def test_replaced_records_of_an_epoch_have_no_amplification():
@@ -260,37 +234,17 @@ def test_more_costs_more(first, second, steps):
     assert many.events[0].num_steps == steps
     one, other = Ledger((first,), "zero_out"), Ledger((second,), "zero_out")
     both = one.compose(other)
-    cost = {
-        name: each.epsilon(1e-5).epsilon
-        for name, each in (("one", one), ("other", other), ("both", both), ("many", many))
-    }
+    costs = [each.epsilon(1e-5).epsilon for each in (one, other, both, many)]
     slack = 1 - 2e-4 if not any(isinstance(each, ZCDP) for each in (first, second)) else 1 - 0.7
-    assert max(cost["one"], cost["other"]) * slack <= cost["both"] + 1e-6
-    assert cost["one"] * (1 - 2e-4) <= cost["many"] + 1e-6
+    assert max(costs[:2]) * slack <= costs[2] + 1e-6
+    assert costs[0] * (1 - 2e-4) <= costs[3] + 1e-6
     assert Ledger.from_json(both.to_json()) == both
-    assert cost["both"] <= both.epsilon(1e-5, "rdp").epsilon * (1 + 1e-9)
-
-
-@given(kind=st.sampled_from(["capped", "fixed", "laplace", "allocated"]), sigma=st.floats(0.6, 4.0))
-@settings(max_examples=10, deadline=None)
-def test_more_noise_costs_less(kind, sigma):
-    made = {
-        "capped": lambda s: Capped(0.3, s, 5, 20, 8),
-        "fixed": lambda s: Capped(1.0, s, 5, 20, 8),
-        "laplace": lambda s: Laplace(0.5, s, 5),
-        "allocated": lambda s: Allocated(s, 3, num_batches=10),
-    }[kind]
-    less, more = (Ledger((made(s),), "zero_out").epsilon(1e-5).epsilon for s in (sigma, 1.2 * sigma))
-    assert more < less
+    assert costs[2] <= both.epsilon(1e-5, "rdp").epsilon * (1 + 1e-9)
 
 
 def test_no_noise_is_no_protection():
-    for event in (
-        Capped(0.5, 0.0, 1, 10, 3),
-        Capped(1.0, 0.0, 1, 10, 3),
-        Laplace(0.5, 0.0, 1),
-        Allocated(0.0, 1, num_batches=3),
-    ):
+    capped = (Capped(q, 0.0, 1, 10, 3) for q in (0.5, 1.0))
+    for event in (*capped, Laplace(0.5, 0.0, 1), Allocated(0.0, 1, num_batches=3)):
         assert Ledger((event,), "zero_out").epsilon(1e-5).epsilon == math.inf
         assert delta(Ledger((event,), "zero_out"), 3.0) == 1.0
 
@@ -308,16 +262,11 @@ def test_what_a_file_says_of_a_kind_must_be_true():
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [
-        (lambda: Opaque(1, epsilon=-1.0, delta=0.0), "epsilon"),
-        (lambda: Opaque(1, epsilon=1.0, delta=1.0), "0 <= delta < 1"),
-        (lambda: ZCDP(1, rho=0.0), "rho"),
-        (lambda: Capped(0.5, 1.0, 1, 0, 1), "dataset_size >= 1"),
-        (lambda: Capped(0.5, 1.0, 1, 1, 0), "cap >= 1"),
-        (lambda: Allocated(1.0, 1, num_batches=0), "num_batches >= 1"),
-        (lambda: Laplace(1.5, 1.0, 1), "sampling_prob"),
-    ],
-)
+    [(lambda: Opaque(1, epsilon=-1.0, delta=0.0), "epsilon"), (lambda: Opaque(1, epsilon=1.0, delta=1.0), "delta < 1"),
+     (lambda: ZCDP(1, rho=0.0), "rho"), (lambda: Capped(0.5, 1.0, 1, 0, 1), "dataset_size >= 1"),
+     (lambda: Capped(0.5, 1.0, 1, 1, 0), "cap >= 1"), (lambda: Laplace(1.5, 1.0, 1), "sampling_prob"),
+     (lambda: Allocated(1.0, 1, num_batches=0), "num_batches >= 1")],
+)  # fmt: skip
 def test_refused(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()

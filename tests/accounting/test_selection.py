@@ -62,11 +62,17 @@ def neighbours(draw):
 
 
 RESPONSE = (np.array([0.75, 0.25]), np.array([0.25, 0.75]))
+RARE = (np.array([0.99, 0.01]), np.array([0.9999, 1e-4]))
+RARER = (np.array([0.8, 0.2]), np.array([1 - 1e-6, 1e-6]))
+COMMON = (np.array([0.9, 0.1]), np.array([0.3, 0.7]))
 
 
 @settings(max_examples=60)
 @given(neighbours(), MEANS, SHAPES)
 @example(RESPONSE, 8.0, 1.0)
+@example(RARE, 8.0, 1.0)  # finds a formula without R(a)
+@example(RARER, 8.0, 1.0)  # without log(mean)
+@example(COMMON, 200.0, 10.0)  # without the 1, the shape, or log(1/gamma) of the middle term
 @example((np.array([0.999, 0.001]), np.array([0.998, 0.002])), 30.0, math.inf)
 @example((np.array([0.5, 0.5]), np.array([0.5, 0.5])), 1.0, math.inf)
 def test_the_curve_bounds_the_exact_divergence(pair, mean, shape):
@@ -74,58 +80,6 @@ def test_the_curve_bounds_the_exact_divergence(pair, mean, shape):
     bound = selection_curve(both_ways(*pair), ORDERS, runs)
     exact = both_ways(*(released(runs, p) for p in pair))
     assert (exact <= bound + 1e-9 * (1 + A)).all()
-
-
-def without(name, there, back, runs):
-    """The formula without one of its terms, from the divergences of one run in both directions."""
-    gamma = 1.0 if name == "log gamma" else runs.gamma
-    other = np.min((1 - 1 / A) * back - math.log(gamma) / A)
-    shape = 0.0 if name == "shape" else 1.0 if name == "1 + shape" else 1 + runs.shape
-    mean = 1.0 if name == "mean" else runs.mean
-    return (0.0 if name == "one run" else there) + shape * other + math.log(mean) / (A - 1)
-
-
-# One run, for two neighbours: a search tells more than the formula without one of its terms says.
-RARE = (np.array([0.99, 0.01]), np.array([0.9999, 1e-4]))
-COMMON = (np.array([0.9, 0.1]), np.array([0.3, 0.7]))
-TELLING = {
-    "nothing": (RARE, 8.0, 1.0), "one run": (RARE, 8.0, 1.0), "mean": (RARE, 30.0, 1.0),
-    "shape": (COMMON, 200.0, 10.0), "1 + shape": (COMMON, 200.0, 10.0), "log gamma": (COMMON, 200.0, 10.0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TELLING)
-def test_no_term_can_be_left_out(name):
-    """The comparison with exact divergences would find a formula that is too small."""
-    pair, mean, shape = TELLING[name]
-    runs = RunCount(mean, shape)
-    found = without(name, divergences(*pair), divergences(*pair[::-1]), runs)
-    exact = divergences(*(released(runs, p) for p in pair))
-    if name == "nothing":
-        assert (exact <= found).all()
-        assert (found <= selection_curve(both_ways(*pair), ORDERS, runs)).all()
-    else:
-        assert (exact > found).any()
-
-
-@pytest.mark.parametrize("shape", [-0.5, 0.0, 1.0, 3.0, math.inf])
-def test_the_curve_is_the_formula(shape):
-    """Term by term, from one order to the next: the one of which no term can be left out."""
-    for pair in (RARE, COMMON, RESPONSE):
-        curve, runs = both_ways(*pair), RunCount(6.0, shape)
-        if shape < math.inf:
-            wanted = np.minimum(
-                without("nothing", curve, curve, runs),
-                curve - (1 + shape) * math.log(runs.gamma) + math.log(6.0) / (A - 1),
-            )
-        else:
-            wanted = []
-            for a, renyi in zip(A, curve, strict=True):
-                level = math.log(a / (a - 1))
-                logs = ((b - 1) * (r - level + math.log1p(-1 / b)) - math.log(b) for b, r in zip(A, curve, strict=True))
-                d = math.exp(min(0.0, *logs))
-                wanted.append(np.logaddexp(-6.0, math.log(6.0) + (a - 1) * (renyi + 6.0 * d)) / (a - 1))
-        assert np.allclose(selection_curve(curve, ORDERS, runs), wanted, rtol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [-0.5, 0.0, 0.3, 1.0, 2.0, math.inf])
@@ -176,14 +130,6 @@ def test_one_run_costs_one_run():
         )
 
 
-@pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
-def test_more_runs_cost_more(shape):
-    ledger = Ledger((Event(0.02, 1.3, 200),))
-    costs = [selection_epsilon(RunCount(mean, shape), [ledger], 1e-5).epsilon for mean in (1.0, 2.0, 5.0, 20.0)]
-    assert costs == sorted(costs)
-    assert costs[0] >= ledger.epsilon(1e-5, "rdp").epsilon * (1 - 1e-9)
-
-
 def test_candidates_cost_as_the_worst_of_them_and_earlier_runs_are_counted():
     runs, little, much = RunCount(4.0, 1.0), Ledger((Event(1.0, 9.0, 1),)), Ledger((Event(1.0, 3.0, 1),))
     cost = selection_epsilon(runs, [much], 1e-5).epsilon
@@ -218,11 +164,8 @@ def test_wrong_questions_are_refused():
     runs, ledger = RunCount(8.0, 1.0), Ledger((Event(1.0, 6.0, 1),))
     other = Ledger((Event(1.0, 6.0, 1),), "replace_one")
     for ledgers, delta, spent in (
-        ([], 1e-5, None),
-        ([ledger], 0.0, None),
-        ([ledger], 1e-5, other),
-        ([ledger, other], 1e-5, None),
-    ):
+        ([], 1e-5, None), ([ledger], 0.0, None), ([ledger], 1e-5, other), ([ledger, other], 1e-5, None),
+    ):  # fmt: skip
         with pytest.raises(DPFuncError, match="Expected"):
             selection_epsilon(runs, ledgers, delta, spent=spent)
     for u in (-0.1, 1.0, math.nan):

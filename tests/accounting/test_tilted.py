@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -15,7 +16,7 @@ from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting._gaussian import gaussian_epsilon
 from dpfunc.accounting._tilted import discrete_laws, one_direction, one_step_delta, tilted_epsilon
 from dpfunc.accounting._tilted_aim import make_aim, saddle, sampled_losses
-from dpfunc.accounting._tilted_law import TiltedUnavailable
+from dpfunc.accounting._tilted_law import TiltedUnavailable, atoms, conserved
 from dpfunc.accounting._tilted_sum import compose
 from dpfunc.types import Event
 
@@ -56,14 +57,14 @@ def check_against_the_inversion(seed, number, direction):
 
 @pytest.mark.parametrize("direction", ["remove", "add", "replace"])
 def test_random_ledgers_against_the_inversion(direction):
-    assert check_against_the_inversion(1, 20, direction) >= 12
+    assert check_against_the_inversion(1, 15, direction) >= 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["remove", "add", "replace"])
 def test_many_random_ledgers_against_the_inversion(direction):
     """Slower than the check above, with other ledgers."""
-    assert check_against_the_inversion(2, 100, direction) >= 80
+    assert check_against_the_inversion(2, 50, direction) >= 40
 
 
 @settings(max_examples=8)
@@ -131,39 +132,12 @@ def test_without_sampling_it_is_the_gaussian_mechanism(sigma, steps, delta):
     assert exact * (1 - 2e-9) <= found <= exact * (1 + 1e-4)
 
 
-@settings(max_examples=10)
-@given(kinds, deltas, st.floats(1.05, 4.0), directions)
-def test_monotone_up_to_its_error(kind, delta, factor, direction):
-    q, sigma, steps = kind
-
-    def cost(q, sigma, steps, delta):
-        return one_direction([(q, sigma, steps)], direction, delta).epsilon
-
-    base = cost(q, sigma, steps, delta)
-    larger = [
-        cost(q, sigma, steps, delta / factor),
-        cost(q, sigma, math.ceil(steps * factor), delta),
-        cost(q, sigma / factor, steps, delta),
-        cost(min(0.99, q * factor), sigma, steps, delta) if q * factor < 0.9 else math.inf,
-    ]
-    assert base <= min(larger) * (1 + 5e-4) + 1e-9
-
-
 @pytest.mark.parametrize("direction", ["remove", "add", "replace"])
 def test_extreme_deltas(direction):
     """Ever smaller deltas cost ever more, and about sqrt(log(1/delta)) or log(1/delta) of it."""
     found = [one_direction([(0.01, 1.0, 1000)], direction, 10.0**-p).epsilon for p in (2, 5, 10, 20, 30, 60, 100, 150)]
     assert all(np.diff(found) > 0)
     assert np.all(np.diff(found[3:]) < 0.35 * np.diff([20, 30, 60, 100, 150]) * math.log(10))
-
-
-def test_removal_need_not_be_the_dearer_direction_for_the_bound():
-    """Both are computed; where the second is not dearer, the answer is that of the first."""
-    events = [(0.01, 1.0, 500), (0.3, 2.0, 30)]
-    both = tilted_epsilon(events, BOTH, 1e-5).epsilon
-    alone = [one_direction(events, direction, 1e-5).epsilon for direction in BOTH]
-    assert both == max(alone)
-    assert tilted_epsilon(events, ("add", "remove"), 1e-5).epsilon == pytest.approx(both, rel=1e-4)
 
 
 def test_speed_is_of_the_right_order():
@@ -187,3 +161,32 @@ def test_little_noise_of_replaced_records(sigma):
     """Records whose other outputs are below the first cell; without a warning of numpy, and hardly above one step."""
     truth = tilted_epsilon([(0.3, sigma, 1)], ("replace",), 1e-9).epsilon
     assert truth * (1 - 1e-7) <= one_direction([(0.3, sigma, 1)], "replace", 1e-9).epsilon <= truth * 1.01
+
+
+@given(st.floats(0.06, 8.0), st.integers(60, 200), directions)
+def test_cells_keep_both_masses(sigma, number, direction):
+    """What the cells hold, plus the tails that are not in them, is 1 under both laws; and losses only spread."""
+    x = np.linspace(-9.5 * sigma, 1 + 9.5 * sigma, number)
+    q = 0.1
+    found = atoms(q, sigma, x, direction)  # which checks both sums
+    assert found.mass.min() >= 0
+    assert found.mass.sum() + found.infinite == pytest.approx(1.0, abs=1e-12)
+    for value in (0.0, 0.01, 0.3):
+        delta = float(np.sum(found.mass * np.maximum(-np.expm1(value - found.loss), 0.0))) + found.infinite
+        assert delta >= one_step_delta(q, sigma, direction, value) * (1 - 1e-9)
+
+
+def test_lost_mass_is_refused():
+    with pytest.raises(TiltedUnavailable, match="sum to 1"):
+        conserved(1.0, 1 - 1e-9)
+
+
+@pytest.mark.parametrize("direction", ["remove", "add", "replace"])
+def test_what_is_beyond_the_last_cell_counts(direction):
+    assert atoms(0.1, 1.0, np.linspace(-9.5, 2.0, 200), direction).infinite > 1e-3
+    base = sampled_losses([(0.01, 1.0, 1000)], "remove", 1e-5)
+    aim = make_aim(base, 1.83, 7.5, 6.5, math.log(1e-5))
+    laws = discrete_laws(base, aim)
+    cut = [dataclasses.replace(law, infinite=3e-9) for law in laws]
+    found, more = (compose(some, base, aim, 1e-5, 0.0)[0] for some in (laws, cut))
+    assert more == pytest.approx(found - math.log(0.7) / 7.5, rel=0.01)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,9 +42,6 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        import tempfile
-        from pathlib import Path
-
         self.folder = tempfile.TemporaryDirectory()
         self.budget = made(Path(self.folder.name))
         self.reserved, self.spent, self.settled, self.unknown, self.written = {}, {}, {}, {}, set()
@@ -123,16 +122,6 @@ Machine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, de
 TestTruth = Machine.TestCase
 
 
-def test_composition_is_the_accountants(tmp_path):
-    """Ten runs whose epsilons add up to far more than the budget fit into it."""
-    budget = made(tmp_path, earlier=steps(10))
-    for number in range(10):
-        of(budget, f"{number}").reserve(steps(150), f"{number}", unit=UNIT)
-    account = budget.account()
-    assert account.charged() == steps(1510)
-    assert account.charged().epsilon(1e-6).epsilon <= 5.0 < 10 * steps(150).epsilon(1e-6).epsilon
-
-
 def test_a_run_that_does_not_fit_is_told_what_would(tmp_path):
     budget = made(tmp_path)
     of(budget, "a").reserve(steps(1000), "a", unit=UNIT)
@@ -209,18 +198,20 @@ def test_more_than_was_reserved_is_charged_and_told(tmp_path):
 
 
 def test_a_run_that_was_not_dead_is_charged_what_it_took_since(tmp_path):
-    budget = of(made(tmp_path), "a")
+    """And earlier runs are: epsilon is that of all ledgers together."""
+    budget = of(made(tmp_path, earlier=steps(10)), "a")
     budget.reserve(steps(10), "a", unit=UNIT)
     for count in (4, 6, 6):
         assert budget.settle(steps(count)).charged == steps(count)
     assert budget.account().number == 3
+    assert budget.account().charged() == steps(16)
+
+
+SHAPE = {"dataset_size": 100, "expected_batch_size": 10, "num_steps": 4, "clip": clipping.Flat(1.0)}
 
 
 def plan(budget=None, **more):
-    given = {"dataset_size": 100, "expected_batch_size": 10, "num_steps": 4, "clip": clipping.Flat(1.0), **more}
-    if budget is None:
-        return dpfunc.Plan.for_budget(epsilon=1.0, **given)
-    return dpfunc.Plan.for_budget(budget=budget, **given)
+    return dpfunc.Plan.for_budget(**SHAPE, **({"epsilon": 1.0} if budget is None else {"budget": budget}), **more)
 
 
 def run(budget, folder, key, stop=None):
@@ -250,10 +241,10 @@ def test_a_loop_reserves_and_settles(tmp_path):
     assert plan(of(budget, "first")) == first
     entry = of(budget, "first").settle(tmp_path / "first")
     assert entry.charged == first.ledger(2) == state.ledger.beyond(first.spent)
-    with pytest.raises(InvalidArgument, match="which has none"):
-        of(budget, "before").settle(tmp_path / "first" / "journal.jsonl") if False else of(budget, "first").settle(
-            other_journal(tmp_path)
-        )
+    (tmp_path / "other").mkdir()
+    run(of(made(tmp_path / "other"), "x"), tmp_path / "x", dpfunc.insecure_key(2), stop=1)
+    with pytest.raises(InvalidArgument, match="which has none"):  # a journal of another run
+        of(budget, "first").settle(tmp_path / "x")
     second = plan(of(budget, "second"))
     assert second.spent == steps(100) + first.ledger(2)
     assert of(budget, "first").reserve(first, key, unit=UNIT).charged == first.ledger()  # it goes on: charged whole
@@ -261,21 +252,9 @@ def test_a_loop_reserves_and_settles(tmp_path):
         of(budget, "second").reserve(second, "second", unit=UNIT)
 
 
-def other_journal(folder):
-    """A journal of another run."""
-    other = made_other(folder)
-    run(of(other, "x"), folder / "x", dpfunc.insecure_key(2), stop=1)
-    return folder / "x"
-
-
-def made_other(folder):
-    (folder / "other").mkdir()
-    return made(folder / "other")
-
-
 def test_a_plan_needs_one_budget():
     with pytest.raises(InvalidArgument, match="epsilon and delta, or the budget"):
-        dpfunc.Plan.for_budget(dataset_size=100, expected_batch_size=10, num_steps=4, clip=clipping.Flat(1.0))
+        dpfunc.Plan.for_budget(**SHAPE)
 
 
 def test_a_search_takes_the_rest(tmp_path):
@@ -298,25 +277,3 @@ def test_a_search_takes_the_rest(tmp_path):
     with pytest.raises(InvalidArgument, match="no search"):
         search.settle(steps(0))
     of(budget, "a").settle(steps(5))
-
-
-def test_no_clock_decides(tmp_path, monkeypatch):
-    """With a clock that runs backwards, all is as before."""
-    from dpfunc.budget import budget as module
-
-    class Backwards(module.datetime):
-        years = iter(range(2000, 1900, -1))
-
-        @classmethod
-        def now(cls, tz=None):
-            return cls(next(cls.years), 1, 1, tzinfo=tz)
-
-    monkeypatch.setattr(module, "datetime", Backwards)
-    budget = made(tmp_path)
-    for name in "abc":
-        of(budget, name).reserve(steps(10), name, unit=UNIT)
-    of(budget, "a").settle(steps(3))
-    entries = budget.account().entries
-    assert list(entries) == ["a", "b", "c"]
-    assert [entry.charged.num_steps for entry in entries.values()] == [3, 10, 10]
-    assert entries["a"].date < entries["c"].date

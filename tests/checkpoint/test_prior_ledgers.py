@@ -142,7 +142,7 @@ def test_what_holds_a_ledger_and_is_none_is_refused(tmp_path):
         read_spent([path])
     for other in (
         signed({"schema": 1, "ledger": inside}),
-        signed({"schema": RECORD.kind + "2", "ledger": inside}),
+        signed({"schema": RECORD.schema, "ledger": inside}),
         [3],
     ):
         path.write_text(json.dumps(other))

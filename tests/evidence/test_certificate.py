@@ -408,21 +408,6 @@ def test_the_published_schema(made):
         follows(SCHEMA, {**values, "steps": 3})
 
 
-def test_an_old_record_is_read_and_says_less(tmp_path):
-    """Of version 2, which did not say how rows were kept apart."""
-    from dpfunc._utils.validation import signed
-
-    trained(tmp_path / "run")
-    path = tmp_path / "run" / "privacy_accounting.json"
-    values = json.loads(path.read_text())
-    old = {name: value for name, value in values.items() if name not in ("rows", "batches")}
-    path.write_text(json.dumps(signed({**old, "schema": "dpfunc.accounting/2"})))
-    assert Record.from_json(path.read_bytes()).rows == "not recorded"
-    assert unmet(certify(tmp_path / "run")) == [
-        UNMET[name][1] for name in ("batches from elsewhere", "an engine of the user")
-    ]
-
-
 def test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name(tmp_path, capsys, caplog):
     """Of a run with a public bound on the number of records: in files that may be published, and in lines that are printed."""
     place = tmp_path / "secret_name_of_a_study"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfunc.errors import InvalidArgument, StateReused
-from dpfunc.noise import Mechanism, add_gaussian, gaussian, noise_std
+from dpfunc.noise import add_gaussian, gaussian, noise_std
 from dpfunc.noise._streams import standard_normal
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key
 from dpfunc.types import ClippedSum, Schedule
@@ -50,8 +50,10 @@ def test_a_secret_key_releases_once():
     ):
         with pytest.raises(StateReused, match="This key has released other values before"):
             add_gaussian(other, multiplier, key, allocation=allocation)
-    again = add_gaussian(clipped, 1.0, key)
-    assert all(torch.equal(again[name], value) for name, value in first.items())
+    mechanism = gaussian(1.0)
+    assert mechanism.init(clipped.sums) == ()
+    for again in (add_gaussian(clipped, 1.0, key), mechanism.add(clipped, (), key)[0]):
+        assert all(torch.equal(again[name], value) for name, value in first.items())
     assert not torch.equal(add_gaussian(moved, 1.0, fold_in(key, 1))["p0"], first["p0"] + 1e-3)
     with pytest.raises(StateReused, match="made in another process"):  # where it may have released other values
         add_gaussian(clipped, 1.0, Key(bytes(range(32)), made_in="elsewhere"))
@@ -59,7 +61,7 @@ def test_a_secret_key_releases_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("allocation", ["uniform", "optimal"])
-@pytest.mark.parametrize("sensitivities", [(1.0,), (0.01,), (300.0,), (1.0, 2.0, 0.5)])
+@pytest.mark.parametrize("sensitivities", [(0.01,), (1.0, 2.0, 0.5)])
 def test_scale(dtype, allocation, sensitivities):
     """The noise of each group has the stated standard deviation, and neither 0.9 nor 1.1 of it."""
     clipped = clipped_sum([5000, 20_000, 80_000][: len(sensitivities)], sensitivities, dtype)
@@ -134,13 +136,6 @@ def test_the_sum_is_kept():
         assert not torch.equal(released[name], value)
 
 
-def test_no_noise_for_multiplier_zero():
-    """z = 0 releases the sum itself, for tests on public data: its event has an infinite epsilon."""
-    clipped = ClippedSum({"w": torch.randn(100)}, {"w": "all"}, {"all": 1.0})
-    for allocation in ("uniform", "optimal"):
-        assert torch.equal(add_gaussian(clipped, 0.0, KEY, allocation=allocation)["w"], clipped.sums["w"])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_drawn_as_promised(dtype):
     """Drawn in float64, added and returned in the dtype of the sum, without its graph; float64 noise is not float32
@@ -162,6 +157,7 @@ def test_shapes(shape):
     clipped = ClippedSum({"w": torch.zeros(shape), "v": torch.zeros(3)}, {"w": "a", "v": "b"}, {"a": 1.0, "b": 1.0})
     for allocation in ("uniform", "optimal"):
         assert add_gaussian(clipped, 1.0, KEY, allocation=allocation)["w"].shape == shape
+        assert torch.equal(add_gaussian(clipped, 0.0, KEY, allocation=allocation)["w"], clipped.sums["w"])  # no noise
 
 
 def test_noise_inside_inference_mode_and_under_another_default_device():
@@ -174,18 +170,6 @@ def test_noise_inside_inference_mode_and_under_another_default_device():
         assert torch.equal(add_gaussian(clipped, 1.0, KEY)["p0"], expected)
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "optimal"])
-def test_mechanism_is_add_gaussian_without_state(allocation):
-    clipped = clipped_sum([100, 50], [1.0, 2.0])
-    mechanism = gaussian(1.3, allocation=allocation)
-    assert isinstance(mechanism, Mechanism)
-    state = mechanism.init(clipped.sums)
-    released, after = mechanism.add(clipped, state, KEY)
-    assert state == after == ()
-    direct = add_gaussian(clipped, 1.3, KEY, allocation=allocation)
-    assert all(torch.equal(released[name], direct[name]) for name in direct)
-
-
 def test_a_divided_sum_cannot_be_released():
     """Noise for the undivided sum on a divided one: there is no way to say it."""
     clipped = clipped_sum([10], [1.0])
@@ -194,10 +178,6 @@ def test_a_divided_sum_cannot_be_released():
         add_gaussian(divided, 1.0, KEY)
     with pytest.raises(InvalidArgument, match=r"Expected a ClippedSum, got Tensor"):
         gaussian(1.0).add(clipped.sums["p0"] / 32, (), KEY)
-    with pytest.raises(TypeError):
-        clipped / 32
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        clipped.sums = divided
     with pytest.raises(TypeError):
         add_gaussian(clipped, std=1.0, key=KEY)
 
@@ -234,17 +214,6 @@ def test_refused(case):
     arguments = {"noise_multiplier": 1.0, "key": KEY, **changes}
     with pytest.raises(InvalidArgument, match=message):
         add_gaussian(clipped, **arguments)
-
-
-@pytest.mark.parametrize("case", ["negative", "NaN", "bool", "schedule", "allocation", "source"])
-def test_refused_when_the_mechanism_is_made(case):
-    _, changes, message = BAD[case]
-    with pytest.raises(InvalidArgument, match=message):
-        gaussian(**{"noise_multiplier": 1.0, **changes})
-
-
-def test_noise_that_float64_can_hold_is_held():
-    """What float32 cannot hold is no problem in float64."""
-    for sensitivity in (1e-42, 1e38):
-        value = add_gaussian(clipped_sum([1000], [sensitivity], torch.float64), 1.0, KEY)["p0"]
-        assert std_accepted(value / sensitivity, 1.0)
+    if clipped is GOOD and "key" not in changes and "device" not in case:
+        with pytest.raises(InvalidArgument, match=message):  # already when the mechanism is made
+            gaussian(**{"noise_multiplier": 1.0, **changes})

@@ -17,7 +17,7 @@ from scipy import stats
 from dpfunc._utils.dtensor import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
-from dpfunc.noise._streams import TILE, TILE_COLS, philox_normal, secure_normal, standard_normal, tile, tiles
+from dpfunc.noise._streams import TILE, philox_normal, secure_normal, standard_normal, tile, tiles
 from dpfunc.rng import Key, fold_in, insecure_key
 
 KEY = insecure_key(0)
@@ -38,9 +38,10 @@ def uncorrelated(one, other, bound=5.0):
     return abs(float(np.corrcoef(one, other)[0, 1])) * np.sqrt(one.size) < bound
 
 
-@pytest.mark.parametrize("key", [KEY, fold_in(KEY, "step", 1), insecure_key(2**200)], ids=["root", "folded", "large"])
-def test_is_standard_normal(key):
-    values = numbers(key)
+def test_is_standard_normal():
+    for key in (fold_in(KEY, "step", 1), insecure_key(2**200)):
+        assert looks_normal(numbers(key))
+    values = numbers(KEY)
     assert looks_normal(values)
     assert not looks_normal(0.99 * values)
     assert not looks_normal(1.01 * values)
@@ -57,8 +58,8 @@ def test_every_bit_of_a_key_changes_the_noise():
 
 def test_tails():
     """Beyond 5 sigma there is as much as there should be; noise of 0.9 or 1.1 sigma fails."""
-    draws = 700 * TILE
-    peaks = np.concatenate([values[np.abs(values) > 4] for values in (tile(KEY, "tails", i) for i in range(700))])
+    draws = 300 * TILE
+    peaks = np.concatenate([values[np.abs(values) > 4] for values in (tile(KEY, "tails", i) for i in range(300))])
 
     def accepted(cut, scale):
         expected = 2 * stats.norm.sf(cut) * draws
@@ -111,12 +112,13 @@ def test_no_correlation(pair):
 
 def test_tiles_do_not_repeat():
     """Not within a leaf either: tile 1 of `w` is neither tile 0 nor tile 11 of it, nor a tile of `w1`."""
-    tiles = [tile(KEY, "w", i) for i in range(12)] + [tile(KEY, "w1", i) for i in range(2)]
-    assert np.unique(np.concatenate(tiles)).size == len(tiles) * TILE
-    for one, other in itertools.pairwise(tiles):
+    drawn = [tile(KEY, "w", i) for i in range(12)] + [tile(KEY, "w1", i) for i in range(2)]
+    flat = np.concatenate(drawn)
+    assert np.unique(flat).size == len(drawn) * TILE
+    for one, other in (*itertools.pairwise(drawn), (flat[:-1], flat[1:])):
         assert uncorrelated(one, other)
-    flat = np.concatenate(tiles)
-    assert uncorrelated(flat[:-1], flat[1:])
+    half = Window(512, 512, (0, 512), (0, 256))  # of which no more is drawn than it touches
+    assert [each.number for each in tiles(half)] == [0, 2]
 
 
 @given(
@@ -142,16 +144,7 @@ def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
             assert torch.equal(draw(part), whole[slice(*rows), slice(*cols)])
 
 
-def test_no_more_is_drawn_than_touched():
-    """A half of the columns, or of the rows, is half of the tiles."""
-    size = 4 * TILE_COLS
-    whole = list(tiles(Window(size, size, (0, size), (0, size))))
-    assert len({cut.number for cut in whole}) == len(whole) == size**2 // TILE
-    for half in (Window(size, size, (0, size // 2), (0, size)), Window(size, size, (0, size), (0, size // 2))):
-        assert 2 * len(list(tiles(half))) == len(whole)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_stateless(threads):
     """The same key gives the same bits: again, with any number of threads, in any order, in any company."""
     expected = secure_normal(KEY, LEAVES, threads=1)
@@ -192,18 +185,6 @@ def test_an_error_of_a_thread_is_the_callers(monkeypatch, here):
         secure_normal(KEY, {"a": torch.zeros(40 * TILE)}, threads=3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("noise")]
     assert here is False or len(drawn) < 40
-
-
-@given(size=st.integers(0, 3 * TILE), more=st.integers(0, 10))
-def test_a_longer_leaf_begins_with_the_shorter_one(size, more):
-    """The noise of a leaf is cut from one sequence, that of its tiles; its shape and layout only arrange it."""
-    long = secure_normal(KEY, {"w": torch.zeros(size + more)})["w"]
-    assert torch.equal(long[:size], secure_normal(KEY, {"w": torch.zeros(size)})["w"])
-    number = size // TILE
-    part = long[number * TILE : (number + 1) * TILE]
-    assert np.array_equal(tile(KEY, "w", number, len(part)).astype(np.float32), part.numpy())
-    straight, crossed = torch.zeros(30, 20), torch.zeros(20, 30).T
-    assert torch.equal(secure_normal(KEY, {"w": straight})["w"], secure_normal(KEY, {"w": crossed})["w"])
 
 
 def test_noise_that_cannot_be_good_is_refused():

@@ -15,7 +15,7 @@ from randomgen import UserBitGenerator
 from scipy import stats
 
 from dpfunc.noise import _ziggurat as ziggurat
-from dpfunc.noise._streams import TILE, Room, tile
+from dpfunc.noise._streams import TILE, room_for, tile
 from dpfunc.noise._ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
 from dpfunc.rng import fold_in, insecure_key, stream
 
@@ -55,7 +55,7 @@ def of_word(*words):
 def test_numpy_agrees(size):
     """Bit for bit, over many tiles; about 1 of 70 words is doubtful, and 1 of 4000 numbers is from the tail."""
     room = scratch(words_for(size))
-    for number in range(40):
+    for number in range(15):
         key = fold_in(KEY, size, number)
         assert np.array_equal(
             normals(stream(key).bit_generator.random_raw, size, room), stream(key).standard_normal(size)
@@ -101,9 +101,9 @@ def test_numpy_agrees_where_words_end(last, before):
 
 def test_scratch_memory_does_not_matter():
     """Used again, too small, or none: the numbers are the same."""
-    room = Room.of(TILE)
+    room = room_for(TILE)
     expected = [tile(KEY, "w", number) for number in range(3)]
-    for memory in (room, Room.of(10), None):
+    for memory in (room, room_for(10), None):
         assert all(np.array_equal(tile(KEY, "w", i, TILE, memory), expected[i]) for i in range(3))
     assert np.array_equal(tile(KEY, "w", 1, 10, room), expected[1][:10])
 
@@ -119,40 +119,6 @@ def test_layers_are_under_the_curve():
     assert CERTAIN[1] == 0  # above the second layer no rectangle is under the curve
     assert (STEPS[LAYERS:] == -STEPS[:LAYERS]).all()
     assert STEPS[:LAYERS] * 2.0**52 == pytest.approx(EDGES, rel=0)  # 52 bits of each number are random
-
-
-@pytest.mark.parametrize("layer", [1, 2, 17, 128, 254, 255])
-def test_doubtful_words_are_decided_by_the_curve(layer):
-    """At each place beyond the certain part a word is kept up to the height of the curve, and no higher."""
-    inner = EDGES[layer - 1] if layer > 1 else 0.0
-    for share in (0.1, 0.5, 0.9):
-        place = int((inner + share * (EDGES[layer] - inner)) / STEPS[layer])
-        number = place * STEPS[layer]
-        low, high = HEIGHTS[layer], HEIGHTS[layer - 1]
-        limit = (math.exp(-number * number / 2) - low) / (high - low)
-        assert 0.0 < limit < 1.0
-        assert of_word(word(layer, place), uniform_word(limit - 1e-9)) == number
-        assert of_word(word(layer, place, sign=1), uniform_word(limit - 1e-9)) == -number
-        assert of_word(word(layer, place), uniform_word(limit + 1e-9)) == of_word()  # the next word of the stream
-
-
-@pytest.mark.parametrize("beyond", [1e-6, 0.5, 1.5, 2.4, 4.0, 6.0, 8.0])
-def test_the_tail_by_direct_evaluation(beyond):
-    """To 11.7 sigma: a tail word proposes TAIL + b with density TAIL exp(-TAIL b) and keeps it with exp(-b^2 / 2).
-
-    The product is the normal density, times a constant. Numbers to 6 sigma are b = 2.4.
-    """
-    proposal = uniform_word(-math.expm1(-TAIL * beyond))
-    limit = -math.expm1(-beyond * beyond / 2)
-    margin = 0.05 * min(limit, 1 - limit)
-    resolution = 2.0**-53 * math.exp(TAIL * beyond) / TAIL  # of a 53-bit uniform number
-    for sign in (0, 1):
-        tail = word(0, 2**52 - 1 - 256 * (1 - sign))  # bit 8 of the place is the sign
-        value = of_word(tail, proposal, uniform_word(limit + margin))
-        assert abs(value) == pytest.approx(TAIL + beyond, rel=1e-12, abs=2 * resolution)
-        assert (value < 0) == bool(sign)
-        refused = of_word(tail, proposal, uniform_word(limit - margin))
-        assert refused == of_word(tail) != value  # it proposes again, with the next words
 
 
 def test_extreme_words_give_finite_numbers():
@@ -182,10 +148,11 @@ print(digest.hexdigest())
 """
 
 
-def test_other_instructions(monkeypatch):
+def test_other_instructions(monkeypatch, capsys):
     """The same bits on a processor without AVX2, AVX-512 or FMA: a run can go on there."""
-    here = python(PROGRAM)
+    exec(PROGRAM, {})
+    here = capsys.readouterr().out
     monkeypatch.setenv(
         "NPY_DISABLE_CPU_FEATURES", " ".join(each for each in __cpu_dispatch__ if __cpu_features__[each])
     )
-    assert python(PROGRAM) == here
+    assert python(PROGRAM).strip() == here.strip()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.rng import fold_in, insecure_key
-from dpfunc.sampling import FixedSize, InOrder, Shuffled
+from dpfunc.rng import insecure_key
+from dpfunc.sampling import FixedSize, InOrder, RandomAllocation, Shuffled
 
 KEY = insecure_key(0)
 
@@ -54,14 +54,6 @@ def test_an_epoch(kind, size, data, epoch):
     assert order.dtype == torch.int64
 
 
-def test_shuffled_epochs_differ():
-    sampler = Shuffled(100, 100)
-    orders = {tuple(sampler.indices(KEY, epoch).tolist()) for epoch in range(50)}
-    assert len(orders) == 50
-    assert tuple(range(100)) not in orders
-    assert not torch.equal(Shuffled(100, 50).indices(KEY, 0), Shuffled(100, 50).indices(fold_in(KEY, "other"), 0))
-
-
 def test_shuffled_positions_are_uniform():
     """Each record is in each of the four batches of an epoch equally often."""
     sampler = Shuffled(20, 5)
@@ -71,7 +63,26 @@ def test_shuffled_positions_are_uniform():
     assert all(stats.chisquare(row).pvalue > 1e-6 for row in counts_NP)
 
 
-@pytest.mark.parametrize("kind", [Shuffled, InOrder])
+@given(size=st.integers(1, 300), batches=st.integers(1, 20), epoch=st.integers(0, 5))
+def test_an_allocated_epoch(size, batches, epoch):
+    """Every record exactly once, in sorted batches; more records do not move the others."""
+    sampler = RandomAllocation(size, batches)
+    drawn = [sampler.indices(KEY, epoch * batches + number) for number in range(batches)]
+    assert torch.cat(drawn).sort()[0].tolist() == list(range(size))
+    more = RandomAllocation(size + 7, batches).indices(KEY, epoch * batches)
+    assert torch.equal(more[more < size], drawn[0])
+
+
+def test_batches_are_drawn_independently():
+    """The batches of two records: all 16 pairs equally often. In a permutation one batch twice would be rarer."""
+    sampler, counts = RandomAllocation(2, 4), np.zeros((4, 4))
+    for epoch in range(4000):
+        place = {int(i): b for b in range(4) for i in sampler.indices(KEY, 4 * epoch + b)}
+        counts[place[0], place[1]] += 1
+    assert stats.chisquare(counts.ravel()).pvalue > 1e-5
+
+
+@pytest.mark.parametrize("kind", [Shuffled, InOrder, RandomAllocation])
 @given(size=st.integers(1, 300), data=st.data())
 def test_each_epoch_is_charged_once(kind, size, data):
     """A run from the start is charged for each epoch it touches, however its steps are cut into stretches."""
@@ -89,3 +100,5 @@ def test_each_epoch_is_charged_once(kind, size, data):
 def test_refused(kind, sizes, message):
     with pytest.raises(InvalidArgument, match=message):
         kind(*sizes)
+    with pytest.raises(InvalidArgument, match="num_batches >= 1"):
+        RandomAllocation(10, 0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -91,16 +92,9 @@ DATASETS = {
 
 @pytest.mark.parametrize(
     ("kind", "dataset", "num_workers"),
-    [
-        ("poisson", "dictionaries", 0),
-        ("poisson", "at once", 2),
-        ("poisson", "subset", 0),
-        ("poisson", "list", 0),
-        ("fixed size", "dictionaries", 0),
-        ("shuffled", "dictionaries", 1),
-        ("in order", "at once", 0),
-    ],
-)
+    [("poisson", "dictionaries", 0), ("poisson", "at once", 2), ("poisson", "subset", 0), ("poisson", "list", 0),
+     ("fixed size", "dictionaries", 0), ("shuffled", "dictionaries", 1), ("in order", "at once", 0)],
+)  # fmt: skip
 def test_batches_are_the_draws(kind, dataset, num_workers):
     """Of each step, in order, from the step of the state; the empty ones have the structure of the others."""
     plan = plan_of(kind)
@@ -126,12 +120,8 @@ def test_a_resumed_run_reads_the_same():
     def batches(step, workers):
         torch.manual_seed(step + workers)
         before = torch.random.get_rng_state()
-        found = list(
-            plan.loader(
-                Augmented(), at(step), collate_fn=augmented_collate, num_workers=workers,
-                prefetch_factor=workers or None,
-            )
-        )  # fmt: skip
+        more = {"collate_fn": augmented_collate, "num_workers": workers, "prefetch_factor": workers or None}
+        found = list(plan.loader(Augmented(), at(step), **more))
         assert torch.equal(torch.random.get_rng_state(), before)
         return found
 
@@ -139,7 +129,7 @@ def test_a_resumed_run_reads_the_same():
     assert len(whole) == 15
     assert any(not len(batch["label"]) for batch in whole)
     assert len({float(batch["masked"].sum()) for batch in whole if len(batch["label"])}) > 5  # not one number for all
-    for step, workers in ((0, 2), (6, 0), (6, 1)):
+    for step, workers in ((6, 0), (6, 2)):
         for ours, theirs in zip(batches(step, workers), whole[step:], strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -211,26 +201,12 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(N))
 
-
-class StreamOfKnownLength(Stream):
     def __len__(self):
         return N
 
 
-def test_no_collate_function_is_the_one_of_torch():
-    """As in a DataLoader of torch, whose default is None."""
-    plan, records = plan_of(), [(torch.full((2,), float(i)), i) for i in range(N)]
-    pairs = zip(plan.loader(records, at(0)), plan.loader(records, at(0), collate_fn=None), strict=True)
-    assert all(torch.equal(left, right) for one, other in pairs for left, right in zip(one, other, strict=True))
-
-
-def text_collate(records):
-    return {"text": [str(record) for record in records]}
-
-
 BAD = {
     "a stream": (lambda p: p.loader(Stream(), at(0)), r"got dataset of type Stream, a stream.*sampling.InOrder"),
-    "a stream with a length": (lambda p: p.loader(StreamOfKnownLength(), at(0)), "StreamOfKnownLength, a stream"),
     "a loader": (lambda p: p.loader(DataLoader(range(N)), at(0)), "a data set, got a DataLoader.*loader.dataset"),
     "a generator": (lambda p: p.loader(iter([1]), at(0)), "got dataset of type list_iterator"),
     "too short": (
@@ -254,31 +230,23 @@ def test_what_is_no_data_set_of_the_plan_is_refused(name):
 def test_an_empty_draw_needs_a_batch_of_rows():
     nobody = plan_of(sampler=sampling.Poisson(N, 1e-9))
     with pytest.raises(InvalidArgument, match=r"batch\['text'\]\[0\] of type str.*collate_fn"):
-        next(iter(nobody.loader(range(N), at(0), collate_fn=text_collate)))
+        next(iter(nobody.loader(range(N), at(0), collate_fn=lambda records: {"text": [str(r) for r in records]})))
     with pytest.raises(InvalidArgument, match="one row from one record, got 2 rows"):
         next(iter(nobody.loader([torch.zeros(2, 3)] * N, at(0), collate_fn=torch.cat)))
-
-
-class Opaque:
-    """A record of which only its batch tells anything."""
-
-    def __init__(self, number):
-        self.number = number
 
 
 def test_another_order_has_another_name():
     """The order counts, in small and in large data sets, for records of any type; random augmentation does not."""
 
     def name(numbers):
-        return batches_name([Opaque(i) for i in numbers], lambda records: torch.tensor([r.number for r in records]))
+        records = [SimpleNamespace(number=i) for i in numbers]  # of which only its batch tells anything
+        return batches_name(records, lambda records: torch.tensor([r.number for r in records]))
 
     assert name(range(100)) == name(range(100))
     swapped = [*range(50), 51, 50, *range(52, 100)]
     names = [range(100), swapped, range(99, -1, -1), range(101), range(5000), range(4999, -1, -1)]
     assert len({name(numbers) for numbers in names}) == len(names)
     assert batches_name(Augmented(), augmented_collate) == batches_name(Augmented(), augmented_collate)
-    tensors = TensorDataset(torch.arange(N), torch.randn(N, 2))
-    assert batches_name(tensors, default_collate) != batches_name(Subset(tensors, range(N)[::-1]), default_collate)
 
 
 # A public bound on the number of records
@@ -308,20 +276,8 @@ def test_a_public_bound_hides_the_number_of_records(kind):
         plan.loader(Dicts(), state)
 
 
-def test_a_batch_with_records_that_are_not_there_is_refused():
-    """Or one that lacks some that are."""
-    dp_step, params, state = begun(plan_of("fixed size"), num_records=20)
-    size = len(SAMPLERS["fixed size"].indices(state.key, 0))
-    with pytest.raises(SamplingMismatch):
-        dp_step(params, {"inputs": (torch.ones(size, 3),)}, state)
-
-
 def test_a_bound_that_is_none_is_refused():
-    with pytest.raises(
-        InvalidArgument, match="Expected num_records <= 40, the plan's dataset_size, got num_records=41"
-    ):
+    with pytest.raises(InvalidArgument, match="num_records <= 40, the plan's dataset_size, got num_records=41"):
         begun(plan_of(), num_records=41)
-    with pytest.raises(
-        InvalidArgument, match="Expected len.dataset. to be the plan's dataset_size=40, .* public bound"
-    ):
+    with pytest.raises(InvalidArgument, match="to be the plan's dataset_size=40, .* public bound"):
         plan_of().loader(Fewer(), at(0))
