@@ -49,8 +49,10 @@ def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
     text = path.read_bytes()
     values = parsed(text, _COST)
     schema = str(values.get("schema")) if isinstance(values, dict) else ""
-    kinds: tuple[type[Ledger | Record | SelectionRecord], ...] = (Record, SelectionRecord, Ledger)
-    for prefix, kind in zip((RUN, SELECTION, "dpfunc.ledger/"), kinds, strict=True):
+    kinds: dict[str, type[Ledger | Record | SelectionRecord]] = {
+        RUN: Record, SELECTION: SelectionRecord, "dpfunc.ledger/": Ledger,
+    }  # fmt: skip
+    for prefix, kind in kinds.items():
         if schema.startswith(prefix):
             return kind.from_json(text)
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
@@ -72,8 +74,12 @@ def _spent(path: Path) -> Ledger:
         raise InvalidArgument(f"{expected} cannot be read: {error}") from error
     if not ledger.num_steps:
         raise InvalidArgument(f"{expected} has no steps.")
-    if isinstance(found, Record):
-        _check_newest(path, found.global_step)
+    for journal in (j for place in (path.parent, path.parent.parent) for j in place.glob("*journal.jsonl")):
+        if isinstance(found, Record) and (taken := count_steps(journal)) > found.global_step:
+            raise InvalidArgument(
+                f"Expected all steps of a run, got {str(path)!r} with {found.global_step}; the journal beside it has "
+                f"{taken}. Name {str(journal)!r}, which also has what that run counted when it began."
+            )
     return ledger
 
 
@@ -91,14 +97,3 @@ def _of_run(record: Record | SelectionRecord) -> Ledger:
             record.epsilon, "One of them was changed. Restore the file, or name its journal.",
         )  # fmt: skip
     return record.ledger
-
-
-def _check_newest(path: Path, steps: int) -> None:
-    """Refuse a record written before the last steps of its run, which the journal beside it has."""
-    for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
-        taken = count_steps(journal)
-        if taken > steps:
-            raise InvalidArgument(
-                f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
-                f"{str(journal)!r}, which also has what that run counted when it began."
-            )

@@ -48,11 +48,9 @@ PARAMS = "params/"
 
 
 class _Slot(NamedTuple):
-    """Name of a saved tensor, the keys that lead to it in its state, and if processes held different shards."""
-
-    name: str
-    place: _Place
-    sharded: bool
+    name: str  # of a saved tensor
+    place: _Place  # the keys that lead to it in its state
+    sharded: bool  # processes held different shards
 
 
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
@@ -92,22 +90,17 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     except RecursionError as error:
         raise InvalidArgument(f"Expected {name} to have plain values, got others: nested too deeply.") from error
     if unreadable:
-        hints = dict.fromkeys(_hint(kind) for kind in sorted({kind for _, kind in unreadable}, key=str))
-        where = shorten([f"{place} of type {_name(kind)}" for place, kind in unreadable])
+        homes = [{"", *(base.__module__.partition(".")[0] for base in kind.__mro__)} for _, kind in unreadable]
+        hints = dict.fromkeys(next(hint for home, hint in _HINTS.items() if home in known) for known in homes)
+        where = [
+            f"{place} of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+            for place, kind in unreadable
+        ]
         raise InvalidArgument(
             f"Expected {name} to have tensors, numbers, strings, lists and dicts, which a load can read without "
-            f"running code, got {where}. {' '.join(hints)}"
+            f"running code, got {shorten(where)}. {' '.join(hints)}"
         )
     return encoded
-
-
-def _name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _hint(kind: type) -> str:
-    homes = {"", *(base.__module__.partition(".")[0] for base in kind.__mro__)}
-    return next(hint for home, hint in _HINTS.items() if home in homes)
 
 
 def decode(values: Any, tensor: Callable[[_Slot], Any], place: _Place = ()) -> Any:
@@ -128,12 +121,7 @@ def decode(values: Any, tensor: Callable[[_Slot], Any], place: _Place = ()) -> A
 def _slots(values: Any) -> tuple[list[_Slot], Any]:
     """All tensors of an encoded state, and the state with slots in their place."""
     found: list[_Slot] = []
-
-    def note(slot: _Slot) -> _Slot:
-        found.append(slot)
-        return slot
-
-    return found, decode(values, note)
+    return found, decode(values, lambda slot: found.append(slot) or slot)  # type: ignore[func-returns-value]  # None
 
 
 def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor | None:
@@ -142,18 +130,15 @@ def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor 
     A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do, by
     number: in the order in which the optimizer got the parameters, `params.values()` unless it knows their names.
     """
-    names = [key for key in slot.place if isinstance(key, str) and key in params]
-    if not names and slot.place[:1] == ("state",) and len(slot.place) > 2:
-        names = [_numbered(skeleton.get("param_groups", ()), params).get(slot.place[1], "")]
-    found = params.get(names[-1]) if names else None
+    keys = [key for key in slot.place if isinstance(key, str) and key in params]
+    if not keys and slot.place[:1] == ("state",) and len(slot.place) > 2:
+        groups = skeleton.get("param_groups", ())
+        numbers = [number for group in groups for number in group["params"]]
+        names = [name for group in groups for name in group.get("param_names", ())] or list(params)
+        keys = [name for number, name in zip(numbers, names, strict=False) if number == slot.place[1]]
+        keys = keys if len(numbers) == len(names) else []  # where its numbers do not fit, none is known
+    found = params.get(keys[-1]) if keys else None
     return found if found is not None and found.shape == saved.shape else None
-
-
-def _numbered(groups: Any, params: Params) -> dict[object, str]:
-    """Names of the parameters that an optimizer numbers; none where its numbers do not fit."""
-    numbers = [number for group in groups for number in group["params"]]
-    names = [name for group in groups for name in group.get("param_names", ())] or list(params)
-    return dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
 
 
 def empty(like: Tensor | None, saved: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class _Known:
 
     def read(self, file: BinaryIO, path: Path) -> None:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
-        same = chain.resumes(file, self.at)
+        # the file that was read before, and not shorter now
+        same = os.fstat(file.fileno()).st_ino == self.at.inode and file.seek(0, os.SEEK_END) >= self.at.offset
         position, lines = chain.follow(file, path, self.at if same else chain.Position())
         known = self.at.end
         # a copy that was put in its place has at least what was read
@@ -132,7 +133,7 @@ class Journal:
 
     @property
     def file(self) -> Path:
-        """The absolute path, as a `Path` object."""
+        """The absolute path."""
         return Path(self.path)
 
     def __call__(self, after: StepState) -> None:
@@ -141,27 +142,27 @@ class Journal:
         from dpfunc.state import step_events
 
         step, run = after.step - 1, fingerprint(after.key)
-        taken = Taken(
-            self.plan.adjacency, step_events(self.plan, after, step, after.step), dict(after.released).get(step, "")
-        )
+        events = step_events(self.plan, after, step, after.step)
+        taken = Taken(self.plan.adjacency, events, dict(after.released).get(step, ""))
         with writing(self.file, after.ledger, self.plan), chain.locked(self.file) as file:
             self._known.read(file, self.file)
             runs = self._known.runs
-            begins = run not in runs
-            if begins:
+            values: dict[str, Any] = {
+                "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(events),
+                "release": taken.release,
+            }  # fmt: skip
+            if run in runs:
+                self._check(run, step, taken.release)
+            else:
                 if not after.journal:  # `load` has compared the ledger of a resumed run
                     all_own = taken._replace(events=step_events(self.plan, after, 0, after.step))
                     check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
-            else:
-                self._check(run, step, taken.release)
-            repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
-            if self._known.last != run and not repeated and (not begins or after.journal):
+                values["before"] = _written(before.events)
+            # a step that is repeated costs nothing, whoever wrote since; a run that begins was compared above
+            written = step in runs.get(run, {}) or (run not in runs and not after.journal)
+            if self._known.last != run and not written:
                 self._check_alone(after)
-            values = {
-                "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(taken.events),
-                "release": taken.release, **({"before": _written(before.events)} if begins else {}),
-            }  # fmt: skip
             chain.append_chained(file, self.file, self._known.at, values)
 
     def _check_alone(self, after: StepState) -> None:
@@ -248,7 +249,7 @@ def read_steps(
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
     A journal without lines is an error, or, before the first step of a run, "empty". It may have grown since its end
-    was `known`.
+    was `known`, when a checkpoint was saved.
     """
     path = Path(path)
     lines = chain.read_chain(path)
@@ -272,7 +273,6 @@ def count_steps(path: Path | str) -> int:
 
 
 def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None:
-    """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
     then = "when the checkpoint was saved"
     if chain.read_head(path) is None:
         found = f"Expected the journal {path} with {chain.head_path(path).name} beside it, as {then}, got no such file"
@@ -286,7 +286,7 @@ def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None
 
 
 def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
-    """Enter the steps that lines of a journal have; the run of the last line. A repeated step counts once."""
+    """Enter the steps that lines of a journal have; the run of the last line."""
     run = ""
     for end, values in lines:
         try:
@@ -296,7 +296,7 @@ def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]
         except (KeyError, ValueError, TypeError) as error:
             raise chain.unreadable(end.lines, path, error) from error
         first = runs.setdefault(run, {}).setdefault(step, taken)
-        if first._replace(before=()) != taken._replace(before=()):
+        if first[:3] != taken[:3]:
             raise CheckpointError(
                 f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
                 f"once. {chain.RESTORE}"

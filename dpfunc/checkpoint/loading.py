@@ -41,7 +41,12 @@ from dpfunc.state import resumed
 from dpfunc.types import Batch, Params
 
 _FAILED = "No checkpoint was loaded"
-
+_BOTH = 'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
+_NO_JOURNAL = (
+    "Expected the journal of the run, got journal=None: nobody knows which steps were released after the checkpoint, "
+    "and repeating them with anything changed would give their noise away. Pass journal=, the file of Journal; or go "
+    'on with new noise, without_journal="new_key", if no step after the checkpoint was released, or you count those.'
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -112,7 +117,9 @@ def load(
     path = parent / name
 
     def check() -> dict[str, torch.Tensor]:
-        _check_choice(file, without_journal)
+        new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
+        if (file is None) != new_key:
+            raise InvalidArgument(_BOTH) if new_key else CheckpointError(_NO_JOURNAL)
         check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
         folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
@@ -134,7 +141,9 @@ def load(
     def decide() -> dict[str, Any]:
         """State and note with which the run continues, by the process that has the journal."""
         lines = 0 if file is None else len(read_chain(file))  # first: later ones may not be compared
-        history = _history(parent, values, file)
+        end = None if values["journal"] is None else Head(**values["journal"])
+        taken = None if file is None else read_steps(file, missing="empty" if end else "refuse", known=end)
+        history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         line = None if note is None else json.dumps(asdict(note))
         return {"state": state_to_dict(state), "note": line, "lines": lines}
@@ -149,21 +158,6 @@ def load(
     state = resumed(state_from_dict(decided["state"], plan, {}))
     state = state._replace(noise_state=noise, journal=where, journal_lines=lines)
     return Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
-
-
-def _check_choice(journal: Path | None, without_journal: str) -> None:
-    """Check that a resumed run has a journal or a new key, not both."""
-    new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
-    if journal is not None and new_key:
-        both = 'Expected journal= or without_journal="new_key", got both'
-        raise InvalidArgument(f"{both}. With the journal the run is repeated as it was.")
-    if journal is None and not new_key:
-        raise CheckpointError(
-            "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
-            "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the file "
-            'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
-            "released, or you count those that were."
-        )
 
 
 def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
@@ -182,10 +176,3 @@ def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
     folder.verify(path, {folder.STATE: folder.read_manifest(path)[folder.STATE]})
     return path.name, folder.saved_state(path)
-
-
-def _history(parent: Path, values: Mapping[str, Any], journal: Path | None) -> History:
-    known = None if values["journal"] is None else Head(**values["journal"])
-    missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
-    taken = None if journal is None else read_steps(journal, missing=missing, known=known)
-    return History(values, known_notes(parent / NOTES, values["notes"]), taken)

@@ -15,7 +15,7 @@ from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import load, loading, save, saving
 from dpfunc.checkpoint._folder import all_checkpoints
-from dpfunc.checkpoint._resume_policy import NOTES, layout, read_notes
+from dpfunc.checkpoint._resume_policy import NOTES, known_notes, layout
 from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.errors import BudgetExhausted, CheckpointError, LedgerConflict
 from dpfunc.plan import Plan
@@ -155,7 +155,7 @@ def test_steps_are_charged_again_each_time(tmp_path):
     run.load(1)
     assert run.state.ledger == run.plan.ledger(8)  # nothing is counted twice
     run.check()
-    assert [note.parent is None for note in read_notes(run.folder / "c" / NOTES)] == [False, False, True, True]
+    assert [note.parent is None for note in known_notes(run.folder / "c" / NOTES, 0)] == [False, False, True, True]
 
 
 def test_the_budget_covers_what_is_drawn_again(tmp_path):
