@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,10 +57,8 @@ _TURN = threading.RLock()
 
 
 class _Groups(NamedTuple):
-    """Groups of parameters that are clipped together, and the bound of each."""
-
     parts: Partition
-    bounds: tuple[float, ...]
+    bounds: tuple[float, ...]  # of each group
 
 
 @dataclass(frozen=True)
@@ -106,28 +104,21 @@ class ClippedGrad:
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
         if self.telemetry is not None:
             bounds = self.telemetry.bounds(bounds)
-        sensitivities = group_sensitivities(bounds, self.adjacency)
         groups = _Groups(parts, tuple(bounds[group] for group in parts.group_names))
-        if not num_samples:
-            empty = Unreleased(torch.zeros(0), torch.zeros(0, len(groups.bounds)))
-            return self._beside(ClippedSum(zeros(params), parts.group_of, sensitivities), empty, bounds)
-        found = self._all_microbatches(groups, params, batch, real_B, key)
+        if num_samples:
+            found = self._all_microbatches(groups, params, batch, real_B, key)
+        else:
+            found = MicrobatchSums(zeros(params), torch.zeros(0), torch.zeros(0, len(bounds)), {})
         # without the rows of `_chunk`; all rows are real without a mask: no selection, for which a device has to wait
-        kept = slice(num_samples) if mask_B is None else real_B.nonzero()[:, 0]
+        kept = real_B.nonzero()[:, 0] if num_samples and mask_B is not None else slice(num_samples)
         aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
         unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
-        return self._beside(ClippedSum(found.sums, parts.group_of, sensitivities), unreleased, bounds)
-
-    def _beside(
-        self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]
-    ) -> tuple[ClippedSum, Unreleased]:
-        """The sum, and beside it that of the statistics of the same records, if there are any."""
+        clipped = ClippedSum(found.sums, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped if self.telemetry is None else self.telemetry.add(clipped, unreleased, bounds), unreleased
 
     def _all_microbatches(
         self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
-        """The clipped sums of a batch, one microbatch after the other."""
         num_samples = len(mask_B)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
         several = size < num_samples and not in_lockstep()
@@ -143,14 +134,13 @@ class ClippedGrad:
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            if found:
-                own = _added_to(found[0].sums, own)
-            found.append(own)
+            for name, value in own.sums.items() if found else ():
+                found[0].sums[name].add_(value)
+            found.append(own._replace(sums={}) if found else own)
         losses, norms, aux = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG", "aux"))
         return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
-        """Rows of a microbatch."""
         if self.microbatch_size is None:
             return max(2, num_samples) if _narrow(params) else num_samples
         if self.microbatch_size != "auto":
@@ -176,7 +166,7 @@ class ClippedGrad:
         start, generator = time.perf_counter(), torch.default_generator.get_state()
         per_sample = self.engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
-        repeatable = _repeatable(per_sample)
+        repeatable = isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
         clip_and_sum = partial(self._clip_and_sum, groups, params, per_sample, mask_B)
         # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
         # read the same marks.
@@ -198,18 +188,6 @@ class ClippedGrad:
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
-
-
-def _added_to(sums: dict[str, Tensor], own: MicrobatchSums) -> MicrobatchSums:
-    """A further microbatch without its sums, which are added to those of the first."""
-    for name, value in own.sums.items():
-        sums[name].add_(value)
-    return own._replace(sums={})
-
-
-def _repeatable(per_sample: PerSampleGrads) -> bool:
-    """True if weighted sums can be taken more than once."""
-    return isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
 
 
 def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
