@@ -24,7 +24,7 @@ from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, check_process, fingerprint
+from dpfunc.rng import Key, check_key, check_process, fingerprint
 from dpfunc.sampling import Poisson
 from dpfunc.types import Event, Params
 
@@ -81,8 +81,7 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     """The state before the first step of a run, without a state of the noise; see `DPStep.init`."""
     check_params(params)
     refuse_narrow_range(params)
-    if not isinstance(key, Key):
-        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
+    check_key(key)
     bound = plan.sampler.dataset_size
     if num_records is not None and integer("num_records", num_records, minimum=1) > bound:
         raise fail(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from dpfunc.errors import InvalidArgument
@@ -97,10 +98,13 @@ def only_process(folder: Path) -> Iterator[None]:
 
 
 def _taken(path: Path, folder: Path) -> int:
-    while True:
+    for attempt in count():
         try:
-            handle = _opened(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
+            if isinstance(error, (FileNotFoundError, FileExistsError)) and attempt < _ATTEMPTS:
+                continue  # the process before us may have removed the folder in between
             why = f"{error.strerror}. Nothing was spent."
             raise InvalidArgument(f"Expected a folder that can be written, got {str(folder)!r}: {why}") from error
         if not lock(handle, wait=False):
@@ -111,27 +115,13 @@ def _taken(path: Path, folder: Path) -> int:
                 "trains there now. Two runs in one folder would publish one ledger for the steps of both. Wait until "
                 "it ends, or name another folder. Nothing was written."
             )
-        try:
-            ours = os.fstat(handle).st_ino == path.stat().st_ino
-        except FileNotFoundError:
-            ours = False
-        if ours:
-            os.ftruncate(handle, 0)
-            os.write(handle, f"{os.getpid()}\n".encode())
-            return handle
+        with suppress(FileNotFoundError):
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                break
         os.close(handle)  # the one before us removed it: what others lock has another name now
-
-
-def _opened(path: Path) -> int:
-    for _ in range(_ATTEMPTS):
-        with suppress(FileNotFoundError, FileExistsError):
-            return _open(path)
-    return _open(path)  # its error says why
-
-
-def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # the process before us may remove the folder in between
+    os.ftruncate(handle, 0)
+    os.write(handle, f"{os.getpid()}\n".encode())
+    return handle
 
 
 @contextmanager

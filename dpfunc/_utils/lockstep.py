@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,17 +23,11 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.errors import StepAborted, UnsupportedModel
 
 
-@dataclass(frozen=True)
-class _ProcessContext:
-    """Other processes that take part in a step.
+class _ProcessContext(NamedTuple):
+    """Other processes that take part in a step."""
 
-    Args:
-        group: processes with other records; None for a step of one process. independent: nothing inside of the loss
-            communicates.
-    """
-
-    group: dist.ProcessGroup | None
-    independent: bool
+    group: dist.ProcessGroup | None  # processes with other records; None for a step of one process
+    independent: bool  # nothing inside of the loss communicates
 
 
 _context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
