@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import loop_clipped_sum
 
-from dpfunc import clipping
-from dpfunc.clipped import clipped_grad
+from dpfunc import clipped_grad, clipping
 from dpfunc.clipping.bounds import SLACK, group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.engines.vmap_grad import ENGINES, engine_of

@@ -8,10 +8,8 @@ from cases import linear_loss, params
 from run_cases import DATA, PLAN
 
 import dpfunc
-from dpfunc import clipping
-from dpfunc.batches import take
+from dpfunc import clipping, make_dp_step, take
 from dpfunc.errors import InvalidArgument
-from dpfunc.step import make_dp_step
 
 STATE = make_dp_step(linear_loss, PLAN).init(params(), dpfunc.secure_key())
 RUN = {"params": params(), "state": STATE, "plan": PLAN, "data": "mails"}

@@ -10,14 +10,10 @@ import torch
 from cases import as_batch, linear_loss, params, random_rows
 
 import dpfunc
-from dpfunc import clipping, sampling
-from dpfunc.batches import take
-from dpfunc.checkpoint.journal import Journal, journal_ledger
+from dpfunc import Journal, Plan, clipping, make_dp_step, sampling, secure_key, take
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import StateReused
-from dpfunc.plan import Plan
-from dpfunc.rng import secure_key
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
 
 FILES = {
     str(Path(dpfunc.__file__).parent / name)

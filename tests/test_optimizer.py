@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import dpfunc
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
-from dpfunc.state import StepState, replay
+from dpfunc import Ledger, StepState, clipping, sampling
+from dpfunc.state import replay
 
 KEY = dpfunc.insecure_key(31)
 STEPS = 8

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpfunc
-from dpfunc import state
+from dpfunc import BudgetExhausted, state
 from dpfunc.checkpoint import journal_ledger
-from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, StateReused
+from dpfunc.errors import InvalidArgument, LedgerConflict, StateReused
 
 FACTS = {"bound": 1.0, "noise_multiplier": 2.0, "delta": 1e-5, "dataset_size": 50}
 

@@ -18,12 +18,10 @@ from new_python import python
 from run_cases import DATA, PLAN
 
 import dpfunc
-from dpfunc.batches import take
-from dpfunc.checkpoint import load
+from dpfunc import Key, fold_in, insecure_key, load, make_dp_step, secure_key, take
 from dpfunc.checkpoint._resume_policy import History
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument, StateReused
-from dpfunc.rng import Key, fold_in, insecure_key, process_mark, secure_key
-from dpfunc.step import make_dp_step
+from dpfunc.rng import process_mark
 
 
 def test_a_run_with_a_key_that_everybody_knows_says_so():

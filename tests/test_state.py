@@ -16,15 +16,13 @@ import torch
 from cases import linear_loss, params
 from run_cases import DATA, PLAN, start, steps, store
 
+from dpfunc import Journal, load, make_dp_step, secure_key, take
 from dpfunc import state as state_module
-from dpfunc.batches import take
-from dpfunc.checkpoint import load
-from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
 from dpfunc.noise import Gaussian
-from dpfunc.rng import fingerprint, secure_key
+from dpfunc.rng import fingerprint
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
 
 
 def bent_loss(values, batch):

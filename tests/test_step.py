@@ -10,23 +10,23 @@ import torch
 from cases import as_batch, flat, linear_loss, params, random_rows
 from scipy import stats
 
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
-from dpfunc.batches import take
-from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.errors import (
+from dpfunc import (
     BudgetExhausted,
-    InvalidArgument,
-    LedgerConflict,
-    NoGradientWarning,
-    SamplingMismatch,
-    StateReused,
+    Event,
+    Journal,
+    Ledger,
+    Plan,
+    Schedule,
+    clipping,
+    insecure_key,
+    make_dp_step,
+    sampling,
+    secure_key,
+    take,
 )
-from dpfunc.plan import Plan
-from dpfunc.rng import insecure_key, secure_key
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.errors import InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch, StateReused
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
-from dpfunc.types import Event, Schedule
 
 DATA = as_batch(random_rows(0, 100))
 

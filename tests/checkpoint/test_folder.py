@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from run_cases import DATA, PLAN, folders, rewrite, start, steps, store
 
+from dpfunc import load
 from dpfunc._utils.locks import in_use
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint import load
 from dpfunc.errors import CheckpointError
 from dpfunc.state import replay
 

@@ -14,17 +14,12 @@ from cases import linear_loss
 from journal_cases import line, written
 from run_cases import DATA, PLAN, Run, start, steps, store
 
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
-from dpfunc.batches import take
-from dpfunc.checkpoint import load
+from dpfunc import BudgetExhausted, Journal, Ledger, Plan, clipping, load, make_dp_step, sampling, secure_key, take
 from dpfunc.checkpoint._chain import head_path
-from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
-from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, LedgerConflict, StateReused
-from dpfunc.plan import Plan
-from dpfunc.rng import fingerprint, secure_key
+from dpfunc.checkpoint.journal import journal_ledger, read_steps
+from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused
+from dpfunc.rng import fingerprint
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
 
 
 def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):

@@ -8,14 +8,10 @@ from cases import linear_loss
 from run_cases import DATA, PLAN, start, steps, store
 
 import dpfunc
-from dpfunc.accounting import Ledger
-from dpfunc.batches import take
-from dpfunc.checkpoint import load, save
+from dpfunc import BudgetExhausted, Event, Journal, Ledger, load, make_dp_step, save, take
 from dpfunc.checkpoint._chain import head_path
-from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.errors import BudgetExhausted, CheckpointError
-from dpfunc.step import make_dp_step
-from dpfunc.types import Event
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.errors import CheckpointError
 
 
 def again(values):

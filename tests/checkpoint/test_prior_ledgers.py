@@ -9,16 +9,10 @@ import search_cases
 import torch
 from record_cases import LEDGER, RECORD, record
 
-from dpfunc import clipping, sampling
+from dpfunc import Event, Journal, Ledger, Plan, clipping, make_dp_step, sampling, secure_key
 from dpfunc._utils.validation import signed
-from dpfunc.accounting import Ledger
 from dpfunc.checkpoint._prior_ledgers import read_cost, read_spent
-from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import InvalidArgument, LedgerConflict
-from dpfunc.plan import Plan
-from dpfunc.rng import secure_key
-from dpfunc.step import make_dp_step
-from dpfunc.types import Event
 
 
 def plan(adjacency="add_remove"):

@@ -8,15 +8,10 @@ from datetime import UTC, datetime
 import pytest
 import torch
 
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
+from dpfunc import Ledger, Plan, Schedule, clipping, insecure_key, make_dp_step, sampling, secure_key
 from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
 from dpfunc.checkpoint import make_record
 from dpfunc.errors import InvalidArgument, StateReused
-from dpfunc.plan import Plan
-from dpfunc.rng import insecure_key, secure_key
-from dpfunc.step import make_dp_step
-from dpfunc.types import Schedule
 
 
 def run(plan, key, steps=2, **init):

@@ -11,16 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
-from dpfunc.checkpoint import load, loading, save, saving
+from dpfunc import BudgetExhausted, Journal, Ledger, Plan, clipping, load, make_dp_step, sampling, save, secure_key
+from dpfunc.checkpoint import loading, saving
 from dpfunc.checkpoint._folder import all_checkpoints
 from dpfunc.checkpoint._resume_policy import NOTES, known_notes, layout
-from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.errors import BudgetExhausted, CheckpointError, LedgerConflict
-from dpfunc.plan import Plan
-from dpfunc.rng import fingerprint, secure_key
-from dpfunc.step import make_dp_step
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.errors import CheckpointError, LedgerConflict
+from dpfunc.rng import fingerprint
 
 DATA = torch.ones(50, 2)
 

@@ -12,13 +12,9 @@ from full_disk import at_most
 from run_cases import start, store
 
 import dpfunc
-from dpfunc import clipping, sampling
-from dpfunc.batches import take
-from dpfunc.checkpoint import load, save
-from dpfunc.checkpoint.journal import Journal, journal_ledger
+from dpfunc import Journal, Plan, clipping, load, make_dp_step, sampling, save, take
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
-from dpfunc.plan import Plan
-from dpfunc.step import make_dp_step
 
 PLAN = Plan(sampling.Poisson(40, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=4, delta=1e-3)
 DATA = torch.ones(40, 2)

@@ -19,9 +19,7 @@ from jobs import data, params
 from run_cases import folders
 from workers import outcomes, run
 
-from dpfunc import state
-from dpfunc.accounting import Ledger
-from dpfunc.checkpoint import load
+from dpfunc import Ledger, load, state
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError
 

@@ -16,9 +16,8 @@ import torch
 from noise_cases import remembering
 from run_cases import DATA, PLAN, rewrite, start, steps, store
 
-from dpfunc.checkpoint import load
+from dpfunc import Journal, load
 from dpfunc.checkpoint._states import _Unpickler
-from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import CheckpointError, InvalidArgument, StateReused
 from dpfunc.step import DPStep
 

@@ -27,11 +27,29 @@ from noise_cases import remembering
 from reference import loop_clipped_sum, loop_gradients
 from scipy import stats
 
-from dpfunc import clipped_grad, clipping, engines, make_dp_step, noise, sampling
-from dpfunc.accounting import Ledger, accountant, epsilon
+from dpfunc import (
+    ClippedSum,
+    Event,
+    Journal,
+    Ledger,
+    Plan,
+    Schedule,
+    clipped_grad,
+    clipping,
+    engines,
+    epsilon,
+    insecure_key,
+    load,
+    make_dp_step,
+    noise,
+    sampling,
+    save,
+    secure_key,
+)
+from dpfunc.accounting import accountant
 from dpfunc.accounting.events import KINDS
-from dpfunc.checkpoint import Journal, journal_ledger, load, save
 from dpfunc.checkpoint import _format as format
+from dpfunc.checkpoint import journal_ledger
 from dpfunc.clipping.bounds import SLACK
 from dpfunc.engines import _rules as rule_tables
 from dpfunc.engines import register, register_rule
@@ -39,9 +57,7 @@ from dpfunc.engines._rules import RULES
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.plan import Plan
-from dpfunc.rng import insecure_key, secure_key
-from dpfunc.types import ADJACENCIES, ClippedSum, Event, Schedule
+from dpfunc.types import ADJACENCIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
