@@ -106,9 +106,7 @@ def test_noise_follows_the_bound_of_each_plan():
     for bound in (1.0, 0.001):
         assert variance_accepts(noise_only(1.0, bound), bound)
         grads, _, _ = make_dp_step(
-            linear_loss,
-            plan(clip=clipping.Flat(bound), noise_multiplier=1e-6),
-            reduction="sum",
+            linear_loss, plan(clip=clipping.Flat(bound), noise_multiplier=1e-6), reduction="sum"
         )(params(), take(DATA, torch.arange(1)))
         assert 0 < float(flat(grads).norm()) <= bound * 1.01
 
