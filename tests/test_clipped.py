@@ -205,7 +205,7 @@ def test_narrow_gradients_are_summed_in_float32(dtype):
     """256 aligned bf16 gradients: adding one by one in bf16 moves the sum by 1.48 C; in float32 by at most C."""
     base = torch.randn(1, 19, generator=torch.Generator().manual_seed(0))
     rows_BP = (base + 0.1 * torch.randn(256, 19, generator=torch.Generator().manual_seed(1))).to(dtype)
-    for size in (1, 16, 256):
+    for size in (4, 256):
         full = clipped_sum(clipping.Flat(1.0), rows_BP, dtype, microbatch_size=size)
         less = clipped_sum(clipping.Flat(1.0), rows_BP[1:], dtype, microbatch_size=size)
         assert all(value.dtype == torch.float32 for value in full.sums.values())

@@ -18,7 +18,6 @@ from dpfunc import BudgetExhausted, Journal, Ledger, Plan, clipping, load, make_
 from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused
-from dpfunc.rng import fingerprint
 from dpfunc.state import replay
 
 
@@ -33,17 +32,6 @@ def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):
         synced.clear()
         state = steps(state, values, optimizer, 1, journal)
         assert synced == expected
-
-
-def test_several_writers_of_one_journal(tmp_path):
-    """Each reads what another one has written since."""
-    writers, runs = [Journal(tmp_path / "journal.jsonl", PLAN) for _ in range(2)], []
-    for number in range(2):
-        run = Run(tmp_path, counts=bool(number))
-        for writer in (*writers, writers[1]):
-            run.step(journal=writer)
-        runs.append(fingerprint(run.state.key))
-    assert {run: len(taken) for run, taken in read_steps(writers[0].path).items()} == dict.fromkeys(runs, 3)
 
 
 def test_a_journal_that_is_not_there_is_not_free(tmp_path):

@@ -93,7 +93,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(OPERATIONS)
 def test_any_history_keeps_both_promises(operations):
     with tempfile.TemporaryDirectory() as folder:
