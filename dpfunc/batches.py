@@ -19,14 +19,7 @@ _TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def batch_size(batch: Batch) -> int:
-    """The length B of axis 0, on which all leaves agree.
-
-    Raises:
-        InvalidArgument: no tensors, a leaf that is not a tensor, is sparse, nested or 0-d, or leaves that disagree.
-
-    >>> batch_size({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
-    4
-    """
+    """The length B of axis 0, on which all leaves agree."""
     values = pytree.tree_leaves(batch)
     sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim and _dense(value) else None for value in values}
     if len(sizes) != 1 or None in sizes:

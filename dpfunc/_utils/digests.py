@@ -22,11 +22,7 @@ def digest(text: str | bytes) -> int:
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """A digest of names, shapes and all bits, weighted by position: it detects one changed bit, and a changed order.
-
-    >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
-    False
-    """
+    """A digest of names, shapes and all bits, weighted by position: it detects one changed bit, and a changed order."""
     return checksum_and_marks(tensors, ())[0]
 
 

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """The part of a tensor that is held here, with the tensor treated as a matrix (shape[0], everything else).
-
-    >>> window(torch.zeros(4, 2, 3), "w")
-    Window(num_rows=4, num_cols=6, rows=(0, 4), cols=(0, 6))
-    """
+    """The part of a tensor that is held here, with the tensor treated as a matrix (shape[0], everything else)."""
 
     num_rows: int
     num_cols: int

@@ -26,12 +26,7 @@ WORDS = {  # of other libraries, and what is there in their place: for errors of
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Make the `__getattr__` of a package; `homes`: module in it -> its public names. Other names are modules of it.
-
-    >>> import dpfunc
-    >>> lazy("dpfunc", {"accounting": "Ledger epsilon"})("Ledger") is dpfunc.accounting.Ledger
-    True
-    """
+    """Make the `__getattr__` of a package; `homes`: module in it -> its public names. Other names are modules of it."""
     modules = {name: module for module, names in homes.items() for name in names.split()}
 
     def attribute(name: str) -> object:

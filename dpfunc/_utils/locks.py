@@ -21,10 +21,7 @@ _held: dict[Path, int] = {}  # lock files of this process, and how many blocks h
 
 
 def lock(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Lock an open file until it is closed; False if another process has it, and `wait` is False.
-
-    Shared locks are for several readers; on Windows for one. An OSError says that the file system has no locks.
-    """
+    """Lock an open file until it is closed; False if another process has it. OSError: the file system has no locks."""
     if sys.platform == "win32":
         return _lock_byte(handle, wait)
     import fcntl
@@ -61,14 +58,8 @@ def _lock_byte(handle: int, wait: bool) -> bool:
 def only_process(folder: Path) -> Iterator[None]:
     """Inside, no other process uses the folder in this way. It is made if it is missing, and removed if still empty.
 
-    The lock is a file in it, which is there only while it is held, or after a kill. A block inside of another one of
-    the same process changes nothing (tests/_utils/test_locks.py::test_one_process_has_a_folder,
-    ::test_a_killed_process_has_nothing).
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, only_process(Path(place) / "run"):
-    ...     [path.name for path in (Path(place) / "run").iterdir()]
-    ['.dpfunc.lock']
+    The lock is a file in it, which is there only while it is held, or after a kill. Blocks of one process may be inside
+    of each other (tests/_utils/test_locks.py::test_one_process_has_a_folder, ::test_a_killed_process_has_nothing).
     """
     path = folder.resolve() / LOCK_FILE
     if path in _held:
@@ -142,13 +133,7 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 def abandoned(folder: Path) -> bool:
-    """True if the process that was `in_use` of a folder has ended; False if it is at work, or that cannot be known.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, in_use(Path(place)):
-    ...     abandoned(Path(place))
-    False
-    """
+    """True if the process that was `in_use` of a folder has ended; False if it is at work, or that cannot be known."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -71,11 +71,7 @@ def records(dataset_size: object) -> int:
 
 
 def sampling_prob_of(dataset_size: object, expected_batch_size: object) -> float:
-    """The sampling probability q = expected_batch_size / dataset_size, 0 < q <= 1.
-
-    >>> sampling_prob_of(64, 48)
-    0.75
-    """
+    """The sampling probability q = expected_batch_size / dataset_size, 0 < q <= 1."""
     n = records(dataset_size)
     domain = "0 < expected_batch_size <= dataset_size"
     size = real("expected_batch_size", expected_batch_size, domain)
@@ -106,21 +102,13 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
 
 
 def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:
-    """The names that are missing, and those that are unknown, for messages; nothing about a kind that has none.
-
-    >>> apart(["delta"], ["detla"])
-    'without delta, and with the unknown detla'
-    """
+    """The names that are missing, and those that are unknown, for messages; nothing about a kind that has none."""
     kinds = {"without": sorted(missing), "with the unknown": sorted(unknown)}
     return ", and ".join(f"{kind} {shorten(names)}" for kind, names in kinds.items() if names)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, or all of them, for messages.
-
-    >>> suggestion("dp_epsilom", ["dp_epsilon", "dp_delta"])
-    "Did you mean 'dp_epsilon'?"
-    """
+    """The nearest known name, or all of them, for messages."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     close += [option for option in names if option.endswith(f"_{name}")]
@@ -163,12 +151,7 @@ def named(made: Made) -> Made:
 
 
 def unique_json(text: str | bytes) -> Any:
-    """JSON values in which no object has two values of one name: readers would differ in which of them counts.
-
-    >>> unique_json('{"steps": 100, "steps": 1}')
-    Traceback (most recent call last):
-    ValueError: the name 'steps' occurs twice in one object
-    """
+    """JSON values in which no object has two values of one name: readers would differ in which of them counts."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -46,12 +46,7 @@ class Checkpoint:
 
 
 def data_fingerprint(data: Batch | str, key: Key) -> str:
-    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> data_fingerprint("mails-2026-01", insecure_key(0)) == data_fingerprint("mails-2026-02", insecure_key(0))
-    False
-    """
+    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes."""
     digest = hashlib.blake2b(key=key.secret, digest_size=16)
     if isinstance(data, str):
         digest.update(b"name" + data.encode("utf-8", "surrogatepass"))
@@ -106,13 +101,7 @@ def key_of(values: Mapping[str, Any]) -> Key:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, each dataclass with its kind; parts that are not dpfunc's own cannot be described.
-
-    >>> from dpfunc import clipping, sampling
-    >>> plan = Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
-    >>> plan_difference(plan, plan_to_dict(plan))
-    []
-    """
+    """The plan as JSON values, each dataclass with its kind; parts that are not dpfunc's own cannot be described."""
     return {"schema": _PLAN_SCHEMA, **_encoded(plan)}
 
 
@@ -142,12 +131,12 @@ def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
 
 def _leaves(value: object, path: str = "plan") -> dict[str, Any]:
     if isinstance(value, dict):
-        pairs = [(f"{path}.{name}", item) for name, item in value.items()]
+        pairs = {f"{path}.{name}": item for name, item in value.items()}
     elif isinstance(value, list):
-        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        pairs = {f"{path}[{index}]": item for index, item in enumerate(value)}
     else:
         return {path: value}
-    return {name: leaf for inner, item in pairs for name, leaf in _leaves(item, inner).items()}
+    return {name: leaf for inner, item in pairs.items() for name, leaf in _leaves(item, inner).items()}
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -156,11 +145,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
-    """One line for each name whose value differs.
-
-    >>> difference({"w": "float32 (3,)"}, {"w": "float32 (4,)"})
-    ['w: saved float32 (3,), now float32 (4,)']
-    """
+    """One line for each name whose value differs."""
     pairs = {name: (saved.get(name, "absent"), now.get(name, "absent")) for name in sorted(saved.keys() | now.keys())}
     return [f"{name}: saved {show(was)}, now {show(has)}" for name, (was, has) in pairs.items() if was != has]
 

@@ -19,24 +19,11 @@ _ROUNDING = 1e-4  # relative; as tight as the accountants are
 
 
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
-    """Ledger of earlier runs: the sum over all files, so name each run once, and none that another one counted.
+    """Ledger of earlier runs, the sum over all files; None without paths. Name no run that another one counted.
 
-    Args:
-        paths: journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. None or empty: no runs.
-
-    Returns:
-        A ledger for `Plan.for_budget(spent=...)` or `DPTrainer(ledger=...)`; None without paths. Public.
-
-    Raises:
-        InvalidArgument: a file that is missing, cannot be read, or has no steps: a misspelt path must not be free.
-        LedgerConflict: runs of different adjacency.
-
-    Guarantees:
-        tests/checkpoint/test_prior_ledgers.py::test_a_killed_run_without_checkpoints_is_counted.
-
-    >>> read_spent(["nowhere.jsonl"])
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a journal or ledger of a run, got 'nowhere.jsonl', which is no file.
+    They are journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. One that is missing,
+    cannot be read, or has no steps is refused: a misspelt path must not be free
+    (tests/checkpoint/test_prior_ledgers.py::test_a_killed_run_without_checkpoints_is_counted).
     """
     ledgers = [_spent(Path(path)) for path in paths or ()]
     return ledgers[0].compose(*ledgers[1:]) if ledgers else None

@@ -49,9 +49,6 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
 
     It does not contain what the caller must keep the same when resuming: engine, microbatch size.
-
-    >>> layout({"w": torch.zeros(2)}, None)["data processes"]
-    1
     """
     processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
     alone = processes == 1

@@ -57,12 +57,6 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named.
 
     (tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved)
-
-    >>> tensors = {}
-    >>> encode("optimizer_state", {0: (torch.ones(2), 0.9)}, tensors)["dict"][0][1]["tuple"][1]
-    0.9
-    >>> tensors
-    {'optimizer_state/0': tensor([1., 1.])}
     """
     unreadable: list[tuple[str, type]] = []
 

@@ -24,6 +24,13 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
 
 
 _NOTHING = "Nothing was released and nothing was spent."
+_LEDGER = "dpfunc.checkpoint.journal_ledger(path)"
+_NOT_ALONE = (
+    "Expected the runs in the journal {} one after the other, got a step of a run that began before another one wrote "
+    f"there: its ledger does not count that one. Begin a new run that counts both, ledger={_LEDGER}, an argument of "
+    "dp_step.init and of DPTrainer. If they saw other records, resume this one, dpfunc.load(..., journal=path, "
+    f'later_runs="ignore"), and give the other a journal of its own. {_NOTHING}'
+)
 REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
 
 
@@ -161,20 +168,10 @@ class Journal:
                 values["before"] = _written(before.events)
             # a step that is repeated costs nothing, whoever wrote since; a run that begins was compared above
             written = step in runs.get(run, {}) or (run not in runs and not after.journal)
-            if self._known.last != run and not written:
-                self._check_alone(after)
+            others = not after.journal or self._known.at.end.lines > after.journal_lines
+            if self._known.last != run and others and not written:  # since its last step, or since `load` compared them
+                raise LedgerConflict(_NOT_ALONE.format(self.file))
             chain.append_chained(file, self.file, self._known.at, values)
-
-    def _check_alone(self, after: StepState) -> None:
-        """Check that no other run has written since the last step of this one, or since `load` compared them."""
-        if not after.journal or self._known.at.end.lines > after.journal_lines:
-            raise LedgerConflict(
-                f"Expected the runs in the journal {self.file} one after the other, got a step of a run that began "
-                "before another one wrote there: its ledger does not count that one. Begin a new run that counts both, "
-                "ledger=dpfunc.checkpoint.journal_ledger(path), an argument of dp_step.init and of DPTrainer. If they "
-                'saw other records, resume this one, dpfunc.load(..., journal=path, later_runs="ignore"), and give the '
-                f"other a journal of its own. {_NOTHING}"
-            )
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
@@ -215,23 +212,21 @@ def check_counted(
         return
     wanted = whole_ledger(runs.values())
     lacks = ledger.lacks(wanted)
-    if lacks or ledger.adjacency != wanted.adjacency:
-        found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
-        begin, beside = "begin with ledger=dpfunc.checkpoint.journal_ledger(path)", ""
-        advice = (
-            f"Costs on the same records add up: {begin}, an argument of dp_step.init and of DPTrainer; or go on with "
-            "the earlier run, dpfunc.load(..., journal=path)"
-        )
-        if unjournalled:
-            beside = f", beside {unjournalled} of its own that are not there under its key"
-            advice = (
-                "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
-                f"journal=path): a sum counts them twice. If not, {begin}.compose(state.ledger)"
-            )
-        raise LedgerConflict(
-            f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
-            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. {_NOTHING}"
-        )
+    if not lacks and ledger.adjacency == wanted.adjacency:
+        return
+    found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
+    beside = f", beside {unjournalled} of its own that are not there under its key" if unjournalled else ""
+    advice = (
+        "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., journal=path): a "
+        f"sum counts them twice. If not, begin with ledger={_LEDGER}.compose(state.ledger)"
+        if unjournalled
+        else f"Costs on the same records add up: begin with ledger={_LEDGER}, an argument of dp_step.init and of "
+        "DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path)"
+    )
+    raise LedgerConflict(
+        f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
+        f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. {_NOTHING}"
+    )
 
 
 def journal_path(journal: object) -> Path | None:

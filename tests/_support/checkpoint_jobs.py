@@ -198,8 +198,6 @@ def differing(folder, what):
     changes = {
         "moment": {"optimizer_state": {"moments": torch.full((3,), float(odd))}},
         "plan": {"plan": plan(sampler=sampling.Poisson(NUM_RECORDS, 0.2))},
-        "extra": {"extra": {"loss": 0.3}},
-        "number": {"keep": 3},
         "unsupported": {"optimizer_state": {"hook": print}},
     }.get(what, {})
     state = state._replace(step=1) if odd and what == "step" else state

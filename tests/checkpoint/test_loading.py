@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import linear_loss
 from run_cases import DATA, PLAN, start, steps, store
 
-import dpfunc
-from dpfunc import BudgetExhausted, Event, Journal, Ledger, load, make_dp_step, save, take
-from dpfunc.checkpoint._chain import head_path
+from dpfunc import Event, Journal, Ledger, load
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError
-
-
-def again(values):
-    """Arguments of `load` for a run without a journal."""
-    return {"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key"}
 
 
 def test_resume_is_bit_identical(tmp_path):
@@ -66,42 +58,3 @@ def test_epsilon_never_shrinks(tmp_path):
     assert saved.state.ledger == state.ledger == journal_ledger(journal.path)
     resumed = steps(saved.state, values, optimizer, 5, journal)  # four repeated at no cost, one new
     assert resumed.ledger == Ledger((Event(0.3, 1.0, 7),)) == journal_ledger(journal.path)
-
-
-LOST = {
-    "missing": "Expected 3 lines in the journal .* got 0: line 1",
-    "missing with its head": "Expected a journal with at least one step, got .*, which is no file",
-    "empty": "Expected 3 lines in the journal .* got 0: line 1",
-    "short": "Expected 3 lines in the journal .* got 2: line 3",
-}
-
-
-@pytest.mark.parametrize("lost", LOST)
-def test_a_journal_that_lacks_steps_is_refused(tmp_path, lost):
-    """It cannot say what was released after the checkpoint."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
-    options = {"plan": PLAN, "params": values, "data": DATA, "journal": journal.path}
-    assert load(tmp_path / "c", **options).state.step == 0
-    store(tmp_path / "c", steps(state, values, optimizer, 3, journal), values, optimizer)
-    lines = journal.path.read_text().splitlines(keepends=True)
-    journal.path.unlink()
-    if not lost.startswith("missing"):
-        journal.path.write_text("" if lost == "empty" else "".join(lines[:2]))
-    if lost == "missing with its head":
-        head_path(journal.path).unlink()
-    with pytest.raises(CheckpointError, match=LOST[lost]):
-        load(tmp_path / "c", **options)
-
-
-def test_budget_holds_after_resume(tmp_path):
-    state, values, optimizer = start()
-    store(tmp_path, steps(state, values, optimizer, 8), values, optimizer)
-    saved = load(tmp_path, **again(values))
-    with pytest.raises(BudgetExhausted):
-        make_dp_step(linear_loss, PLAN, verify_batch=False)(values, take(DATA, torch.arange(3)), saved.state)
-
-
-def test_public_names_are_the_same_functions():
-    assert (dpfunc.save, dpfunc.load) == (save, load)

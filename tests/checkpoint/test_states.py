@@ -108,14 +108,6 @@ def test_a_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, name)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_schedule_beside_its_optimizer(tmp_path):
-    state, values, optimizer = start()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    store(tmp_path, state, values, optimizer, optimizer_state=both)
-    assert read_back(tmp_path, values)["schedule"]["_last_lr"] == schedule.state_dict()["_last_lr"]
-
-
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "Adafactor", "LBFGS", "RMSprop", "NAdam"])
 def test_states_of_the_optimizers_of_torch(tmp_path, kind):
     state, values, _ = start()
