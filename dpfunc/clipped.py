@@ -108,9 +108,10 @@ class ClippedGrad:
         if num_samples:
             found = self._all_microbatches(groups, params, batch, real_B, key)
         else:
-            found = MicrobatchSums(zeros(params), torch.zeros(0), torch.zeros(0, len(bounds)), {})
+            none = torch.zeros(0, len(bounds), device=real_B.device)
+            found = MicrobatchSums(zeros(params), none.sum(1), none, {})
         # without the rows of `_chunk`; all rows are real without a mask: no selection, for which a device has to wait
-        kept = real_B.nonzero()[:, 0] if num_samples and mask_B is not None else slice(num_samples)
+        kept = real_B.nonzero()[:, 0] if mask_B is not None else slice(num_samples)
         aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
         unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
         clipped = ClippedSum(found.sums, parts.group_of, group_sensitivities(bounds, self.adjacency))
@@ -134,9 +135,9 @@ class ClippedGrad:
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            for name, value in own.sums.items() if found else ():
-                found[0].sums[name].add_(value)
-            found.append(own._replace(sums={}) if found else own)
+            if found:
+                own = _added_to(found[0].sums, own)
+            found.append(own)
         losses, norms, aux = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG", "aux"))
         return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
@@ -188,6 +189,13 @@ class ClippedGrad:
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
         sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
+
+
+def _added_to(sums: dict[str, Tensor], own: MicrobatchSums) -> MicrobatchSums:
+    """A further microbatch without its sums, which are added to those of the first."""
+    for name, value in own.sums.items():
+        sums[name].add_(value)
+    return own._replace(sums={})
 
 
 def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:

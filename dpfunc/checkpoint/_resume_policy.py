@@ -125,6 +125,11 @@ class History:
         return [note for note in self.notes if note.run == self.run]
 
     @property
+    def first_step(self) -> int:
+        """First step that was computed with its key."""
+        return next((note.start for note in self.own_notes if note.parent is not None), 0)
+
+    @property
     def steps(self) -> Mapping[int, Taken]:
         """Steps of this run in the journal."""
         return (self.taken or {}).get(self.run, {})
@@ -166,18 +171,22 @@ def resume(
             same = history.layout_of(state.charged) == layout and counted == history.counted
             return state, None if same else Note(history.run, state.step, layout, counted)
         if not recharge:
-            lines = sorted(difference(other[0], layout), key=lambda line: line.startswith(_DIGESTS))
-            raise CheckpointError(
-                "The run cannot be repeated bit for bit, because it is laid out differently "
-                f"({shorten(lines) or 'it was, for a while'}), and the same noise on sums that round differently would "
-                f"give the difference away. Steps {state.step} to {state.charged - 1} were released after the "
-                "checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with new noise, "
-                "at their cost: load(..., recharge=True)."
-            )
+            raise _another_layout(other[0], layout, state)
     elif later_runs == "refuse":
         _refuse_continued(history)
     note = Note(fingerprint(new_key), state.step, layout, {**counted, history.run: state.charged}, history.run)
     return _with_new_key(history, state, plan, new_key), note
+
+
+def _another_layout(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> CheckpointError:
+    lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
+    return CheckpointError(
+        "The run cannot be repeated bit for bit, because it is laid out differently "
+        f"({shorten(lines) or 'it was, for a while'}), and the same noise on sums that round differently would "
+        f"give the difference away. Steps {state.step} to {state.charged - 1} were released after the checkpoint, and "
+        "are in the journal. Resume as they were computed; or draw them anew, with new noise, at their cost: "
+        "load(..., recharge=True)."
+    )
 
 
 _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
@@ -204,8 +213,7 @@ def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> S
 def _refuse_lost(history: History) -> None:
     """Refuse a journal without the last step of the checkpoint; it has the steps from the first one with its key."""
     last = int(history.values["charged"]) - 1
-    first = next((note.start for note in history.own_notes if note.parent is not None), 0)
-    if history.taken is None or last < first or last in history.steps:
+    if history.taken is None or last < history.first_step or last in history.steps:
         return
     counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
     advice = "It is the journal of another run, or incomplete: pass the right one"

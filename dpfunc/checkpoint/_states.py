@@ -124,15 +124,18 @@ def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor 
     A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do, by
     number: in the order in which the optimizer got the parameters, `params.values()` unless it knows their names.
     """
-    keys = [key for key in slot.place if isinstance(key, str) and key in params]
-    if not keys and slot.place[:1] == ("state",) and len(slot.place) > 2:
-        groups = skeleton.get("param_groups", ())
-        numbers = [number for group in groups for number in group["params"]]
-        names = [name for group in groups for name in group.get("param_names", ())] or list(params)
-        keys = [name for number, name in zip(numbers, names, strict=False) if number == slot.place[1]]
-        keys = keys if len(numbers) == len(names) else []  # where its numbers do not fit, none is known
-    found = params.get(keys[-1]) if keys else None
+    names = [key for key in slot.place if isinstance(key, str) and key in params]
+    if not names and slot.place[:1] == ("state",) and len(slot.place) > 2:
+        names = [_numbered(skeleton.get("param_groups", ()), params).get(slot.place[1], "")]
+    found = params.get(names[-1]) if names else None
     return found if found is not None and found.shape == saved.shape else None
+
+
+def _numbered(groups: Any, params: Params) -> dict[object, str]:
+    """Names of the parameters that an optimizer numbers; none where its numbers do not fit."""
+    numbers = [number for group in groups for number in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", ())] or list(params)
+    return dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
 
 
 def empty(like: Tensor | None, saved: Tensor) -> Tensor:

@@ -198,8 +198,6 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     path = folder.free_name(parent, files[folder.STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
-    kept = folder.complete_checkpoints(parent)[-keep:]
-    for old in folder.all_checkpoints(parent):
-        if old not in kept:
-            folder.remove(old)
+    for old in {*folder.all_checkpoints(parent)} - {*folder.complete_checkpoints(parent)[-keep:]}:
+        folder.remove(old)
     return path.name
