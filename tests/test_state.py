@@ -90,28 +90,6 @@ def test_a_step_is_released_once(tmp_path):
     assert journal_ledger(journal.path) == repeated.ledger == PLAN.ledger(6)
 
 
-def test_going_back_repeats_or_is_refused(tmp_path):
-    """Also in one process."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
-    end = steps(state, values, optimizer, 4, journal, bent_loss)
-
-    def back(optimizer_of):
-        saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
-        return steps(saved.state, own := moved(saved.params), optimizer_of(own), 4, journal, bent_loss), own
-
-    with pytest.raises((StateReused, CheckpointError), match="tep 1 of this run"):
-        back(faster)
-    again, found = back(lambda own: torch.optim.Adam(own.values(), lr=0.1))
-    assert again.ledger == end.ledger
-    assert all(torch.equal(found[name], value) for name, value in values.items())
-
-
-def moved(values):
-    return {name: p.detach().clone().requires_grad_() for name, p in values.items()}
-
-
 def test_a_state_is_of_one_plan():
     """Otherwise the limit of one would let the budget of the other pass."""
     state, values, optimizer = start()

@@ -182,16 +182,6 @@ def test_what_killed_saves_left_is_swept(place, number):
     assert place.folders() == sorted([busy, saved])
 
 
-def test_failed_saves_leave_nothing_and_unfinished_ones_are_ignored(place):
-    with pytest.raises(AttributeError):
-        place.save(values={**place.values, "late": object()})
-    assert place.folders() == []
-    saved = place.save()
-    (place.path / ".saving-abc").mkdir()
-    (place.path / "step-00000099.000").mkdir()  # no manifest: never finished
-    assert place.load().path == saved
-
-
 FILES = ["state.json", "plan.json", "manifest.json", ".metadata", "__0_0.distcp", "part-0.json"]
 
 
