@@ -208,11 +208,8 @@ def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) ->
 
 
 def _narrow(params: Params) -> bool:
-    """True if there are parameters of 16 bits.
-
-    Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row would
-    depend on the number of the other rows.
-    """
+    """True if there are parameters of 16 bits: their kernels round differently for other shapes, by more than the bound
+    has room for, and the rounding of a row would depend on the number of the other rows."""
     return any(param.dtype in (torch.bfloat16, torch.float16) for param in params.values())
 
 
@@ -242,11 +239,6 @@ def make_clipped_grad(
 
     With `ranks`, parameters may be DTensors of which the engine sees the local parts. With `telemetry`, the sum of its
     statistics is among the sums, see `clipping.Telemetry`.
-
-    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
-    >>> from dpfunc.clipping import Flat
-    >>> make_clipped_grad(loss_fn, Flat(clip_norm=1.0)).microbatch_size is None
-    True
     """
     if not callable(loss_fn):
         raise InvalidArgument(f"Expected loss_fn to be a function (params, batch) -> losses, got {loss_fn!r}.")

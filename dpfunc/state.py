@@ -164,13 +164,10 @@ def stable_repr(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-# The first step of each run (by the fingerprint of its key) that was not released yet, in this process. A guard against
-# mistakes, not part of the computation: no result depends on it.
-_next_release: dict[str, int] = {}
-# What the steps of each run released, in this process: step -> digest. A step that is repeated releases the same.
-_digests: dict[str, dict[int, str]] = {}
-# The ledger after the newest step of each plan (by its digest), in this process.
-_ledgers: dict[str, Ledger] = {}
+# Guards against mistakes in this process, no part of the computation: no result depends on them.
+_next_release: dict[str, int] = {}  # fingerprint of the key of a run -> its first step that was not released yet
+_digests: dict[str, dict[int, str]] = {}  # the same -> step -> what it released; a step that is repeated does so again
+_ledgers: dict[str, Ledger] = {}  # digest of a plan -> the ledger after its newest step
 _locks: dict[str, AbstractContextManager[Any]] = {}
 
 
@@ -215,8 +212,8 @@ def resumed(state: StepState) -> StepState:
 def replay(state: StepState) -> StepState:
     """Declare that the steps from `state` on may be drawn again, whatever they release, e.g. to reproduce a run.
 
-    Only safe with the same data, parameters and code: then the same values are released again. With anything else
-    changed, two releases share their noise and their difference is not protected.
+    Only safe with the same data, parameters and code: with anything else changed, two releases share their noise and
+    their difference is not protected.
     """
     known = _digests.get(fingerprint(state.key), {})
     for step in [step for step in known if step >= state.step]:

@@ -64,18 +64,18 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_no_flipped_bit_changes_what_is_spent(tmp_path, name):
-    """It is refused, or read as the same; of each byte three bits of a ledger, one of longer files."""
-    path, refused = tmp_path / name, 0
+    """It is refused, or read as the same; of each byte three bits of a ledger, of longer files one of each third byte."""
+    path, refused, every = tmp_path / name, 0, 1 if name == "ledger.json" else 3
     WRITTEN[name](path)
     text, spent = path.read_bytes(), read_spent([path])
-    for place, byte in enumerate(text):
+    for place, byte in list(enumerate(text))[::every]:
         for bit in (0, 1, 4) if name == "ledger.json" else (place % 5,):
             path.write_bytes(text[:place] + bytes([byte ^ 1 << bit]) + text[place + 1 :])
             try:
                 assert read_spent([path]) == spent, (place, bit)
             except InvalidArgument:
                 refused += 1
-    assert refused > 0.8 * len(text)
+    assert refused > 0.8 * len(text) / every
 
 
 @pytest.mark.parametrize("steps", [1, 9, 11, 100])
