@@ -1,4 +1,4 @@
-"""What a step is given: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
+"""The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class DPStep:
         return rows._replace(size=agreement.num_rows)
 
     def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
-        """What this process can check by itself."""
+        """The checks that this process makes by itself."""
         check_named(params)
         refuse_narrow_range(params)
         size = batch_size(batch)

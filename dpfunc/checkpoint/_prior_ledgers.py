@@ -30,7 +30,7 @@ def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
 
 
 def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
-    """What a file says about the cost of runs: a record, a ledger, or a journal (.jsonl), whose ledger it is."""
+    """The cost of runs in a file: a record, a ledger, or a journal (.jsonl), whose ledger it is."""
     if path.suffix == ".jsonl":
         return journal_ledger(path)
     text = path.read_bytes()
@@ -50,7 +50,7 @@ def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
 
 
 def _spent(path: Path) -> Ledger:
-    """What a run has spent, with at least one step, and with all that the journals beside its record have."""
+    """The ledger of a run, with at least one step, and with all that the journals beside its record have."""
     expected = f"Expected a journal or ledger of a run, got {str(path)!r}, which"
     if not path.is_file():
         raise InvalidArgument(f"{expected} is no file.")
