@@ -6,51 +6,33 @@ import json
 
 import pytest
 import search_cases
-import torch
+from journal_cases import line, written
 from record_cases import LEDGER, RECORD, record
+from run_cases import PLAN, Run
 
-from dpfunc import Event, Journal, Ledger, Plan, clipping, make_dp_step, sampling, secure_key
+from dpfunc import Event, Ledger
 from dpfunc._utils.validation import signed
 from dpfunc.checkpoint._prior_ledgers import read_cost, read_spent
 from dpfunc.errors import InvalidArgument, LedgerConflict
 
 
-def plan(adjacency="add_remove"):
-    return Plan(
-        sampling.Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=5, delta=1e-3,
-        adjacency=adjacency,
-    )  # fmt: skip
-
-
-def journal(path, plan):
-    """The journal of a run of one step."""
-    dp_step = make_dp_step(
-        lambda params, batch: (params["w"] * batch).sum(1), plan, journal=Journal(path, plan), engine="loop"
-    )
-    params = {"w": torch.zeros(2)}
-    state = dp_step.init(params, secure_key())
-    dp_step(params, torch.ones(100, 2)[plan.draw(state, 0)], state)
-    return path
-
-
 def test_a_killed_run_without_checkpoints_is_counted(tmp_path):
-    path = journal(tmp_path / "a.jsonl", plan())
-    assert read_spent([path]) == plan().ledger(1)
+    assert read_spent([Run(tmp_path).step().path]) == PLAN.ledger(1)
 
 
 def test_all_kinds_of_files_together(tmp_path):
-    ledger = plan().ledger(3)
+    ledger = PLAN.ledger(3)
     (tmp_path / "b.json").write_text(ledger.to_json())
     (tmp_path / "c.json").write_text(
         record(ledger=ledger, epsilon=ledger.epsilon(1e-5).epsilon, accountant="tilted").to_json()
     )
-    names = [journal(tmp_path / "a.jsonl", plan()), tmp_path / "b.json", str(tmp_path / "c.json")]
+    names = [written(tmp_path / "a.jsonl", line(0)), tmp_path / "b.json", str(tmp_path / "c.json")]
     assert read_spent(names).num_steps == 7
     assert read_spent(()) is read_spent(None) is None
 
 
 def test_other_neighbours_do_not_add_up(tmp_path):
-    names = [journal(tmp_path / f"{kind}.jsonl", plan(kind)) for kind in ("add_remove", "zero_out")]
+    names = [written(tmp_path / f"{kind}.jsonl", line(0, adjacency=kind)) for kind in ("add_remove", "zero_out")]
     with pytest.raises(LedgerConflict):
         read_spent(names)
 
@@ -58,7 +40,7 @@ def test_other_neighbours_do_not_add_up(tmp_path):
 WRITTEN = {
     "ledger.json": lambda path: path.write_text(Ledger((Event(0.01, 1.0, 1000),)).to_json()),
     "privacy_accounting.json": lambda path: path.write_text(RECORD.to_json()),
-    "journal.jsonl": lambda path: journal(path, plan()),
+    "journal.jsonl": lambda path: written(path, line(0)),
 }
 
 
