@@ -22,7 +22,6 @@ _NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
 SAVING, _REMOVING = ".saving-", ".removing-"
 STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
 _AWAY = "Restore it; or move the folder of this checkpoint away, and the one before it counts."
-_CHANGED = f"The file {{}} was changed after it was saved: {{}}. {_AWAY}"
 
 
 def all_checkpoints(parent: Path) -> list[Path]:
@@ -79,12 +78,16 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def _changed(path: Path, how: str) -> CheckpointError:
+    return CheckpointError(f"The file {path} was changed after it was saved: {how}. {_AWAY}")
+
+
 def read_manifest(path: Path) -> dict[str, str]:
     """Names of the files of a checkpoint and their digests."""
     files = read_json(path / MANIFEST)
     plain = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
     if not plain or not {STATE, PLAN, METADATA} <= files.keys() or any(Path(name).name != name for name in files):
-        raise CheckpointError(_CHANGED.format(path / MANIFEST, "it is no list of the files of a checkpoint"))
+        raise _changed(path / MANIFEST, "it is no list of the files of a checkpoint")
     return dict(files)
 
 
@@ -95,8 +98,7 @@ def saved_state(path: Path) -> dict[str, Any]:
         key_of(values)
         int(values["notes"])
     except (TypeError, KeyError, ValueError) as error:
-        reason = "it has no key of a run, or no number of notes"
-        raise CheckpointError(_CHANGED.format(path / STATE, reason)) from error
+        raise _changed(path / STATE, "it has no key of a run, or no number of notes") from error
     return dict(values)
 
 

@@ -167,8 +167,8 @@ def test_a_clip_rule_a_grouping_a_sampler_and_an_engine(page):
     """Together, against the loop over single samples; another rule is told apart."""
     bounds = {"weight": 1.0, "bias": 0.5}
     group_of = {name: name.rpartition(".")[2] for name in zeros()}
-    rule = lambda kind: {"clip": replace(kind, clip_norm=bounds, groups=ByKind()), "sampler": page.Halves(20)}
-    _, grads, batch, after = one_step(engine=row_by_row, **rule(page.Squared(1.0)))
+    clip = page.Squared(bounds, groups=ByKind())
+    _, grads, batch, after = one_step(clip=clip, sampler=page.Halves(20), engine=row_by_row)
     assert len(batch["head.weight"]) == 10
     assert after.ledger.events == (Event(1.0, 1e-3, 1),)
     assert agrees(grads, batch, lambda n, c: flat_factor(n, c) ** 2, group_of, bounds)
