@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.lockstep import in_lockstep
-from dpfunc._utils.memory import refuse_microbatch
+from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
@@ -36,7 +36,7 @@ from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size
 from dpfunc.engines.loop import state_before
 from dpfunc.engines.vmap_grad import Grouped, vmap
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, OutOfMemory
 from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state
 from dpfunc.types import (
     ADJACENCIES,
@@ -87,8 +87,15 @@ class ClippedGrad:
             with _TURN:
                 return self._compute(params, batch, mask_B, key)
         except (RuntimeError, MemoryError) as error:
-            refuse_microbatch(error, self.microbatch_size, batch_size(batch))
-            raise
+            asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
+            if not asked:
+                raise
+            raise OutOfMemory(
+                f"Expected enough memory for a microbatch, got microbatch_size={self.microbatch_size!r}: {asked} could "
+                f"not be had. Set it to a number{'' if together == 'auto' else f' smaller than {together}'} in "
+                "make_dp_step, the sum stays the same; if one row is too much, shorten the rows. The state can be used "
+                "again: nothing was released and nothing was spent."
+            ) from error
 
     def _compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
