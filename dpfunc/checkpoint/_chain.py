@@ -121,29 +121,27 @@ def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[
     lines: list[Line] = []
     end, before = since.end, since.before
     for raw in complete.split(b"\n") if newline else ():
-        values = _verified(raw, path, end)
+        expected = end.lines + 1
+        try:
+            values = unique_json(raw)
+            number, previous = values["line"], values["previous"]
+        except (KeyError, ValueError, TypeError) as error:
+            raise unreadable(expected, path, error) from error
+        if number != expected:
+            raise CheckpointError(
+                f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines "
+                f"were removed, repeated or moved. {RESTORE}"
+            )
+        if previous != end.digest:
+            raise CheckpointError(
+                f"Line {expected} of the journal {path} does not follow the line before it: line {end.lines} was "
+                f"changed, or line {expected} belongs to another journal. {RESTORE}"
+            )
         end, before = end.after(raw), end
         lines.append((end, values))
     position = Position(os.fstat(file.fileno()).st_ino, since.offset + len(complete) + len(newline), end, before)
     _check_end(path, position)
     return position, lines
-
-
-def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
-    expected = end.lines + 1
-    try:
-        values: dict[str, Any] = unique_json(raw)
-        number, previous = values["line"], values["previous"]
-    except (KeyError, ValueError, TypeError) as error:
-        raise unreadable(expected, path, error) from error
-    if (number, previous) == (expected, end.digest):
-        return values
-    found = f"Expected line {expected} of the journal {path}, got one that was written as line {number}"
-    why = "lines were removed, repeated or moved"
-    if number == expected:
-        found = f"Line {expected} of the journal {path} does not follow the line before it"
-        why = f"line {end.lines} was changed, or line {expected} belongs to another journal"
-    raise CheckpointError(f"{found}: {why}. {RESTORE}")
 
 
 def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
@@ -196,6 +194,12 @@ def _append(file: BinaryIO, end: int, raw: bytes) -> None:
     file.write(raw + b"\n")
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on disk; it is made if it is missing."""
+    with open(path, "ab") as file:  # Windows syncs what can be written
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -21,7 +21,7 @@ from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import fail, integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import known_end, sha256, sync_directory
+from dpfunc.checkpoint._chain import known_end, sha256, sync_directory, sync_file
 from dpfunc.checkpoint._format import data_fingerprint, plan_to_dict, state_to_dict
 from dpfunc.checkpoint._resume_policy import NOTES, Note, family, known_notes, layout
 from dpfunc.checkpoint._states import PARAMS, encode, write_tensors
@@ -147,14 +147,8 @@ def _notes(parent: Path) -> list[Note]:
     """Notes of the run in a directory; its first checkpoint begins their file."""
     before = folder.complete_checkpoints(parent)
     if not before:
-        (parent / NOTES).touch()
-        _sync(parent / NOTES)
+        sync_file(parent / NOTES)
     return known_notes(parent / NOTES, folder.saved_state(before[-1])["notes"] if before else 0)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "r+b") as file:  # Windows syncs what can be written
-        os.fsync(file.fileno())
 
 
 def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
@@ -175,7 +169,7 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
     written = sorted(work.glob(f"__{number}_*"))
     for file in written:
         file.chmod(0o600)
-        _sync(file)
+        sync_file(file)
     folder.write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
 
 
