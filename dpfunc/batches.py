@@ -1,4 +1,4 @@
-"""What a step is given: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
+"""The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ _TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def batch_size(batch: Batch) -> int:
-    """The length B of axis 0, on which all leaves agree.
-
-    Raises:
-        InvalidArgument: no tensors, a leaf that is not a tensor, is sparse, nested or 0-d, or leaves that disagree.
-
-    >>> batch_size({"x": torch.zeros(4, 3), "y": torch.zeros(4)})
-    4
-    """
+    """The length B of axis 0, on which all leaves agree."""
     values = pytree.tree_leaves(batch)
     sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim and _dense(value) else None for value in values}
     if len(sizes) != 1 or None in sizes:
@@ -129,11 +122,7 @@ def signature(batch: Batch) -> tuple[object, ...]:
 
 
 def check_named(params: Params) -> None:
-    """Check that params are a non-empty mapping of floating tensors.
-
-    Raises:
-        InvalidArgument: naming the parameter.
-    """
+    """Check that params are a non-empty mapping of floating tensors."""
     if not isinstance(params, Mapping):
         hint = "Those of a module: forward, params = dpfunc.functionalize(module)."
         raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}. {hint}")
@@ -153,11 +142,6 @@ def refuse_narrow_range(params: Params) -> None:
     """Refuse trained parameters of a type with few exponents: float16, or 8 bits.
 
     A gradient beyond 65504 is infinite in float16, so its record would count as zero, and nobody would see it.
-
-    Raises:
-        InvalidArgument: naming the parameter.
-
-    >>> refuse_narrow_range({"w": torch.zeros(1, dtype=torch.bfloat16)})
     """
     for name, param in params.items():
         if param.dtype not in _TRAINED:
@@ -170,29 +154,19 @@ def refuse_narrow_range(params: Params) -> None:
             )
 
 
-def suspicious(params: Params) -> Tensor:
-    """A mark (0-d, bool) that is set if a number is not finite, or a sum overflows: then look closely.
-
-    >>> suspicious({"w": torch.tensor([1.0, float("nan")])})
-    tensor(True)
-    """
+def _suspicious(params: Params) -> Tensor:
+    """A mark (0-d, bool) that is set if a number is not finite, or a sum overflows: then look closely."""
     sums = [local(param).detach().sum().float() for param in params.values()]
     return ~torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all()
 
 
-def not_finite(values: Params) -> list[str]:
+def _not_finite(values: Params) -> list[str]:
     """Names of the tensors that have NaN or inf in the part of this process."""
     return [name for name, value in values.items() if not bool(torch.isfinite(local(value).detach()).all())]
 
 
-def refuse_not_finite(params: Params) -> None:
-    """Refuse parameters with a number that is not finite.
-
-    Raises:
-        InvalidArgument: naming the parameters that have NaN or inf.
-    """
-    bad = not_finite(params)
-    if bad:
+def _refuse_not_finite(params: Params) -> None:
+    if bad := _not_finite(params):
         raise InvalidArgument(
             f"Expected finite parameters, got NaN or inf in {shorten(bad)}. The run has diverged: lower the learning "
             "rate and restart from the last checkpoint."
@@ -200,21 +174,13 @@ def refuse_not_finite(params: Params) -> None:
 
 
 def check_finite(params: Params) -> None:
-    """Check that all numbers are finite. Reads one mark from the device.
-
-    Raises:
-        InvalidArgument: naming the parameters that are not.
-    """
-    if bool(suspicious(params)):
-        refuse_not_finite(params)
+    """Check that all numbers are finite. Reads one mark from the device."""
+    if bool(_suspicious(params)):
+        _refuse_not_finite(params)
 
 
 def check_params(params: Params) -> None:
-    """Check that params are a non-empty mapping of finite, floating tensors.
-
-    Raises:
-        InvalidArgument: naming the parameter.
-    """
+    """Check that params are a non-empty mapping of finite, floating tensors."""
     check_named(params)
     check_finite(params)
 
@@ -222,25 +188,17 @@ def check_params(params: Params) -> None:
 def digest_and_mark(released: Params, params: Params | None, mark: Tensor) -> tuple[int, list[str], bool]:
     """A digest of what a step releases, names of what is not finite in it, and a mark (0-d, bool), in one read.
 
-    Args:
-        released: name -> tensor. params: of the step, which are looked at as well; None where they were before.
-
-    Raises:
-        InvalidArgument: parameters that are not finite.
+    Parameters that are not finite are refused; `params` is None where they were looked at before.
     """
-    looked = mark.new_zeros(()) if params is None else suspicious(params)
-    own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, suspicious(released), mark])
+    looked = mark.new_zeros(()) if params is None else _suspicious(params)
+    own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, _suspicious(released), mark])
     if look and params is not None:
-        refuse_not_finite(params)
-    return own, not_finite(released) if spoiled else [], marked
+        _refuse_not_finite(params)
+    return own, _not_finite(released) if spoiled else [], marked
 
 
 def own_digest(released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
-    """A digest of what a process releases that is alone, and a mark; see `digest_and_mark`.
-
-    Raises:
-        InvalidArgument: sums, or parameters, that are not finite.
-    """
+    """A digest of what a process releases that is alone, and a mark; see `digest_and_mark`."""
     own, spoiled, marked = digest_and_mark(released, params, mark)
     if spoiled:
         refuse_sums(spoiled)
@@ -248,13 +206,10 @@ def own_digest(released: Params, params: Params, mark: Tensor) -> tuple[str, boo
 
 
 def refuse_sums(names: Sequence[str]) -> NoReturn:
-    """Refuse sums with a number that is not finite, which noise does not hide.
+    """Refuse sums with a number that is not finite, which noise does not hide; no names: another process has the part.
 
     Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
     they meet very small ones, can overflow.
-
-    Args:
-        names: of the parameters; none where another process has the part.
     """
     where = shorten(names) or "the part of another process"
     raise InvalidArgument(

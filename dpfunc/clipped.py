@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.lockstep import in_lockstep
-from dpfunc._utils.memory import refuse_microbatch
+from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
@@ -36,7 +36,7 @@ from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size
 from dpfunc.engines.loop import state_before
 from dpfunc.engines.vmap_grad import Grouped, vmap
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, OutOfMemory
 from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state
 from dpfunc.types import (
     ADJACENCIES,
@@ -57,10 +57,8 @@ _TURN = threading.RLock()
 
 
 class _Groups(NamedTuple):
-    """Groups of parameters that are clipped together, and the bound of each."""
-
     parts: Partition
-    bounds: tuple[float, ...]
+    bounds: tuple[float, ...]  # of each group
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,15 @@ class ClippedGrad:
             with _TURN:
                 return self._compute(params, batch, mask_B, key)
         except (RuntimeError, MemoryError) as error:
-            refuse_microbatch(error, self.microbatch_size, batch_size(batch))
-            raise
+            asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
+            if not asked:
+                raise
+            raise OutOfMemory(
+                f"Expected enough memory for a microbatch, got microbatch_size={self.microbatch_size!r}: {asked} could "
+                f"not be had. Set it to a number{'' if together == 'auto' else f' smaller than {together}'} in "
+                "make_dp_step, the sum stays the same; if one row is too much, shorten the rows. The state can be used "
+                "again: nothing was released and nothing was spent."
+            ) from error
 
     def _compute(
         self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
@@ -106,28 +111,22 @@ class ClippedGrad:
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
         if self.telemetry is not None:
             bounds = self.telemetry.bounds(bounds)
-        sensitivities = group_sensitivities(bounds, self.adjacency)
         groups = _Groups(parts, tuple(bounds[group] for group in parts.group_names))
-        if not num_samples:
-            empty = Unreleased(torch.zeros(0), torch.zeros(0, len(groups.bounds)))
-            return self._beside(ClippedSum(zeros(params), parts.group_of, sensitivities), empty, bounds)
-        found = self._all_microbatches(groups, params, batch, real_B, key)
+        if num_samples:
+            found = self._all_microbatches(groups, params, batch, real_B, key)
+        else:
+            none = torch.zeros(0, len(bounds), device=real_B.device)
+            found = MicrobatchSums(zeros(params), none.sum(1), none, {})
         # without the rows of `_chunk`; all rows are real without a mask: no selection, for which a device has to wait
-        kept = slice(num_samples) if mask_B is None else real_B.nonzero()[:, 0]
+        kept = real_B.nonzero()[:, 0] if mask_B is not None else slice(num_samples)
         aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
         unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
-        return self._beside(ClippedSum(found.sums, parts.group_of, sensitivities), unreleased, bounds)
-
-    def _beside(
-        self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]
-    ) -> tuple[ClippedSum, Unreleased]:
-        """The sum, and beside it that of the statistics of the same records, if there are any."""
+        clipped = ClippedSum(found.sums, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped if self.telemetry is None else self.telemetry.add(clipped, unreleased, bounds), unreleased
 
     def _all_microbatches(
         self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
-        """The clipped sums of a batch, one microbatch after the other."""
         num_samples = len(mask_B)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
         several = size < num_samples and not in_lockstep()
@@ -150,7 +149,6 @@ class ClippedGrad:
         return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
-        """Rows of a microbatch."""
         if self.microbatch_size is None:
             return max(2, num_samples) if _narrow(params) else num_samples
         if self.microbatch_size != "auto":
@@ -176,7 +174,7 @@ class ClippedGrad:
         start, generator = time.perf_counter(), torch.default_generator.get_state()
         per_sample = self.engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
-        repeatable = _repeatable(per_sample)
+        repeatable = isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
         clip_and_sum = partial(self._clip_and_sum, groups, params, per_sample, mask_B)
         # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
         # read the same marks.
@@ -207,11 +205,6 @@ def _added_to(sums: dict[str, Tensor], own: MicrobatchSums) -> MicrobatchSums:
     return own._replace(sums={})
 
 
-def _repeatable(per_sample: PerSampleGrads) -> bool:
-    """True if weighted sums can be taken more than once."""
-    return isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
-
-
 def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
     """A microbatch and its mask; if `padded`, of `size` rows also at the end."""
     chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
@@ -222,11 +215,8 @@ def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) ->
 
 
 def _narrow(params: Params) -> bool:
-    """True if there are parameters of 16 bits.
-
-    Their kernels round differently for other shapes, by more than the bound has room for: the rounding of a row would
-    depend on the number of the other rows.
-    """
+    """True if there are parameters of 16 bits: their kernels round differently for other shapes, by more than the bound
+    has room for, and the rounding of a row would depend on the number of the other rows."""
     return not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
 
 
@@ -256,11 +246,6 @@ def make_clipped_grad(
 
     With `ranks`, parameters may be DTensors of which the engine sees the local parts. With `telemetry`, the sum of its
     statistics is among the sums, see `clipping.Telemetry`.
-
-    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
-    >>> from dpfunc.clipping import Flat
-    >>> make_clipped_grad(loss_fn, Flat(clip_norm=1.0)).microbatch_size is None
-    True
     """
     if not callable(loss_fn):
         raise InvalidArgument(f"Expected loss_fn to be a function (params, batch) -> losses, got {loss_fn!r}.")

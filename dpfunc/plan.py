@@ -133,11 +133,9 @@ class Plan:
         self._check_budget()
 
     def _check_spent(self) -> None:
-        if self.spent is None:
-            return
-        if not isinstance(self.spent, Ledger):
+        if not isinstance(self.spent, Ledger | None):
             raise wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)
-        if self.spent.adjacency != self.adjacency:
+        if self.spent is not None and self.spent.adjacency != self.adjacency:
             raise LedgerConflict(
                 f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {self.spent.adjacency!r}."
             )
@@ -158,14 +156,13 @@ class Plan:
                 f"adjacency={self.adjacency!r}. Batches of a fixed size change when a record is added or removed: use "
                 "Poisson, or claim zero_out or replace_one."
             )
-        epoch = getattr(self.sampler, "steps_per_epoch", None)
-        if epoch is not None and isinstance(self.noise_multiplier, Schedule):
-            inside = [start for start in self.noise_multiplier.starts() if start % epoch]
-            if inside:
-                raise InvalidArgument(
-                    f"Expected the noise schedule to change between epochs of {epoch} steps, got a change at step "
-                    f"{inside[0]}. A shuffled epoch is one release, with one noise multiplier."
-                )
+        epoch = getattr(self.sampler, "steps_per_epoch", 1)
+        starts = self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
+        if inside := [start for start in starts if start % epoch]:
+            raise InvalidArgument(
+                f"Expected the noise schedule to change between epochs of {epoch} steps, got a change at step "
+                f"{inside[0]}. A shuffled epoch is one release, with one noise multiplier."
+            )
 
     def _check_telemetry(self) -> None:
         if not isinstance(self.telemetry, Telemetry | None):
@@ -320,11 +317,8 @@ class Plan:
             return self.num_steps
         return affordable_steps(
             lambda steps: spent.compose(self.ledger(steps)),
-            epsilon=self.epsilon,
-            delta=self.delta,
-            limit=self.num_steps,
-            method=self.accountant,
-        )
+            epsilon=self.epsilon, delta=self.delta, limit=self.num_steps, method=self.accountant,
+        )  # fmt: skip
 
     def batches(self, state: Position, ranks: Ranks | None = None) -> Iterator[Tensor]:
         """The index tensors of the steps from `state` to the end of its budget, in order; some may be empty.
@@ -398,9 +392,7 @@ class Plan:
             check_dataset(dataset, self.sampler.dataset_size, state.num_records)
             check_collate(collate)
             integer("num_workers", num_workers)
-            if ranks is None:
-                return ""
-            return data_name or batches_name(dataset, collate)
+            return "" if ranks is None else data_name or batches_name(dataset, collate)
 
         check_same_data(described, ranks)
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
@@ -409,11 +401,9 @@ class Plan:
             dataset,
             Draws(self.sampler, state.key, steps, len(_steps_left(state)), *place, state.num_records),
             Collate(collate),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
+            num_workers=num_workers, pin_memory=pin_memory, prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
-        )
+        )  # fmt: skip
 
 
 def _of_budget(

@@ -152,13 +152,9 @@ class Recipe:
     def plan(self) -> Plan:
         """`Plan.for_budget` of these values, with add/remove neighbours."""
         return Plan.for_budget(
-            epsilon=self.epsilon,
-            delta=self.delta,
-            dataset_size=self.dataset_size,
-            expected_batch_size=self.expected_batch_size,
-            num_steps=self.num_steps,
-            clip=self.clip,
-        )
+            epsilon=self.epsilon, delta=self.delta, dataset_size=self.dataset_size,
+            expected_batch_size=self.expected_batch_size, num_steps=self.num_steps, clip=self.clip,
+        )  # fmt: skip
 
     def optimizer(self, params: Iterable[Tensor], head: Iterable[Tensor] = ()) -> torch.optim.Adam:
         """Adam over the trained parameters, e.g. `params.values()`; those of a new head beside adapters apart."""
@@ -174,12 +170,7 @@ class Recipe:
         return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.num_steps)
 
     def training_arguments(self) -> dict[str, Any]:
-        """The same settings for `transformers.TrainingArguments`, whose batch size is then the logical one.
-
-        >>> found = recipe("lora", dataset_size=2000, num_parameters=50000, epsilon=3.0, delta=1e-5)
-        >>> found.training_arguments()["max_steps"]
-        40
-        """
+        """The same settings for `transformers.TrainingArguments`, whose batch size is then the logical one."""
         return {
             "learning_rate": self.learning_rate,
             "max_steps": self.num_steps,
@@ -192,12 +183,7 @@ class Recipe:
         }
 
     def privacy_arguments(self) -> dict[str, Any]:
-        """The same budget and clip rule for `dpfunc.hf.trainer.PrivacyArguments`.
-
-        >>> found = recipe("lora", dataset_size=2000, num_parameters=50000, epsilon=3.0, delta=1e-5)
-        >>> sorted(found.privacy_arguments())
-        ['dp_clip', 'dp_delta', 'dp_epsilon']
-        """
+        """The same budget and clip rule for `dpfunc.hf.trainer.PrivacyArguments`."""
         return {"dp_epsilon": self.epsilon, "dp_delta": self.delta, **self.clip_arguments()}
 
     def clip_arguments(self) -> dict[str, Any]:

@@ -34,11 +34,7 @@ if hasattr(os, "register_at_fork"):  # there are no forks on Windows
 
 
 class _Secret(bytes):
-    """Bytes that neither `repr` nor `str` shows, so that they stay hidden wherever an object is printed field by field.
-
-    >>> _Secret(bytes(32)), f"{_Secret(bytes(32))}", {"secret": _Secret(bytes(32))}
-    (hidden, 'hidden', {'secret': hidden})
-    """
+    """Bytes that neither `repr` nor `str` shows, also where an object is printed field by field."""
 
     __slots__ = ()
 
@@ -99,10 +95,8 @@ def check_key(key: object) -> Key:
 def check_process(key: Key) -> None:
     """Check that a key was made in this process: a copy in another process would draw the same noise.
 
-    Raises:
-        StateReused: a fork or a pickle has carried the key here. Covered: forks that Python knows of (os.fork,
-            multiprocessing), and pickles of keys and states (spawned processes, torch.save). Not covered: processes
-            that each make a `Key` of the same bytes, which only a journal can tell apart.
+    Covered: forks that Python knows of (os.fork, multiprocessing), and pickles of keys and states (spawned processes,
+    torch.save). Not covered: processes that each make a `Key` of the same bytes, which only a journal can tell apart.
     """
     if key.made_in != process_mark():
         raise StateReused(
@@ -163,10 +157,6 @@ class Words:
     """A keyed AES-128-CTR stream of 64-bit words, opened again for each key: making a stream costs ten times as much.
 
     The words are those of `stream(key)`. One thread at a time.
-
-    >>> words = Words()
-    >>> bool((words.opened(insecure_key(0))(3) == stream(insecure_key(0)).bit_generator.random_raw(3)).all())
-    True
     """
 
     def __init__(self) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
-from dpfunc._utils.digests import digest, in_hex
+import torch
+from torch import Tensor
+
+from dpfunc import errors
+from dpfunc._utils.digests import digest
+from dpfunc._utils.dtensor import local
 from dpfunc._utils.validation import fail, integer, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.bounds import group_bounds
 from dpfunc.clipping.groups import partition
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import (
-    BudgetExhausted,
-    CheckpointError,
-    InsecureKeyWarning,
-    InvalidArgument,
-    LedgerConflict,
-    RunWarning,
-    SamplingMismatch,
-    StateReused,
-)
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, check_process, fingerprint
+from dpfunc.rng import Key, check_key, check_process, fingerprint
 from dpfunc.sampling import Poisson
 from dpfunc.types import Event, Params
 
@@ -84,32 +81,24 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     """The state before the first step of a run, without a state of the noise; see `DPStep.init`."""
     check_params(params)
     refuse_narrow_range(params)
-    if not isinstance(key, Key):
-        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
-    if num_records is not None:
-        num_records = _check_bound(num_records, plan.sampler.dataset_size)
-    parts = partition(plan.clip.groups, tuple(params))
-    group_bounds(plan.clip.clip_norm, parts.group_names)
-    spent = _spent(plan, ledger)
-    limit = plan.step_limit(spent)
-    if limit < 1:
-        raise BudgetExhausted(
-            f"The budget epsilon={plan.epsilon:g} at delta={plan.delta:g} does not allow one more step: "
-            f"{spent.epsilon(plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, or train "
-            "on other records."
-        )
-    return StepState(0, limit, 0, key, (), spent, plan=plan_digest(plan), num_records=num_records)
-
-
-def _check_bound(num_records: int, bound: int) -> int:
-    count = integer("num_records", num_records, minimum=1)
-    if count > bound:
+    check_key(key)
+    bound = plan.sampler.dataset_size
+    if num_records is not None and integer("num_records", num_records, minimum=1) > bound:
         raise fail(
             f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
             "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "
             "larger dataset_size.",
         )  # fmt: skip
-    return count
+    group_bounds(plan.clip.clip_norm, partition(plan.clip.groups, tuple(params)).group_names)
+    spent = _spent(plan, ledger)
+    limit = plan.step_limit(spent)
+    if limit < 1:
+        raise errors.BudgetExhausted(
+            f"The budget epsilon={plan.epsilon:g} at delta={plan.delta:g} does not allow one more step: "
+            f"{spent.epsilon(plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, or train "
+            "on other records."
+        )
+    return StepState(0, limit, 0, key, (), spent, plan=plan_digest(plan), num_records=num_records)
 
 
 def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
@@ -120,11 +109,11 @@ def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
         advice = "Read a journal by dpfunc.checkpoint.journal_ledger(path)."
         raise wrong_type("ledger to be a dpfunc.Ledger", "ledger", ledger, advice)
     if spent.adjacency != plan.adjacency:
-        raise LedgerConflict(
+        raise errors.LedgerConflict(
             f"Expected a ledger with adjacency {plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
         )
     if spent.lacks(known):
-        raise LedgerConflict(
+        raise errors.LedgerConflict(
             f"Expected a ledger with the {known.num_steps} steps that the plan counts as spent, got one that lacks "
             f"{spent.lacks(known)} of them. Leave ledger= out to begin with plan.spent, or compose it with what came "
             "after."
@@ -138,7 +127,7 @@ def only_step(plan: Plan, first: StepState) -> StepState:
     charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
     cost = charged.epsilon(plan.delta, plan.accountant).epsilon
     if plan.epsilon is not None and cost > plan.epsilon:
-        raise BudgetExhausted(
+        raise errors.BudgetExhausted(
             f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}"
             f"{', with what was spent before' if state.ledger.events else ''}, more than the budget "
             f"epsilon={plan.epsilon:g}: nobody drew its batch, so it claims no amplification by sampling. Draw it: "
@@ -167,25 +156,18 @@ def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Ev
 
 def plan_digest(plan: Plan) -> str:
     """A digest of a plan, to tell two plans apart."""
-    return in_hex(digest(stable_repr(plan)))
+    return f"{digest(stable_repr(plan)):016x}"
 
 
 def stable_repr(value: object) -> str:
-    """The same text for the same settings, in each process: functions and objects by their names.
-
-    >>> stable_repr(object())
-    '<object object>'
-    """
+    """The same text for the same settings, in each process: functions and objects by their names."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-# The first step of each run (by the fingerprint of its key) that was not released yet, in this process. A guard against
-# mistakes, not part of the computation: no result depends on it.
-_next_release: dict[str, int] = {}
-# What the steps of each run released, in this process: step -> digest. A step that is repeated releases the same.
-_digests: dict[str, dict[int, str]] = {}
-# The ledger after the newest step of each plan (by its digest), in this process.
-_ledgers: dict[str, Ledger] = {}
+# Guards against mistakes in this process, no part of the computation: no result depends on them.
+_next_release: dict[str, int] = {}  # fingerprint of the key of a run -> its first step that was not released yet
+_digests: dict[str, dict[int, str]] = {}  # the same -> step -> what it released; a step that is repeated does so again
+_ledgers: dict[str, Ledger] = {}  # digest of a plan -> the ledger after its newest step
 _locks: dict[str, AbstractContextManager[Any]] = {}
 
 
@@ -208,7 +190,7 @@ def warn_of_start(state: StepState, journalled: bool) -> None:
         warn(
             "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
             "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
-            InsecureKeyWarning,
+            errors.InsecureKeyWarning,
         )
     same_run = fingerprint(state.key) in _next_release  # whose steps are repeated, or refused
     if not journalled and not same_run and state.ledger.lacks(_ledgers.get(state.plan, state.ledger)):
@@ -217,7 +199,7 @@ def warn_of_start(state: StepState, journalled: bool) -> None:
             "same records both add up, to more than either ledger says. Count the first run in the second: "
             "dp_step.init(params, key, ledger=state.ledger) with its last state, in a plan whose budget is for both "
             "(Plan.for_budget(..., spent=state.ledger)). For other records, or public ones, filter this warning out.",
-            RunWarning,
+            errors.RunWarning,
         )
 
 
@@ -230,8 +212,8 @@ def resumed(state: StepState) -> StepState:
 def replay(state: StepState) -> StepState:
     """Declare that the steps from `state` on may be drawn again, whatever they release, e.g. to reproduce a run.
 
-    Only safe with the same data, parameters and code: then the same values are released again. With anything else
-    changed, two releases share their noise and their difference is not protected.
+    Only safe with the same data, parameters and code: with anything else changed, two releases share their noise and
+    their difference is not protected.
     """
     known = _digests.get(fingerprint(state.key), {})
     for step in [step for step in known if step >= state.step]:
@@ -243,16 +225,18 @@ def check_newest(state: StepState) -> None:
     """Check that no later step of the run was released in this process: that one costs too."""
     done = _next_release.get(fingerprint(state.key), 0)
     if state.step < done:
-        raise StateReused(
+        raise errors.StateReused(
             f"Expected the newest state of the run, after {done} steps, got state.step={state.step}: its ledger lacks "
-            "what the later steps cost. Take the state that the last call of dp_step returned."
+            "what the later steps cost. Take the state that the last call of dp_step returned. If those steps are of "
+            "another run, both use one key, and so the same noise: begin each run with a dpfunc.secure_key() of its "
+            "own, and leave out what this one released."
         )
 
 
 def check_own_plan(state: StepState, digest_of_plan: str) -> None:
     """Check that a state is of a plan."""
     if state.plan != digest_of_plan:
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"Expected a state of this plan, got one of another plan: its budget, and its end after {state.limit} "
             "steps, are not those of this one. For another phase begin a new run that counts the old one: "
             "dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger). Nothing was spent."
@@ -262,11 +246,11 @@ def check_own_plan(state: StepState, digest_of_plan: str) -> None:
 def check_new_journal(journal: object, plan: Plan) -> None:
     """Check that a journal, if there is one, can write down the steps of a plan."""
     if journal is not None and not callable(journal):
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
         )
     if getattr(journal, "plan", plan) != plan:
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
             "Journal(path, plan); phases on the same records may share the path."
         )
@@ -277,18 +261,11 @@ def check_journal(state: StepState, journal: object) -> None:
 
     Without it, or in another file, a second resumption would not know of these steps, and would release their noise on
     other values.
-
-    Args:
-        state: of the run. journal: of the step; None for none.
-
-    Raises:
-        CheckpointError: no journal, or a file that is another.
     """
-    if not state.journal:
-        return
     file = getattr(journal, "file", None)
-    if journal is None or (file is not None and os.path.realpath(file) != os.path.realpath(state.journal)):
-        raise CheckpointError(
+    other = file is not None and os.path.realpath(file) != os.path.realpath(state.journal)
+    if state.journal and (journal is None or other):
+        raise errors.CheckpointError(
             f"Expected the journal of the resumed run, make_dp_step(..., journal=Journal({state.journal!r}, plan)), "
             f"got {'no journal' if journal is None else str(file)}. Steps that are not in it could be released again, "
             "with the same noise and other values. Nothing was spent."
@@ -300,7 +277,7 @@ def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | N
     drawn = len(plan.draw(state, state.step, ranks))
     if drawn != real_samples:
         call = "state" if ranks is None else "state, ranks"
-        raise SamplingMismatch(
+        raise errors.SamplingMismatch(
             f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
             f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
             f"plan.loader(dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
@@ -315,7 +292,7 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
     check_own_plan(state, digest_of_plan)
     check_process(state.key)
     if state.step >= state.limit and not state.drawn:
-        raise BudgetExhausted(
+        raise errors.BudgetExhausted(
             "No step is left: a call without a state is a run of one step. Begin a run of more with "
             "state = dp_step.init(params, dpfunc.secure_key()). The step was not taken."
         )
@@ -326,13 +303,13 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             if state.limit == plan.num_steps
             else f"another step would exceed epsilon={plan.epsilon:g}"
         )
-        raise BudgetExhausted(
+        raise errors.BudgetExhausted(
             f"No step is left: {reason}. Spent epsilon={spent:.4g} at delta={plan.delta:g} in {state.step} steps of "
             "this run. The step was not taken."
         )
     done = _next_release.get(fingerprint(state.key), 0)
     if state.step < done:
-        raise StateReused(
+        raise errors.StateReused(
             f"Step {state.step} of this run was already released: a second release with the same noise would give the "
             "first one away. Each state is used once. The usual mistake:\n"
             "    grads, _, unreleased = dp_step(params, batch, state)       # state stays what it was\n"
@@ -347,7 +324,7 @@ def check_repeated(state: StepState, release: str) -> None:
     before = dict(state.released).get(state.step)
     here = _digests.get(fingerprint(state.key), {}).get(state.step, release)
     if here != release or (state.step < state.charged and before != release):
-        raise StateReused(
+        raise errors.StateReused(
             f"Step {state.step} of this run was released before, and with other values: their "
             "difference would have no noise. Something is not as it was: the records or their order, augmentation by "
             "NumPy's or Python's random numbers, optimizer or its state, learning rate, loss, engine, precision, "
@@ -356,3 +333,67 @@ def check_repeated(state: StepState, release: str) -> None:
             "parameters, which counts the old one: dp_step.init(params, dpfunc.secure_key(), journal_ledger(path)). "
             "Nothing was released and nothing was spent."
         )
+
+
+_STATELESS = (
+    "dp_step was called without a state more than once. Each such call is a run of its own with its own ledger, and "
+    "nobody adds them up. In a loop, pass the state on: begin with state = dp_step.init(params, dpfunc.secure_key()), "
+    "then grads, state, unreleased = dp_step(params, batch, state). Nothing was spent."
+)
+_UNCHANGED = (
+    "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
+    "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
+    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
+)
+_WITHOUT_GRADIENT = (
+    "In this step and an earlier one no record of this process had a finite gradient other than zero: budget is "
+    "spent, and only noise released. Look for NaN and inf in inputs, labels and the loss (log, division, masks), and "
+    "for a loss that leaves out the params it is given. This warning was computed from private data: it reveals this "
+    "about two batches, and no noise protects that. Do not publish it."
+)
+_logger = logging.getLogger("dpfunc.step")
+
+
+class Calls:
+    """Earlier calls of one private step, by which usual mistakes are found; no result depends on them."""
+
+    def __init__(self) -> None:
+        self._stateless, self._compared, self._without_gradient = False, False, 0
+        self._first: dict[str, tuple[ReferenceType[Tensor], int, Tensor]] | None = None
+
+    def note(self, params: Params, *, stateless: bool, without_gradient: bool) -> None:
+        """Note a call whose result was released."""
+        self._stateless = self._stateless or stateless
+        self._without_gradient += without_gradient
+        if self._first is None:
+            counted = {name: p for name, p in params.items() if not p.is_inference()}  # others are never unchanged
+            self._first = {name: (ref(p), p._version, _head(p).clone()) for name, p in counted.items()}
+
+    def refuse_second_run(self) -> None:
+        """Refuse a second call without a state, which would be a second run."""
+        if self._stateless:
+            raise errors.InvalidArgument(_STATELESS)
+
+    def warn_if_nothing_changed(self, params: Params) -> None:
+        """Log, at the second call, that nothing was written into the parameters since the first. A copy is another."""
+        if self._first is None or self._compared:
+            return
+        self._compared, first = True, self._first
+
+        def still(name: str, param: Tensor) -> bool:
+            known, version, head = first[name]
+            return known() is param and version == param._version and torch.equal(head, _head(param))
+
+        if first.keys() == params.keys() and all(still(name, p) for name, p in params.items()):
+            _logger.warning(_UNCHANGED)
+
+    def warn_if_lost(self, without_gradient: bool) -> None:
+        """Warn of the second step whose batch had records, none of them with a finite gradient other than zero."""
+        if without_gradient and self._without_gradient == 1:
+            warn(_WITHOUT_GRADIENT, errors.NoGradientWarning)
+
+
+def _head(tensor: Tensor) -> Tensor:
+    """The first numbers: torch's counter of writes in place misses those into `tensor.data`."""
+    own = local(tensor).detach()
+    return own[(0,) * (own.ndim - 1)][:8] if own.ndim and own.numel() else own

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.calls import Calls
+from dpfunc import state as states
 from dpfunc._utils.lockstep import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
@@ -28,22 +28,7 @@ from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
-from dpfunc.state import (
-    StepState,
-    check_draw,
-    check_journal,
-    check_new_journal,
-    check_repeated,
-    check_state,
-    first_state,
-    mark_released,
-    next_state,
-    one_release,
-    only_step,
-    plan_digest,
-    stable_repr,
-    warn_of_start,
-)
+from dpfunc.state import Calls, StepState
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
 _ABORTED = "Another process could not go on. Nothing was released."
@@ -72,7 +57,7 @@ class DPStep:
 
     @cached_property
     def _plan_digest(self) -> str:
-        return plan_digest(self.plan)
+        return states.plan_digest(self.plan)
 
     def init(
         self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
@@ -97,9 +82,9 @@ class DPStep:
             RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
         with self._together():
-            first = first_state(self.plan, params, key, ledger, num_records)
+            first = states.first_state(self.plan, params, key, ledger, num_records)
             state = first._replace(noise_state=self._mechanism(0).init(self._with_statistics(params)))
-        warn_of_start(state, journalled=self.journal is not None)
+        states.warn_of_start(state, journalled=self.journal is not None)
         return state
 
     def __call__(
@@ -109,10 +94,10 @@ class DPStep:
         rows = self._check(params, batch, state, mask_B)
         if state is None:
             self._calls.refuse_second_run()
-            state = only_step(self.plan, self.init(params, secure_key()))
+            state = states.only_step(self.plan, self.init(params, secure_key()))
         clipped, unreleased = self._clip(params, rows, state)
         released, noise_state = self._add_noise(clipped, params, state)
-        after = next_state(self.plan, state, noise_state)
+        after = states.next_state(self.plan, state, noise_state)
         if self.plan.telemetry is not None:
             size = self.plan.sampler.expected_batch_size(state.step)
             after = after._replace(telemetry=self.plan.telemetry.read(released, self.plan.clip.clip_norm, size))
@@ -138,16 +123,16 @@ class DPStep:
         return rows._replace(size=agreement.num_rows)
 
     def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
-        """What this process can check by itself."""
+        """The checks that this process makes by itself."""
         check_named(params)
         refuse_narrow_range(params)
         size = batch_size(batch)
         real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
         if state is not None:
-            check_state(state, self.plan, self._plan_digest)
-            check_journal(state, self.journal)
+            states.check_state(state, self.plan, self._plan_digest)
+            states.check_journal(state, self.journal)
             if self.verify_batch:
-                check_draw(self.plan, state, size if real_B is None else int(real_B.sum()), self.ranks)
+                states.check_draw(self.plan, state, size if real_B is None else int(real_B.sum()), self.ranks)
         if self.ranks is None or self.ranks.writes:
             self._calls.warn_if_nothing_changed(params)
         return Rows(batch, real_B, size)
@@ -166,7 +151,7 @@ class DPStep:
         place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
-        return stable_repr((settings, place, state.num_records, len(drawn), int(drawn.sum())))
+        return states.stable_repr((settings, place, state.num_records, len(drawn), int(drawn.sum())))
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
@@ -202,14 +187,14 @@ class DPStep:
             digest, all_lost = own_digest(released, params, lost)
         else:
             digest, all_lost = digest_of_all(released, self.ranks, lost)
-        with one_release(state):
+        with states.one_release(state):
             with self._together():
-                check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
-                check_repeated(state, digest)
+                states.check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
+                states.check_repeated(state, digest)
                 self._calls.warn_if_lost(all_lost)
                 if self.journal is not None and (self.ranks is None or self.ranks.writes):
                     self.journal(after._replace(released=((state.step, digest),)))
-            mark_released(after, digest)
+            states.mark_released(after, digest)
         self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
 
     def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
@@ -292,7 +277,7 @@ def make_dp_step(
     if plan.telemetry is not None and ranks is not None and ranks.keeps_parts:
         advice = "Its engine adds up gradients over processes, and no statistics. Use data_parallel()."
         raise fail("no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry, advice)
-    check_new_journal(journal, plan)
+    states.check_new_journal(journal, plan)
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,

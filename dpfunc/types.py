@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from dpfunc._utils import validation as checks
@@ -38,9 +39,7 @@ class PerSampleGrads(Protocol):
     """The gradients of B samples, which need not exist in memory."""
 
     @property
-    def losses_B(self) -> Tensor:
-        """The loss of each sample, unreleased."""
-        ...
+    def losses_B(self) -> Tensor: ...  # unreleased
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared L2 norm of each sample's gradient, for each parameter: name -> (B,), float32 or float64."""
@@ -55,11 +54,9 @@ Engine = Callable[[LossFn, Params, Batch], PerSampleGrads]
 
 
 class Groups(Protocol):
-    """Assignment of parameters to groups that are clipped together."""
+    """Assignment of parameters to groups that are clipped together: the group of each name, in order."""
 
-    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The group of each parameter name, in order."""
-        ...
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]: ...
 
 
 class ClipRule(Protocol):
@@ -264,10 +261,7 @@ class Schedule:
 
     def starts(self) -> tuple[int, ...]:
         """The steps at which the value may change, from 0."""
-        edges = [0]
-        for num_steps, _ in self.pieces[:-1]:
-            edges.append(edges[-1] + num_steps)
-        return tuple(edges)
+        return tuple(accumulate((num_steps for num_steps, _ in self.pieces[:-1]), initial=0))
 
 
 def schedule_at(value: float | Schedule, step: int) -> float:

@@ -17,6 +17,9 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30
 settings.register_profile("explore", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("DPFUNC_HYPOTHESIS_PROFILE", "ci"))
 
+# No test loses power: files need not reach the disk, for which others wait. Tests of it put a function of their own there.
+os.fsync = lambda handle: None
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and tests of interrupts would see none.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)

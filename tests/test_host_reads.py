@@ -14,7 +14,7 @@ from devices import devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpfunc
-from dpfunc.checkpoint import Journal
+from dpfunc import Journal
 from dpfunc.engines._guards.audit import Audits
 from dpfunc.engines._numerics import ReadTogether, any_set
 from dpfunc.errors import InvalidArgument

@@ -15,13 +15,9 @@ def test_complexity_counts_branches_of_a_function_alone():
     assert [house["complexity"](function) for function in house["functions"](tree)] == [5, 2]
 
 
-def test_names_that_a_module_defines():
-    tree = ast.parse("A = 1\n_B = 2\nc: int = 3\ndef f(): pass\nclass D:\n    e = 1\n")
-    assert house["defined"](tree) == {"A", "c", "f", "D"}
-
-
 def test_the_way_of_a_batch_begins_in_the_step():
     way = house["way_of_a_batch"]()
     assert "step.py" in way[:2]
     assert "engines/vmap_grad.py" in way
+    house["numbers"].__globals__["AROUND"] = ()  # to read all tests takes longer than all else
     assert int(house["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)

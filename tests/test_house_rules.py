@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
-import importlib
 import inspect
-import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -46,9 +44,9 @@ REASON = re.compile(
 
 
 @functools.cache
-def trees():
-    """Path -> syntax tree of each file. The tests go through all files: one test for each took longer than its work."""
-    return {path: ast.parse(path.read_text()) for path in FILES}
+def nodes():
+    """Each syntax node of each file, with its path. One test for each file took longer than its work."""
+    return [(path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def layer_of_module(name):
@@ -70,11 +68,6 @@ def test_no_module_is_in_a_circle_of_imports():
     """Imports in functions count too. A pair that keeps a heavy library out of the start would be named here."""
     assert HOUSE["circles"](HOUSE["import_graph"]()) == []
     assert HOUSE["circles"]({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
-
-
-def nodes():
-    """Each syntax node of each file, with its path."""
-    return ((path, node) for path, tree in trees().items() for node in ast.walk(tree))
 
 
 def test_bans():
@@ -138,9 +131,7 @@ def test_public_names_are_documented(name):
 
 
 def test_every_module_says_what_it_is():
-    for info in pkgutil.walk_packages([str(ROOT)], "dpfunc."):
-        module = importlib.import_module(info.name)
-        assert module.__doc__, f"{info.name} has no docstring"
+    assert [path for path, node in nodes() if isinstance(node, ast.Module) and not ast.get_docstring(node)] == []
 
 
 def test_tests_named_in_docstrings_exist():

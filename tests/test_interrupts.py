@@ -10,20 +10,16 @@ import torch
 from cases import as_batch, linear_loss, params, random_rows
 
 import dpfunc
-from dpfunc import clipping, sampling
-from dpfunc.batches import take
-from dpfunc.checkpoint.journal import Journal, journal_ledger
+from dpfunc import Journal, Plan, clipping, make_dp_step, sampling, secure_key, take
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import StateReused
-from dpfunc.plan import Plan
-from dpfunc.rng import secure_key
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
 
 FILES = {
     str(Path(dpfunc.__file__).parent / name)
     for name in ("step.py", "checkpoint/journal.py", "checkpoint/_chain.py", "state.py", "_utils/locks.py")
 }
-POINTS = 40
+POINTS = 25
 PLAN = Plan(sampling.Poisson(12, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)
 DATA = as_batch(random_rows(0, 12))
 

@@ -166,20 +166,6 @@ def test_citation_is_of_this_version():
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
-def test_issue_forms_are_valid():
-    forms = {path.stem: path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"}
-    assert {*forms} == {"bug", "model", "proposal"}
-    for path in forms.values():
-        form = yaml.safe_load(path.read_text())
-        assert form["name"]
-        assert form["description"]
-        fields = [item for item in form["body"] if item["type"] != "markdown"]
-        assert {item["type"] for item in fields} <= {"input", "textarea", "dropdown", "checkboxes"}
-        assert len({item["id"] for item in fields}) == len(fields) > 0
-        assert all(item["attributes"]["label"] for item in fields)
-        assert any(item["validations"]["required"] for item in fields)
-
-
 @pytest.mark.slow
 def test_a_new_user_gets_through():
     """Install, quick start, an own table, the loop of the README, reports, two processes; from the pages, word by word."""

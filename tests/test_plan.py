@@ -12,14 +12,9 @@ from cases import GROUPINGS, RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
+from dpfunc import Event, Ledger, Plan, Schedule, StepState, clipping, insecure_key, sampling
 from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, UnreachableBudget
-from dpfunc.plan import Plan
-from dpfunc.rng import insecure_key
-from dpfunc.state import StepState
-from dpfunc.types import Event, Schedule
 
 GOOD = {
     "sampler": sampling.Poisson(1000, 0.05),

@@ -19,7 +19,6 @@ from dpfunc.types import Event
 ROOT = Path(dpfunc.__file__).parent
 HEAVY = ("torch", "opacus", "transformers", "peft", "accelerate")
 GAUSSIAN = ("-q", "1", "--steps", "10", "--sigma", "5", "--delta", "1e-5")
-SAMPLED = ("-n", "60000", "-b", "256", "--epochs", "60")
 HELP = ("", "epsilon", "sigma", "requirements", "ledger show", "ledger check", "train", "generate", "certify")
 COMMANDS = {
     **{f"help of {command}": [*command.split(), "--help"] for command in HELP},
@@ -33,11 +32,6 @@ COMMANDS = {
     "record": ["ledger", "show", "{folder}"],
     "record in JSON": ["ledger", "show", "{folder}/privacy_accounting.json", "--json"],
     "check": ["ledger", "check", "{folder}"],
-    "samples": ["epsilon", *SAMPLED, "--sigma", "1.1", "--delta", "1e-5", "--json"],
-    "samples by rdp": ["epsilon", *SAMPLED, "--sigma", "1.1", "--delta", "1e-5", "--method", "rdp"],
-    "samples by prv": ["epsilon", *SAMPLED, "--sigma", "1.1", "--delta", "1e-5", "--method", "prv"],
-    "sigma of samples": ["sigma", *SAMPLED, "--epsilon", "3", "--delta", "1e-5", "--json"],
-    "requirements": ["requirements", *SAMPLED, "--epsilon", "3", "--json"],
     "error": ["epsilon", "-q", "2", "--steps", "10", "--sigma", "5", "--delta", "1e-5"],
 }
 RUN = """
@@ -55,24 +49,36 @@ print(json.dumps(found))
 """
 
 
-def ran(**commands):
-    """Commands of `dpfunc`, one after another in one process: name -> output, exit code, and heavy packages then there."""
-    found = json.loads(python(RUN, json.dumps(commands)))
-    assert found.keys() == commands.keys()
-    assert all("numpy" in modules for _, _, modules in [*found.values()][-1:])  # what is there is seen
-    return {name: (output, code, {*HEAVY} & {*modules}) for name, (output, code, modules) in found.items()}
+SAMPLED = ("-n", "60000", "-b", "256", "--epochs", "60")
+SAMPLES = {
+    "epsilon of samples": ["epsilon", *SAMPLED, "--sigma", "1.1", "--delta", "1e-5", "--json"],
+    "sigma of samples": ["sigma", *SAMPLED, "--epsilon", "3", "--delta", "1e-5", "--json"],
+    "requirements": ["requirements", *SAMPLED, "--epsilon", "3", "--json"],
+}
+OPACUS = {
+    method: ["epsilon", "-q", "0.1", "--steps", "3", "--sigma", "5", "--delta", "1e-5", "--method", method]
+    for method in ("rdp", "prv")
+}
 
 
-def test_commands_do_not_import_torch(tmp_path):
-    """All in one process: what one of them imports, it has at the end."""
+def test_commands_import_torch_only_for_methods_of_opacus(tmp_path):
+    """All in one process: what one of them imports, it has at the end. The last ones show that torch would be seen."""
     ledger, journal = tmp_path / "ledger.json", tmp_path / "journal.jsonl"
     (tmp_path / "privacy_accounting.json").write_text(RECORD.to_json())
     ledger.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
     written(journal, *(line(step) for step in range(10)))
     files = {"ledger": ledger, "journal": journal, "folder": tmp_path}
-    found = ran(**{name: [word.format(**files) for word in words] for name, words in COMMANDS.items()})
-    for name, (_, code, heavy) in found.items():
-        assert (code, heavy) == (1 if name == "error" else 0, set()), name
+    commands = {
+        name: [word.format(**files) for word in words] for name, words in {**COMMANDS, **SAMPLES, **OPACUS}.items()
+    }
+    found = json.loads(python(RUN, json.dumps(commands)))
+    assert found.keys() == commands.keys()
+    for name, (output, code, modules) in found.items():
+        assert code == (1 if name == "error" else 0), name
+        values = json.loads(output) if name in SAMPLES else {}
+        if values.get("guarantee", values).get("method") in ("prv", "rdp"):
+            continue
+        assert {*HEAVY} & {*modules} >= {"opacus", "torch"} if name in OPACUS else not {*HEAVY} & {*modules}, name
 
 
 def test_the_readme_says_what_was_measured():

@@ -14,17 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from cases import linear_loss, params
-from run_cases import DATA, PLAN, start, steps, store
+from run_cases import DATA, PLAN, Run, start, steps
 
+from dpfunc import Journal, make_dp_step, secure_key, take
 from dpfunc import state as state_module
-from dpfunc.batches import take
-from dpfunc.checkpoint import load
-from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
 from dpfunc.noise import Gaussian
-from dpfunc.rng import fingerprint, secure_key
+from dpfunc.rng import fingerprint
 from dpfunc.state import replay
-from dpfunc.step import make_dp_step
 
 
 def bent_loss(values, batch):
@@ -34,41 +32,28 @@ def bent_loss(values, batch):
 
 def test_other_values_with_the_same_noise_are_refused(tmp_path):
     """A step that was released is released again bit for bit, or not at all."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 2, journal)
-    store(tmp_path / "c", state, values, optimizer)
-    steps(state, values, optimizer, 2, journal)
-    before = journal.path.read_text()
-
-    def resumed():
-        return load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
-
-    def other_loss(params, batch):
-        return -linear_loss(params, batch)
-
-    saved = resumed()
-    dp_step = make_dp_step(other_loss, PLAN, journal=journal)
-    batch = take(DATA, next(iter(PLAN.batches(saved.state))))
+    run = Run(tmp_path).step(2)
+    run.save(journal=None)
+    run.step(2)
+    before, saved = run.path.read_text(), run.load()
+    dp_step = make_dp_step(lambda params, batch: -linear_loss(params, batch), PLAN, journal=Journal(run.path, PLAN))
     with pytest.raises(StateReused, match="Step 2 of this run was released before, and with other values"):
-        dp_step(saved.params, batch, saved.state)
-    assert journal.path.read_text() == before
-    repeated = steps(resumed().state, {n: p.clone() for n, p in saved.params.items()}, optimizer, 2, journal)
+        dp_step(saved.params, take(DATA, next(iter(PLAN.batches(saved.state)))), saved.state)
+    assert run.path.read_text() == before
+    repeated = run.step(2, state=run.load().state).state
     assert (repeated.step, repeated.charged, repeated.released) == (4, 4, ())
 
 
 def test_a_key_begins_one_run(tmp_path):
     """Also when another process forgets that it did."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    again = state
-    steps(state, values, optimizer, 1, journal)
+    run = Run(tmp_path)
+    begin = run.state
+    run.step()
     other = {name: value + 1.0 for name, value in DATA.items()}
-    dp_step = make_dp_step(linear_loss, PLAN, journal=journal)
-    batch = take(other, next(iter(PLAN.batches(again))))
+    dp_step, drawn = make_dp_step(linear_loss, PLAN, journal=Journal(run.path, PLAN)), next(iter(PLAN.batches(begin)))
     with pytest.raises(CheckpointError, match="has step 0 of this run, which released other values"):
-        dp_step(values, batch, replay(again))
-    dp_step(values, take(DATA, next(iter(PLAN.batches(again)))), replay(again))  # the same values: a reproduction
+        dp_step(run.values, take(other, drawn), replay(begin))
+    dp_step(run.values, take(DATA, drawn), replay(begin))  # the same values: a reproduction
 
 
 def faster(values):
@@ -90,28 +75,6 @@ def test_a_step_is_released_once(tmp_path):
     slower = torch.optim.Adam(fresh.values(), lr=0.1)
     repeated = steps(replay(begin), fresh, slower, 6, Journal(journal.path, PLAN), bent_loss)
     assert journal_ledger(journal.path) == repeated.ledger == PLAN.ledger(6)
-
-
-def test_going_back_repeats_or_is_refused(tmp_path):
-    """Also in one process."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
-    end = steps(state, values, optimizer, 4, journal, bent_loss)
-
-    def back(optimizer_of):
-        saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
-        return steps(saved.state, own := moved(saved.params), optimizer_of(own), 4, journal, bent_loss), own
-
-    with pytest.raises((StateReused, CheckpointError), match="tep 1 of this run"):
-        back(faster)
-    again, found = back(lambda own: torch.optim.Adam(own.values(), lr=0.1))
-    assert again.ledger == end.ledger
-    assert all(torch.equal(found[name], value) for name, value in values.items())
-
-
-def moved(values):
-    return {name: p.detach().clone().requires_grad_() for name, p in values.items()}
 
 
 def test_a_state_is_of_one_plan():

@@ -6,6 +6,7 @@ Nothing here is a limit. A number that grows is a question: which file would a r
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -93,6 +94,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Module of dpfunc -> modules that it imports, inside of functions too."""
     known = {module_name(path) for path in ROOT.rglob("*.py")}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dpfunc._utils.dtensor import local
 
@@ -15,30 +16,18 @@ _COLUMNS = 4095  # odd: where a number of bits in a row are flipped, all of them
 
 
 def digest(text: str | bytes) -> int:
-    """Hash of a text as a non-negative integer of 63 bits.
-
-    >>> digest("a") == digest(b"a")
-    True
-    """
+    """Hash of a text as a non-negative integer of 63 bits."""
     raw = text.encode() if isinstance(text, str) else text
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 1
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """A digest of names, shapes and all bits, weighted by position: it detects one changed bit, and a changed order.
-
-    >>> checksum([("w", torch.ones(3))]) == checksum([("w", torch.tensor([1, 1, 1 + 2**-23]))])
-    False
-    """
+    """A digest of names, shapes and all bits, weighted by position: it detects one changed bit, and a changed order."""
     return checksum_and_marks(tensors, ())[0]
 
 
 def checksum_and_marks(tensors: Iterable[tuple[str, Tensor]], marks: Iterable[Tensor]) -> tuple[int, list[bool]]:
-    """The digest of `checksum`, and marks (0-d, bool), in one read from the device.
-
-    >>> checksum_and_marks([], [torch.tensor(True)])[1]
-    [True]
-    """
+    """The digest of `checksum`, and marks (0-d, bool), in one read from the device."""
     descriptions, sums = [], []
     for name, tensor in tensors:
         part = local(tensor).detach().contiguous()
@@ -46,17 +35,11 @@ def checksum_and_marks(tensors: Iterable[tuple[str, Tensor]], marks: Iterable[Te
         flat = part.reshape(-1).view(torch.uint8)
         words = len(flat) // _WORD * _WORD
         head = flat[:words] if flat.storage_offset() % _WORD == 0 else flat[:words].clone()
-        sums += [_hash_words(_condensed(head.view(torch.int64))), _hash_words(_filled(flat[words:]).view(torch.int64))]
+        tail = F.pad(flat[words:], (0, -len(flat) % _WORD))  # the bytes after the last whole word, as one
+        sums += [_hash_words(_condensed(head.view(torch.int64))), _hash_words(tail.view(torch.int64))]
     known = [mark.to(sums[0] if sums else torch.int64) for mark in marks]
     values = torch.stack(sums + known).tolist() if sums or known else []
     return digest(f"{descriptions}{values[: len(sums)]}"), [bool(value) for value in values[len(sums) :]]
-
-
-def _filled(tail: Tensor) -> Tensor:
-    """The bytes after the last whole word as one word; none as none."""
-    word = tail.new_zeros(_WORD if len(tail) else 0)
-    word[: len(tail)] = tail
-    return word
 
 
 def _condensed(words: Tensor) -> Tensor:
@@ -78,9 +61,5 @@ def _hash_words(words: Tensor) -> Tensor:
 
 
 def in_hex(digest: int) -> str:
-    """A digest as a text of 16 digits.
-
-    >>> in_hex(255)
-    '00000000000000ff'
-    """
+    """A digest as a text of 16 digits."""
     return f"{digest:016x}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -17,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """The part of a tensor that is held here, with the tensor treated as a matrix (shape[0], everything else).
-
-    >>> window(torch.zeros(4, 2, 3), "w")
-    Window(num_rows=4, num_cols=6, rows=(0, 4), cols=(0, 6))
-    """
+    """The part of a tensor that is held here, with the tensor treated as a matrix (shape[0], everything else)."""
 
     num_rows: int
     num_cols: int
@@ -40,19 +35,14 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _waited(tensor: Tensor) -> Tensor:
-    """The tensor, after the communication that makes it."""
-    wait = getattr(tensor, "wait", None)
-    result: Tensor = tensor if wait is None else wait()
-    return result
-
-
 def local(tensor: Tensor) -> Tensor:
     """Part of a tensor that this process holds, without history; a tensor that is no DTensor is returned itself."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return _waited(tensor.to_local())
+        part: Any = tensor.to_local()
+        whole: Tensor = part.wait() if hasattr(part, "wait") else part  # for the communication that makes it
+        return whole
 
 
 def local_like(tensor: Tensor, param: Tensor) -> Tensor:
@@ -61,9 +51,7 @@ def local_like(tensor: Tensor, param: Tensor) -> Tensor:
         return tensor
     placements = param.placements if is_dtensor(param) else ()
     with torch.no_grad():
-        if tuple(tensor.placements) != tuple(placements):
-            tensor = tensor.redistribute(placements=placements)
-        return _waited(tensor.to_local())
+        return local(tensor if tuple(tensor.placements) == placements else tensor.redistribute(placements=placements))
 
 
 def shard_like(full: Tensor, param: Tensor) -> Tensor:
@@ -85,11 +73,6 @@ def distributed(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         part, spec.device_mesh, spec.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """A function of single entries, computed where the parts are."""
-    return distributed(function(local(tensor)), tensor) if is_dtensor(tensor) else function(tensor)
 
 
 def shard_dims(tensor: Tensor) -> dict[int, int]:

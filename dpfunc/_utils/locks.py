@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from dpfunc.errors import InvalidArgument
@@ -20,10 +21,7 @@ _held: dict[Path, int] = {}  # lock files of this process, and how many blocks h
 
 
 def lock(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Lock an open file until it is closed; False if another process has it, and `wait` is False.
-
-    Shared locks are for several readers; on Windows for one. An OSError says that the file system has no locks.
-    """
+    """Lock an open file until it is closed; False if another process has it. OSError: the file system has no locks."""
     if sys.platform == "win32":
         return _lock_byte(handle, wait)
     import fcntl
@@ -60,14 +58,8 @@ def _lock_byte(handle: int, wait: bool) -> bool:
 def only_process(folder: Path) -> Iterator[None]:
     """Inside, no other process uses the folder in this way. It is made if it is missing, and removed if still empty.
 
-    The lock is a file in it, which is there only while it is held, or after a kill. A block inside of another one of
-    the same process changes nothing (tests/_utils/test_locks.py::test_one_process_has_a_folder,
-    ::test_a_killed_process_has_nothing).
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, only_process(Path(place) / "run"):
-    ...     [path.name for path in (Path(place) / "run").iterdir()]
-    ['.dpfunc.lock']
+    The lock is a file in it, which is there only while it is held, or after a kill. Blocks of one process may be inside
+    of each other (tests/_utils/test_locks.py::test_one_process_has_a_folder, ::test_a_killed_process_has_nothing).
     """
     path = folder.resolve() / LOCK_FILE
     if path in _held:
@@ -97,10 +89,13 @@ def only_process(folder: Path) -> Iterator[None]:
 
 
 def _taken(path: Path, folder: Path) -> int:
-    while True:
+    for attempt in count():
         try:
-            handle = _opened(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
+            if isinstance(error, (FileNotFoundError, FileExistsError)) and attempt < _ATTEMPTS:
+                continue  # the process before us may have removed the folder in between
             why = f"{error.strerror}. Nothing was spent."
             raise InvalidArgument(f"Expected a folder that can be written, got {str(folder)!r}: {why}") from error
         if not lock(handle, wait=False):
@@ -111,27 +106,13 @@ def _taken(path: Path, folder: Path) -> int:
                 "trains there now. Two runs in one folder would publish one ledger for the steps of both. Wait until "
                 "it ends, or name another folder. Nothing was written."
             )
-        try:
-            ours = os.fstat(handle).st_ino == path.stat().st_ino
-        except FileNotFoundError:
-            ours = False
-        if ours:
-            os.ftruncate(handle, 0)
-            os.write(handle, f"{os.getpid()}\n".encode())
-            return handle
+        with suppress(FileNotFoundError):
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                break
         os.close(handle)  # the one before us removed it: what others lock has another name now
-
-
-def _opened(path: Path) -> int:
-    for _ in range(_ATTEMPTS):
-        with suppress(FileNotFoundError, FileExistsError):
-            return _open(path)
-    return _open(path)  # its error says why
-
-
-def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # the process before us may remove the folder in between
+    os.ftruncate(handle, 0)
+    os.write(handle, f"{os.getpid()}\n".encode())
+    return handle
 
 
 @contextmanager
@@ -152,13 +133,7 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 def abandoned(folder: Path) -> bool:
-    """True if the process that was `in_use` of a folder has ended; False if it is at work, or that cannot be known.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place, in_use(Path(place)):
-    ...     abandoned(Path(place))
-    False
-    """
+    """True if the process that was `in_use` of a folder has ended; False if it is at work, or that cannot be known."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,17 +23,11 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.errors import StepAborted, UnsupportedModel
 
 
-@dataclass(frozen=True)
-class _ProcessContext:
-    """Other processes that take part in a step.
+class _ProcessContext(NamedTuple):
+    """Other processes that take part in a step."""
 
-    Args:
-        group: processes with other records; None for a step of one process. independent: nothing inside of the loss
-            communicates.
-    """
-
-    group: dist.ProcessGroup | None
-    independent: bool
+    group: dist.ProcessGroup | None  # processes with other records; None for a step of one process
+    independent: bool  # nothing inside of the loss communicates
 
 
 _context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
@@ -48,11 +41,7 @@ _FAILED, _ENDED = "dpfunc/failed", "dpfunc/ended"
 
 @contextmanager
 def process_context(group: dist.ProcessGroup | None, *, independent: bool) -> Iterator[None]:
-    """Inside, a step computes its gradients together with these processes, or independently of them.
-
-    Raises:
-        StepAborted: in lockstep, another process failed; see `failed`.
-    """
+    """Inside, a step computes its gradients together with these processes, or independently of them."""
     with ExitStack() as stack:
         stack.callback(_context.reset, _context.set(_ProcessContext(group, independent)))
         stack.push(lambda kind, error, trace: failed(error))
@@ -60,11 +49,7 @@ def process_context(group: dist.ProcessGroup | None, *, independent: bool) -> It
 
 
 def arrived(work: Any) -> None:
-    """Wait for a message; in lockstep over gloo only until another process fails. With nccl, devices wait.
-
-    Raises:
-        StepAborted: another process failed.
-    """
+    """Wait for a message; in lockstep over gloo only until another process fails. With nccl, devices wait."""
     while over_gloo() and not work.is_completed():
         try:
             work.wait(_LOOK)
@@ -108,11 +93,7 @@ def told() -> str:
 
 
 def failed(error: BaseException | None) -> None:
-    """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all.
-
-    Raises:
-        StepAborted: another process was the first to fail. Else `error`.
-    """
+    """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all."""
     context: Any = _context.get()
     if error is None or not in_lockstep():
         return
@@ -177,11 +158,7 @@ def on_any_rank(params: Mapping[str, Tensor], flag: bool) -> bool:
 
 @contextmanager
 def refused_by_all() -> Iterator[None]:
-    """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate.
-
-    Raises:
-        UnsupportedModel: its own, or that of another process.
-    """
+    """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate."""
     error: UnsupportedModel | None = None
     try:
         yield

@@ -6,8 +6,6 @@ import re
 
 import torch
 
-from dpfunc.errors import OutOfMemory
-
 _WORDS = re.compile(r"out of memory|can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
@@ -24,15 +22,3 @@ def refuse_out_of_memory(error: BaseException) -> None:
     """Raise an error about exhausted memory again: another way to compute the same must not hide it."""
     if out_of_memory(error):
         raise error
-
-
-def refuse_microbatch(error: BaseException, microbatch_size: object, num_samples: int) -> None:
-    """Raise an error about exhausted memory as one about the size of a microbatch."""
-    asked, together = out_of_memory(error), microbatch_size or num_samples
-    if asked:
-        raise OutOfMemory(
-            f"Expected enough memory for a microbatch, got microbatch_size={microbatch_size!r}: {asked} could not be "
-            f"had. Set it to a number{'' if together == 'auto' else f' smaller than {together}'} in make_dp_step, the "
-            "sum stays the same; if one row is too much, shorten the rows. The state can be used again: nothing was "
-            "released and nothing was spent."
-        ) from error

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
-from dpfunc._utils.words import WORDS
+from dpfunc._utils.lazy import WORDS
 from dpfunc.errors import InvalidArgument
 
 _LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64; float64 has each of these integers
@@ -43,34 +43,22 @@ def real(
     return number
 
 
-def positive(name: str, value: object, hint: str = "") -> float:
-    """A real number with 0 < value < inf."""
-    return real(name, value, f"0 < {name} < inf", hint, lambda number: number > 0)
+def _range(domain: str, inside: Callable[[float], bool]) -> Callable[[str, object], float]:
+    return lambda name, value: real(name, value, domain.format(name), inside=inside)
 
 
-def non_negative(name: str, value: object, hint: str = "") -> float:
-    """A real number with 0 <= value < inf."""
-    return real(name, value, f"0 <= {name} < inf", hint, lambda number: number >= 0)
-
-
-def probability(name: str, value: object, hint: str = "") -> float:
-    """A real number with 0 < value <= 1."""
-    return real(name, value, f"0 < {name} <= 1", hint, lambda number: 0 < number <= 1)
-
-
-def open_unit(name: str, value: object, hint: str = "") -> float:
-    """A real number with 0 < value < 1, as delta is."""
-    return real(name, value, f"0 < {name} < 1", hint, lambda number: 0 < number < 1)
+positive = _range("0 < {} < inf", lambda number: number > 0)
+non_negative = _range("0 <= {} < inf", lambda number: number >= 0)
+probability = _range("0 < {} <= 1", lambda number: 0 < number <= 1)
+open_unit = _range("0 < {} < 1", lambda number: 0 < number < 1)
 
 
 def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     """An integer >= minimum; floats and bools are refused, numpy integers are welcome."""
-    domain = f"an integer {name} >= {minimum}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise fail(domain, name, value, hint)
-    number = cast(SupportsIndex, value).__index__()
+    whole = not isinstance(value, bool) and hasattr(value, "__index__")
+    number = cast(SupportsIndex, value).__index__() if whole else minimum - 1
     if number < minimum:
-        raise fail(domain, name, value, hint)
+        raise fail(f"an integer {name} >= {minimum}", name, value, hint)
     return number
 
 
@@ -83,11 +71,7 @@ def records(dataset_size: object) -> int:
 
 
 def sampling_prob_of(dataset_size: object, expected_batch_size: object) -> float:
-    """The sampling probability q = expected_batch_size / dataset_size, 0 < q <= 1.
-
-    >>> sampling_prob_of(64, 48)
-    0.75
-    """
+    """The sampling probability q = expected_batch_size / dataset_size, 0 < q <= 1."""
     n = records(dataset_size)
     domain = "0 < expected_batch_size <= dataset_size"
     size = real("expected_batch_size", expected_batch_size, domain)
@@ -118,27 +102,13 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
 
 
 def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:
-    """The names that are missing, and those that are unknown, for messages; nothing about a kind that has none.
-
-    >>> apart(["delta"], [])
-    'without delta'
-    >>> apart(["delta"], ["detla"])
-    'without delta, and with the unknown detla'
-    """
-    parts = []
-    if lacks := sorted(missing):
-        parts.append(f"without {shorten(lacks)}")
-    if extra := sorted(unknown):
-        parts.append(f"with the unknown {shorten(extra)}")
-    return ", and ".join(parts)
+    """The names that are missing, and those that are unknown, for messages; nothing about a kind that has none."""
+    kinds = {"without": sorted(missing), "with the unknown": sorted(unknown)}
+    return ", and ".join(f"{kind} {shorten(names)}" for kind, names in kinds.items() if names)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, or all of them, for messages.
-
-    >>> suggestion("dp_epsilom", ["dp_epsilon", "dp_delta"])
-    "Did you mean 'dp_epsilon'?"
-    """
+    """The nearest known name, or all of them, for messages."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     close += [option for option in names if option.endswith(f"_{name}")]
@@ -162,43 +132,37 @@ def named(made: Made) -> Made:
         type.__setattr__(made, "__init__", named(vars(made)["__init__"]))
         return made
 
+    known = inspect.signature(made).parameters
+    by_name = [each.name for each in known.values() if each.kind is each.KEYWORD_ONLY]
+    where = made.__qualname__.removesuffix(".__init__")
+
     @functools.wraps(made)
     def _call(*args: Any, **options: Any) -> Any:
-        _refuse_unknown(made, options)
-        _refuse_places(made, len(args))
+        for name in (name for name in options if name not in known):
+            word = name.removeprefix("target_").removeprefix("per_sample_")
+            here = next((option for option in (word, f"dp_{word}") if option in known), WORDS.get(word))
+            hint = f"Here it is {here}." if here else suggestion(name, known)
+            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}. {hint}")
+        if by_name and len(args) > len(known) - len(by_name):
+            raise TypeError(f"{where}() takes these by name: {', '.join(f'{name}=' for name in by_name)}.")
         return made(*args, **options)
 
     return cast(Made, _call)
 
 
-def _refuse_unknown(function: Callable[..., Any], options: Iterable[str]) -> None:
-    known = inspect.signature(function).parameters
-    for name in options:
-        if name not in known:
-            word = name.removeprefix("target_").removeprefix("per_sample_")
-            here = next((option for option in (word, f"dp_{word}") if option in known), WORDS.get(word))
-            where = function.__qualname__.removesuffix(".__init__")
-            hint = f"Here it is {here}." if here else suggestion(name, known)
-            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}. {hint}")
-
-
-def _refuse_places(function: Callable[..., Any], given: int) -> None:
-    known = inspect.signature(function).parameters.values()
-    names = [each.name for each in known if each.kind is each.KEYWORD_ONLY]
-    if names and given > len(known) - len(names):
-        where = function.__qualname__.removesuffix(".__init__")
-        raise TypeError(f"{where}() takes these by name: {', '.join(f'{name}=' for name in names)}.")
-
-
 def unique_json(text: str | bytes) -> Any:
-    """JSON values in which no object has two values of one name: readers would differ in which of them counts.
+    """JSON values in which no object has two values of one name: readers would differ in which of them counts."""
 
-    >>> unique_json('{"steps": 100, "steps": 1}')
-    Traceback (most recent call last):
-    ValueError: the name 'steps' occurs twice in one object
-    """
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"the name {name!r} occurs twice in one object")
+            values[name] = value
+        return values
+
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
 
@@ -217,12 +181,3 @@ def unsigned(kind: str, values: dict[str, Any]) -> dict[str, Any]:
             "The file was changed or damaged after it was written, or by hand. Restore it, or name its journal.",
         )  # fmt: skip
     return {name: value for name, value in values.items() if name != "digest"}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise ValueError(f"the name {name!r} occurs twice in one object")
-        values[name] = value
-    return values

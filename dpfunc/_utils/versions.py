@@ -10,8 +10,6 @@ import torch
 
 from dpfunc.errors import UnsupportedModel
 
-_TRIED = "2.13"
-
 
 @cache
 def installed() -> dict[str, str]:
@@ -24,10 +22,7 @@ def installed() -> dict[str, str]:
 
 
 def check_sharding() -> None:
-    """Check that torch lays out and saves tensors that are split over processes as dpfunc needs it.
-
-    >>> check_sharding()
-    """
+    """Check that torch lays out and saves tensors that are split over processes as dpfunc needs it."""
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
@@ -40,6 +35,6 @@ def check_sharding() -> None:
     if lacking:
         raise UnsupportedModel(
             f"Expected a torch that has {', '.join(lacking)}, got torch {torch.__version__}. Sharded models and "
-            f"checkpoints need a newer one ({_TRIED} was tried); dpfunc.distributed.data_parallel() does not. Nothing "
+            f"checkpoints need a newer one (2.13 was tried); dpfunc.distributed.data_parallel() does not. Nothing "
             "was spent."
         )

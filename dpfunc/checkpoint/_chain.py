@@ -19,7 +19,6 @@ from dpfunc._utils.locks import lock
 from dpfunc._utils.validation import unique_json
 from dpfunc.errors import CheckpointError
 
-_DIGEST_BYTES = 16
 RESTORE = (
     "Restore the journal and its .head file together, as they were. If they are lost, count every step that the run "
     "can have released: plan.ledger()."
@@ -31,6 +30,10 @@ class Head(NamedTuple):
 
     lines: int = 0
     digest: str = ""
+
+    def after(self, raw: bytes) -> Head:
+        """The end with one more line."""
+        return Head(self.lines + 1, hashlib.blake2b(raw, digest_size=16).hexdigest())
 
 
 class Position(NamedTuple):
@@ -64,7 +67,7 @@ def read_head(path: Path) -> Head | None:
 
 
 def write_head(path: Path, head: Head) -> None:
-    """Write the end of a chained file to its `.head` file, atomically: a crash leaves the old one or the new one."""
+    """Write the end of a chained file to its `.head` file."""
     replace_file(head_path(path), json.dumps(head._asdict()) + "\n")
 
 
@@ -111,11 +114,6 @@ def read_chain(path: Path) -> list[Line]:
         return follow(file, path, Position())[1]
 
 
-def resumes(file: BinaryIO, since: Position) -> bool:
-    """True if this is the file that was read before, and it is not shorter now."""
-    return os.fstat(file.fileno()).st_ino == since.inode and file.seek(0, os.SEEK_END) >= since.offset
-
-
 def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[Line]]:
     """The complete lines after a position, to the end of the file, verified; and the position there."""
     file.seek(since.offset)
@@ -123,30 +121,27 @@ def follow(file: BinaryIO, path: Path, since: Position) -> tuple[Position, list[
     lines: list[Line] = []
     end, before = since.end, since.before
     for raw in complete.split(b"\n") if newline else ():
-        values = _verified(raw, path, end)
-        end, before = Head(end.lines + 1, _digest(raw)), end
+        expected = end.lines + 1
+        try:
+            values = unique_json(raw)
+            number, previous = values["line"], values["previous"]
+        except (KeyError, ValueError, TypeError) as error:
+            raise unreadable(expected, path, error) from error
+        if number != expected:
+            raise CheckpointError(
+                f"Expected line {expected} of the journal {path}, got one that was written as line {number}: lines "
+                f"were removed, repeated or moved. {RESTORE}"
+            )
+        if previous != end.digest:
+            raise CheckpointError(
+                f"Line {expected} of the journal {path} does not follow the line before it: line {end.lines} was "
+                f"changed, or line {expected} belongs to another journal. {RESTORE}"
+            )
+        end, before = end.after(raw), end
         lines.append((end, values))
-    offset = since.offset + len(complete) + len(newline)
-    position = Position(os.fstat(file.fileno()).st_ino, offset, end, before)
+    position = Position(os.fstat(file.fileno()).st_ino, since.offset + len(complete) + len(newline), end, before)
     _check_end(path, position)
     return position, lines
-
-
-def _verified(raw: bytes, path: Path, end: Head) -> dict[str, Any]:
-    expected = end.lines + 1
-    try:
-        values: dict[str, Any] = unique_json(raw)
-        number, previous = values["line"], values["previous"]
-    except (KeyError, ValueError, TypeError) as error:
-        raise unreadable(expected, path, error) from error
-    if (number, previous) == (expected, end.digest):
-        return values
-    found = f"Expected line {expected} of the journal {path}, got one that was written as line {number}"
-    why = "lines were removed, repeated or moved"
-    if number == expected:
-        found = f"Line {expected} of the journal {path} does not follow the line before it"
-        why = f"line {end.lines} was changed, or line {expected} belongs to another journal"
-    raise CheckpointError(f"{found}: {why}. {RESTORE}")
 
 
 def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
@@ -156,10 +151,7 @@ def unreadable(number: int, path: Path, error: Exception) -> CheckpointError:
 
 
 def _check_end(path: Path, at: Position) -> None:
-    """Check that a file that was read to its end has all lines that its `.head` file records.
-
-    One line more is what a crash between the line and its note leaves: it counts.
-    """
+    """Compare the end of a file with its `.head` file: a crash between a line and its note leaves one line more."""
     known, lines = read_head(path), at.end.lines
     if known in (at.end, at.before) or (known is None and not lines):
         return
@@ -184,28 +176,30 @@ def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str
         # line and its note, and a second one must not find two lines without.
         write_head(path, at.end)
     raw = json.dumps({"line": at.end.lines + 1, "previous": at.end.digest, **values}).encode()
-    _append(file, raw)
-    write_head(path, Head(at.end.lines + 1, _digest(raw)))
+    _append(file, at.offset, raw)
+    write_head(path, at.end.after(raw))
 
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file of notes, which are not chained; then it is on disk."""
     with locked(path) as file:
-        _append(file, line.encode())
+        file.seek(0)
+        _append(file, file.read().rfind(b"\n") + 1, line.encode())
     sync_directory(path.parent)
 
 
-def _append(file: BinaryIO, raw: bytes) -> None:
-    """Append a line and wait until it is on disk; a last line without an end, which a crash has left, goes first."""
-    end = file.seek(0, os.SEEK_END)
-    if end:
-        file.seek(end - 1)
-        if file.read(1) != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+def _append(file: BinaryIO, end: int, raw: bytes) -> None:
+    """Append a line after the last complete one; half a line, which a crash has left, goes first."""
+    file.truncate(end)
     file.write(raw + b"\n")
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on disk; it is made if it is missing."""
+    with open(path, "ab") as file:  # Windows syncs what can be written
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
@@ -223,7 +217,3 @@ def sha256(path: Path) -> str:
     """The digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).hexdigest()

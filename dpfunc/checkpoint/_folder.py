@@ -31,11 +31,8 @@ def all_checkpoints(parent: Path) -> list[Path]:
 
 def complete_checkpoints(parent: Path) -> list[Path]:
     """Those of `all_checkpoints` that have all their files; their contents are not read."""
-
-    def complete(path: Path) -> bool:
-        return (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
-
-    return [path for path in all_checkpoints(parent) if complete(path)]
+    listed = [path for path in all_checkpoints(parent) if (path / MANIFEST).is_file()]
+    return [path for path in listed if all((path / name).is_file() for name in read_manifest(path))]
 
 
 def _place(path: Path) -> tuple[int, int]:
@@ -55,19 +52,10 @@ def remove(path: Path) -> None:
 
     (tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed)
     """
-    if not path.exists():
-        return
-    gone = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
-    os.rename(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def keep_newest(parent: Path, number: int) -> None:
-    """Remove all checkpoints but the newest complete ones."""
-    kept = complete_checkpoints(parent)[-number:]
-    for old in all_checkpoints(parent):
-        if old not in kept:
-            remove(old)
+    if path.exists():
+        gone = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def sweep(parent: Path) -> None:
@@ -140,9 +128,3 @@ def verify(path: Path, files: Mapping[str, str]) -> None:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a file that only its owner can read, from its first byte on: complete or not at all, and on disk."""
     replace_file(path, json.dumps(values, indent=1), 0o600)
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file is on disk."""
-    with open(path, "r+b") as file:  # Windows syncs what can be written
-        os.fsync(file.fileno())

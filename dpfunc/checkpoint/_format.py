@@ -30,8 +30,8 @@ _PLAN_SCHEMA = 1
 _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
 _PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if dataclasses.is_dataclass(cls)}
 """What a saved plan may hold, beside events: all dataclasses among the public names of these folders."""
-_LATER = {"noise": noise.Gaussian(), "telemetry": None}
-"""Fields that earlier plans did not have, and what they mean where they are left out."""
+_KEPT = ("step", "limit", "charged", "drawn", "num_records", "released", "telemetry")
+"""Fields of a state that are JSON values."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,7 @@ class Checkpoint:
 
 
 def data_fingerprint(data: Batch | str, key: Key) -> str:
-    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes.
-
-    >>> from dpfunc.rng import insecure_key
-    >>> data_fingerprint("mails-2026-01", insecure_key(0)) == data_fingerprint("mails-2026-02", insecure_key(0))
-    False
-    """
+    """A fingerprint of a data set that says nothing to who lacks the key: keyed BLAKE2b over all bytes and shapes."""
     digest = hashlib.blake2b(key=key.secret, digest_size=16)
     if isinstance(data, str):
         digest.update(b"name" + data.encode("utf-8", "surrogatepass"))
@@ -72,16 +67,10 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
         raise InvalidArgument(f"Expected extra to hold JSON values, got others: {error}.") from error
     return {
         "schema": SCHEMA,
-        "step": state.step,
-        "limit": state.limit,
-        "charged": state.charged,
+        **{name: getattr(state, name) for name in _KEPT},
         "key": state.key.secret.hex(),
         "guessable": state.key.guessable,
-        "drawn": state.drawn,
-        "num_records": state.num_records,
         "ledger": json.loads(state.ledger.to_json()),
-        "released": state.released,
-        "telemetry": state.telemetry,
         "data": data,
         "extra": dict(extra or {}),
     }
@@ -89,22 +78,12 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
 
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
     """The state from `state_to_dict`, charged for every step in the journal, which may be repeated bit for bit."""
-    step = int(values["step"])
-    released = dict(values["released"]) | {number: line.release for number, line in taken.items() if number >= step}
-    state = StepState(
-        step,
-        int(values["limit"]),
-        int(values["charged"]),
-        Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"])),
-        (),
-        Ledger.from_json(json.dumps(values["ledger"])),
-        tuple(sorted(released.items())),
-        plan_digest(plan),
-        bool(values["drawn"]),
-        values["num_records"],
-        telemetry=values.get("telemetry"),
-    )
-    return charged_for(state, plan, taken)
+    later = {number: line.release for number, line in taken.items() if number >= values["step"]}
+    kept = {name: values[name] for name in _KEPT}
+    kept["released"] = tuple(sorted({**dict(values["released"]), **later}.items()))
+    key = Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"]))
+    ledger = Ledger.from_json(json.dumps(values["ledger"]))
+    return charged_for(StepState(**kept, key=key, noise_state=(), ledger=ledger, plan=plan_digest(plan)), plan, taken)
 
 
 def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState:
@@ -122,19 +101,16 @@ def key_of(values: Mapping[str, Any]) -> Key:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, each dataclass with its kind; parts that are not dpfunc's own cannot be described.
-
-    >>> from dpfunc import clipping, sampling
-    >>> plan = Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=10, delta=1e-5)
-    >>> plan_difference(plan, plan_to_dict(plan))
-    []
-    """
+    """The plan as JSON values, each dataclass with its kind; parts that are not dpfunc's own cannot be described."""
     return {"schema": _PLAN_SCHEMA, **_encoded(plan)}
 
 
-def _encoded(value: object) -> Any:
+def _encoded(value: Any) -> Any:
     if type(value) in _PARTS or type(value) in KINDS.values():
-        return {"kind": type(value).__name__, **{name: _encoded(item) for name, item in _fields(value).items()}}
+        return {
+            "kind": type(value).__name__,
+            **{f.name: _encoded(getattr(value, f.name)) for f in dataclasses.fields(value)},
+        }
     if isinstance(value, Mapping):
         return {"kind": "mapping", "items": {str(name): _encoded(item) for name, item in value.items()}}
     if isinstance(value, tuple):
@@ -148,12 +124,6 @@ def _encoded(value: object) -> Any:
     )
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Fields by name, without those of later versions that are as before."""
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return {name: item for name, item in fields.items() if name not in _LATER or item != _LATER[name]}
-
-
 def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
     """One line for each field in which a saved plan differs from ours; empty when they agree."""
     return difference(_leaves(dict(theirs)), _leaves(json.loads(json.dumps(plan_to_dict(ours)))), repr)
@@ -161,12 +131,12 @@ def plan_difference(ours: Plan, theirs: Mapping[str, Any]) -> list[str]:
 
 def _leaves(value: object, path: str = "plan") -> dict[str, Any]:
     if isinstance(value, dict):
-        pairs = [(f"{path}.{name}", item) for name, item in value.items()]
+        pairs = {f"{path}.{name}": item for name, item in value.items()}
     elif isinstance(value, list):
-        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        pairs = {f"{path}[{index}]": item for index, item in enumerate(value)}
     else:
         return {path: value}
-    return {name: leaf for inner, item in pairs for name, leaf in _leaves(item, inner).items()}
+    return {name: leaf for inner, item in pairs.items() for name, leaf in _leaves(item, inner).items()}
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -175,11 +145,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
-    """One line for each name whose value differs.
-
-    >>> difference({"w": "float32 (3,)"}, {"w": "float32 (4,)"})
-    ['w: saved float32 (3,), now float32 (4,)']
-    """
+    """One line for each name whose value differs."""
     pairs = {name: (saved.get(name, "absent"), now.get(name, "absent")) for name in sorted(saved.keys() | now.keys())}
     return [f"{name}: saved {show(was)}, now {show(has)}" for name, (was, has) in pairs.items() if was != has]
 

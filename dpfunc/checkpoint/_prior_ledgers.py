@@ -19,38 +19,27 @@ _ROUNDING = 1e-4  # relative; as tight as the accountants are
 
 
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
-    """Ledger of earlier runs: the sum over all files, so name each run once, and none that another one counted.
+    """Ledger of earlier runs, the sum over all files; None without paths. Name no run that another one counted.
 
-    Args:
-        paths: journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. None or empty: no runs.
-
-    Returns:
-        A ledger for `Plan.for_budget(spent=...)` or `DPTrainer(ledger=...)`; None without paths. Public.
-
-    Raises:
-        InvalidArgument: a file that is missing, cannot be read, or has no steps: a misspelt path must not be free.
-        LedgerConflict: runs of different adjacency.
-
-    Guarantees:
-        tests/checkpoint/test_prior_ledgers.py::test_a_killed_run_without_checkpoints_is_counted.
-
-    >>> read_spent(["nowhere.jsonl"])
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a journal or ledger of a run, got 'nowhere.jsonl', which is no file.
+    They are journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. One that is missing,
+    cannot be read, or has no steps is refused: a misspelt path must not be free
+    (tests/checkpoint/test_prior_ledgers.py::test_a_killed_run_without_checkpoints_is_counted).
     """
     ledgers = [_spent(Path(path)) for path in paths or ()]
     return ledgers[0].compose(*ledgers[1:]) if ledgers else None
 
 
 def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
-    """What a file says about the cost of runs: a record, a ledger, or a journal (.jsonl), whose ledger it is."""
+    """The cost of runs in a file: a record, a ledger, or a journal (.jsonl), whose ledger it is."""
     if path.suffix == ".jsonl":
         return journal_ledger(path)
     text = path.read_bytes()
     values = parsed(text, _COST)
     schema = str(values.get("schema")) if isinstance(values, dict) else ""
-    kinds: tuple[type[Ledger | Record | SelectionRecord], ...] = (Record, SelectionRecord, Ledger)
-    for prefix, kind in zip((RUN, SELECTION, "dpfunc.ledger/"), kinds, strict=True):
+    kinds: dict[str, type[Ledger | Record | SelectionRecord]] = {
+        RUN: Record, SELECTION: SelectionRecord, "dpfunc.ledger/": Ledger,
+    }  # fmt: skip
+    for prefix, kind in kinds.items():
         if schema.startswith(prefix):
             return kind.from_json(text)
     # The state of a checkpoint has a schema too, and a ledger which lacks the steps that were taken after it.
@@ -61,7 +50,7 @@ def read_cost(path: Path) -> Ledger | Record | SelectionRecord:
 
 
 def _spent(path: Path) -> Ledger:
-    """What a run has spent, with at least one step, and with all that the journals beside its record have."""
+    """The ledger of a run, with at least one step, and with all that the journals beside its record have."""
     expected = f"Expected a journal or ledger of a run, got {str(path)!r}, which"
     if not path.is_file():
         raise InvalidArgument(f"{expected} is no file.")
@@ -72,8 +61,12 @@ def _spent(path: Path) -> Ledger:
         raise InvalidArgument(f"{expected} cannot be read: {error}") from error
     if not ledger.num_steps:
         raise InvalidArgument(f"{expected} has no steps.")
-    if isinstance(found, Record):
-        _check_newest(path, found.global_step)
+    for journal in (j for place in (path.parent, path.parent.parent) for j in place.glob("*journal.jsonl")):
+        if isinstance(found, Record) and (taken := count_steps(journal)) > found.global_step:
+            raise InvalidArgument(
+                f"Expected all steps of a run, got {str(path)!r} with {found.global_step}; the journal beside it has "
+                f"{taken}. Name {str(journal)!r}, which also has what that run counted when it began."
+            )
     return ledger
 
 
@@ -91,14 +84,3 @@ def _of_run(record: Record | SelectionRecord) -> Ledger:
             record.epsilon, "One of them was changed. Restore the file, or name its journal.",
         )  # fmt: skip
     return record.ledger
-
-
-def _check_newest(path: Path, steps: int) -> None:
-    """Refuse a record written before the last steps of its run, which the journal beside it has."""
-    for journal in (j for folder in (path.parent, path.parent.parent) for j in folder.glob("*journal.jsonl")):
-        taken = count_steps(journal)
-        if taken > steps:
-            raise InvalidArgument(
-                f"Expected all steps of a run, got {str(path)!r} with {steps}; the journal beside it has {taken}. Name "
-                f"{str(journal)!r}, which also has what that run counted when it began."
-            )

@@ -11,7 +11,7 @@ steps was computed, and which runs continue others.
 | given | another | some | not; with `recharge` with a new key, and pays for them again |
 | none | any | unknown | with a new key; not where one went on from there before, unless `later_runs="ignore"` |
 
-In each row the ledger gets all steps of the lineage that the journal has. `_REASONS` says why a run may not go on.
+In each row the ledger gets all steps of the lineage that the journal has.
 """
 
 from __future__ import annotations
@@ -49,9 +49,6 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
 
     It does not contain what the caller must keep the same when resuming: engine, microbatch size.
-
-    >>> layout({"w": torch.zeros(2)}, None)["data processes"]
-    1
     """
     processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
     alone = processes == 1
@@ -89,23 +86,20 @@ class Note:
     parent: str | None = None  # the run that this one continues with new noise; None when the run itself goes on
 
 
-def read_notes(path: Path) -> list[Note]:
-    """Read all notes; a line left incomplete by a crash belongs to a resumption that released nothing."""
-    try:
-        return [Note(**unique_json(line)) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
-
-
 def known_notes(path: Path, count: int) -> list[Note]:
     """All notes of a run that has a checkpoint, at least as many as when it was saved; the first save begins the file.
 
     Without one a run that took a new key or another layout would look like one that never did
-    (tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed).
+    (tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed). A line left
+    incomplete by a crash belongs to a resumption that released nothing.
     """
-    notes = read_notes(path) if path.exists() else None
-    if notes is None or len(notes) < count:
-        got = "no such file" if notes is None else len(notes)
+    try:
+        lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else None
+        notes = [Note(**unique_json(line)) for line in lines or ()]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
+    if lines is None or len(notes) < count:
+        got = "no such file" if lines is None else len(notes)
         raise CheckpointError(
             f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got {got}. It says with "
             "which keys and layouts steps were released: restore it."
@@ -128,7 +122,6 @@ class History:
 
     @property
     def own_notes(self) -> list[Note]:
-        """Notes about this run."""
         return [note for note in self.notes if note.run == self.run]
 
     @property
@@ -149,9 +142,7 @@ class History:
 
     def layout_of(self, step: int) -> Mapping[str, Any]:
         """Layout in which a step of this run was computed, or would have been."""
-        known = [note.layout for note in self.own_notes if note.start <= step]
-        found: Mapping[str, Any] = known[-1] if known else self.values["layout"]
-        return found
+        return dict([self.values["layout"], *(note.layout for note in self.own_notes if note.start <= step)][-1])
 
 
 def family(run: str, notes: Sequence[Note]) -> set[str]:
@@ -169,10 +160,10 @@ def resume(
     history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
 ) -> tuple[StepState, Note | None]:
     """The state that may go on, and the note that must be on disk before it does; or why it may not."""
-    _refuse("lost steps", _lost(history))
+    _refuse_lost(history)
     state = state_from_dict(history.values, plan, history.steps)
     if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
-        _refuse("strangers", _strangers(history, state, plan))
+        _refuse_strangers(history, state, plan)
     state, counted = _with_relatives(state, history, plan)
     if history.taken is not None:
         other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != layout]
@@ -180,67 +171,50 @@ def resume(
             same = history.layout_of(state.charged) == layout and counted == history.counted
             return state, None if same else Note(history.run, state.step, layout, counted)
         if not recharge:
-            _refuse("another layout", _changed(other[0], layout, state))
-    elif later_runs == "refuse":  # without a journal: it is unknown what was released after the checkpoint
-        _refuse("continued", _continued(history))
+            raise _another_layout(other[0], layout, state)
+    elif later_runs == "refuse":
+        _refuse_continued(history)
     note = Note(fingerprint(new_key), state.step, layout, {**counted, history.run: state.charged}, history.run)
     return _with_new_key(history, state, plan, new_key), note
 
 
-def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
-    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
-    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
-    _refuse("correlated noise", {} if history.values["noise"] != _NO_STATE else None)
-    _refuse("inside of an epoch", {"step": state.step, "epoch": epoch} if state.step % epoch else None)
-    fresh = state._replace(key=key, charged=state.step, released=())
-    return fresh._replace(limit=_budget_limit(fresh, plan))
-
-
-def _refuse(situation: str, found: Mapping[str, object] | None) -> None:
-    """Refuse to go on if something was found that says that a run is in a situation."""
-    if found is not None:
-        raise CheckpointError(_REASONS[situation].format(**found))
+def _another_layout(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> CheckpointError:
+    lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
+    return CheckpointError(
+        "The run cannot be repeated bit for bit, because it is laid out differently "
+        f"({shorten(lines) or 'it was, for a while'}), and the same noise on sums that round differently would "
+        f"give the difference away. Steps {state.step} to {state.charged - 1} were released after the checkpoint, and "
+        "are in the journal. Resume as they were computed; or draw them anew, with new noise, at their cost: "
+        "load(..., recharge=True)."
+    )
 
 
 _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
-_REASONS = {
-    "lost steps": "Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.",
-    "strangers": (
-        "The journal has another run that began after this one ({runs}), and resumed.jsonl does not say that it "
-        "continues it. If notes were lost, restore them. If it is a run of its own, what it cost is not in this "
-        'ledger: give each run a journal and a folder of its own, or pass later_runs="ignore" and count both.'
-    ),
-    "another layout": (
-        "The run cannot be repeated bit for bit, because it is laid out differently ({lines}), and the same noise on "
-        "sums that round differently would give the difference away. Steps {first} to {last} were released after the "
-        "checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with new noise, at their "
-        "cost: load(..., recharge=True)."
-    ),
-    "continued": (
-        "Expected a checkpoint from which no run has gone on without a journal, got one from which {count} did "
-        "({runs}), and left no checkpoint. What they released is in no ledger, but that of a journal if they had one: "
-        f"then begin a new run from the saved parameters that counts it, {_BEGIN}="
-        "dpfunc.checkpoint.journal_ledger(path)). If they took no step, or you count their steps, pass "
-        'later_runs="ignore". Next time give the steps a journal: make_dp_step(..., journal=Journal(path, plan)).'
-    ),
-    "correlated noise": (
-        "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
-        "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run that "
-        f"counts this one: {_BEGIN})."
-    ),
-    "inside of an epoch": (
-        "Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {step}: an epoch "
-        "of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin a new run that "
-        f"counts this one: {_BEGIN})."
-    ),
-}
 
 
-def _lost(history: History) -> dict[str, object] | None:
-    """The last step of the checkpoint, if the journal lacks it, which has the steps from the first one with its key."""
+def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
+    if history.values["noise"] != _NO_STATE:
+        raise CheckpointError(
+            "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise is "
+            "correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "
+            f"that counts this one: {_BEGIN})."
+        )
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    if state.step % epoch:
+        raise CheckpointError(
+            f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
+            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
+            f"a new run that counts this one: {_BEGIN})."
+        )
+    return _within_budget(state._replace(key=key, charged=state.step, released=()), plan)
+
+
+def _refuse_lost(history: History) -> None:
+    """Refuse a journal without the last step of the checkpoint; it has the steps from the first one with its key."""
     last = int(history.values["charged"]) - 1
     if history.taken is None or last < history.first_step or last in history.steps:
-        return None
+        return
     counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
     advice = "It is the journal of another run, or incomplete: pass the right one"
     if later := [run for run in history.taken if run in counting]:
@@ -248,11 +222,11 @@ def _lost(history: History) -> dict[str, object] | None:
             f"It has a run that continues this one ({shorten(later)}), and counts all of it: begin a new run from the "
             f"saved parameters that counts both, {_BEGIN}=dpfunc.checkpoint.journal_ledger(path))"
         )
-    return {"last": last, "advice": advice}
+    raise CheckpointError(f"Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.")
 
 
-def _strangers(history: History, state: StepState, plan: Plan) -> dict[str, object] | None:
-    """Runs that began after this one in its journal and are not of its lineage. Earlier runs are allowed."""
+def _refuse_strangers(history: History, state: StepState, plan: Plan) -> None:
+    """Refuse runs that began after this one in its journal and are not of its lineage. Earlier runs are allowed."""
     taken, lineage = history.taken or {}, family(history.run, history.notes)
     runs = list(taken)
     began = next((number for number, run in enumerate(runs) if run in lineage), len(runs))
@@ -260,19 +234,26 @@ def _strangers(history: History, state: StepState, plan: Plan) -> dict[str, obje
     if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
         own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
         strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
-    return {"runs": shorten(strangers)} if strangers else None
+    if strangers:
+        raise CheckpointError(
+            f"The journal has another run that began after this one ({shorten(strangers)}), and resumed.jsonl does not "
+            "say that it continues it. If notes were lost, restore them. If it is a run of its own, what it cost is "
+            "not in this ledger: give each run a journal and a folder of its own, or pass "
+            'later_runs="ignore" and count both.'
+        )
 
 
-def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> dict[str, object]:
-    """Differences between the layout in which steps were released and the present one."""
-    lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
-    return {"lines": shorten(lines) or "it was, for a while", "first": state.step, "last": state.charged - 1}
-
-
-def _continued(history: History) -> dict[str, object] | None:
-    """Runs without a journal that went on from this checkpoint before: nobody would count their steps."""
+def _refuse_continued(history: History) -> None:
+    """Refuse a checkpoint from which a run without a journal went on before: nobody would count its steps."""
     before = [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]
-    return {"count": len(before), "runs": shorten(before)} if before else None
+    if before:
+        raise CheckpointError(
+            "Expected a checkpoint from which no run has gone on without a journal, got one from which "
+            f"{len(before)} did ({shorten(before)}), and left no checkpoint. What they released is in no ledger, but "
+            f"that of a journal if they had one: then begin a new run from the saved parameters that counts it, "
+            f"{_BEGIN}=dpfunc.checkpoint.journal_ledger(path)). If they took no step, or you count their steps, pass "
+            'later_runs="ignore". Next time give the steps a journal: make_dp_step(..., journal=Journal(path, plan)).'
+        )
 
 
 def _with_relatives(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
@@ -283,17 +264,17 @@ def _with_relatives(state: StepState, history: History, plan: Plan) -> tuple[Ste
         extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
         counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])
     if extra:
-        state = state._replace(ledger=state.ledger.compose(Ledger(tuple(extra), plan.adjacency)))
-        state = state._replace(limit=_budget_limit(state, plan))
+        ledger = state.ledger.compose(Ledger(tuple(extra), plan.adjacency))
+        state = _within_budget(state._replace(ledger=ledger), plan)
     return state, counted
 
 
-def _budget_limit(state: StepState, plan: Plan) -> int:
-    """Step at which the budget ends; steps already charged cost nothing, and without a budget it is `state.limit`."""
+def _within_budget(state: StepState, plan: Plan) -> StepState:
+    """The state with the step at which the budget ends; steps already charged cost nothing."""
     if plan.epsilon is None:
-        return state.limit
+        return state
     start = state.charged
-    return start + affordable_steps(
+    return state._replace(limit=start + affordable_steps(
         lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
         epsilon=plan.epsilon, delta=plan.delta, limit=max(state.limit - start, 0), method=plan.accountant,
-    )  # fmt: skip
+    ))  # fmt: skip

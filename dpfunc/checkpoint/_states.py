@@ -48,23 +48,15 @@ PARAMS = "params/"
 
 
 class _Slot(NamedTuple):
-    """Name of a saved tensor, the keys that lead to it in its state, and if processes held different shards."""
-
-    name: str
-    place: _Place
-    sharded: bool
+    name: str  # of a saved tensor
+    place: _Place  # the keys that lead to it in its state
+    sharded: bool  # processes held different shards
 
 
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named.
 
     (tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved)
-
-    >>> tensors = {}
-    >>> encode("optimizer_state", {0: (torch.ones(2), 0.9)}, tensors)["dict"][0][1]["tuple"][1]
-    0.9
-    >>> tensors
-    {'optimizer_state/0': tensor([1., 1.])}
     """
     unreadable: list[tuple[str, type]] = []
 
@@ -92,22 +84,17 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
     except RecursionError as error:
         raise InvalidArgument(f"Expected {name} to have plain values, got others: nested too deeply.") from error
     if unreadable:
-        hints = dict.fromkeys(_hint(kind) for kind in sorted({kind for _, kind in unreadable}, key=str))
-        where = shorten([f"{place} of type {_name(kind)}" for place, kind in unreadable])
+        homes = [{"", *(base.__module__.partition(".")[0] for base in kind.__mro__)} for _, kind in unreadable]
+        hints = dict.fromkeys(next(hint for home, hint in _HINTS.items() if home in known) for known in homes)
+        where = [
+            f"{place} of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+            for place, kind in unreadable
+        ]
         raise InvalidArgument(
             f"Expected {name} to have tensors, numbers, strings, lists and dicts, which a load can read without "
-            f"running code, got {where}. {' '.join(hints)}"
+            f"running code, got {shorten(where)}. {' '.join(hints)}"
         )
     return encoded
-
-
-def _name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _hint(kind: type) -> str:
-    homes = {"", *(base.__module__.partition(".")[0] for base in kind.__mro__)}
-    return next(hint for home, hint in _HINTS.items() if home in homes)
 
 
 def decode(values: Any, tensor: Callable[[_Slot], Any], place: _Place = ()) -> Any:
@@ -128,12 +115,7 @@ def decode(values: Any, tensor: Callable[[_Slot], Any], place: _Place = ()) -> A
 def _slots(values: Any) -> tuple[list[_Slot], Any]:
     """All tensors of an encoded state, and the state with slots in their place."""
     found: list[_Slot] = []
-
-    def note(slot: _Slot) -> _Slot:
-        found.append(slot)
-        return slot
-
-    return found, decode(values, note)
+    return found, decode(values, lambda slot: found.append(slot) or slot)  # type: ignore[func-returns-value]  # None
 
 
 def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor | None:

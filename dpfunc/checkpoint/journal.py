@@ -24,6 +24,13 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
 
 
 _NOTHING = "Nothing was released and nothing was spent."
+_LEDGER = "dpfunc.checkpoint.journal_ledger(path)"
+_NOT_ALONE = (
+    "Expected the runs in the journal {} one after the other, got a step of a run that began before another one wrote "
+    f"there: its ledger does not count that one. Begin a new run that counts both, ledger={_LEDGER}, an argument of "
+    "dp_step.init and of DPTrainer. If they saw other records, resume this one, dpfunc.load(..., journal=path, "
+    f'later_runs="ignore"), and give the other a journal of its own. {_NOTHING}'
+)
 REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
 
 
@@ -68,7 +75,8 @@ class _Known:
 
     def read(self, file: BinaryIO, path: Path) -> None:
         """Read the new lines, or all lines of another file, and compare the end with the `.head` file."""
-        same = chain.resumes(file, self.at)
+        # the file that was read before, and not shorter now
+        same = os.fstat(file.fileno()).st_ino == self.at.inode and file.seek(0, os.SEEK_END) >= self.at.offset
         position, lines = chain.follow(file, path, self.at if same else chain.Position())
         known = self.at.end
         # a copy that was put in its place has at least what was read
@@ -132,7 +140,7 @@ class Journal:
 
     @property
     def file(self) -> Path:
-        """The absolute path, as a `Path` object."""
+        """The absolute path."""
         return Path(self.path)
 
     def __call__(self, after: StepState) -> None:
@@ -141,39 +149,29 @@ class Journal:
         from dpfunc.state import step_events
 
         step, run = after.step - 1, fingerprint(after.key)
-        taken = Taken(
-            self.plan.adjacency, step_events(self.plan, after, step, after.step), dict(after.released).get(step, "")
-        )
+        events = step_events(self.plan, after, step, after.step)
+        taken = Taken(self.plan.adjacency, events, dict(after.released).get(step, ""))
         with writing(self.file, after.ledger, self.plan), chain.locked(self.file) as file:
             self._known.read(file, self.file)
             runs = self._known.runs
-            begins = run not in runs
-            if begins:
+            values: dict[str, Any] = {
+                "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(events),
+                "release": taken.release,
+            }  # fmt: skip
+            if run in runs:
+                self._check(run, step, taken.release)
+            else:
                 if not after.journal:  # `load` has compared the ledger of a resumed run
                     all_own = taken._replace(events=step_events(self.plan, after, 0, after.step))
                     check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
-            else:
-                self._check(run, step, taken.release)
-            repeated = step in runs.get(run, {})  # at no cost, whoever wrote since
-            if self._known.last != run and not repeated and (not begins or after.journal):
-                self._check_alone(after)
-            values = {
-                "run": run, "step": step, "adjacency": taken.adjacency, "events": _written(taken.events),
-                "release": taken.release, **({"before": _written(before.events)} if begins else {}),
-            }  # fmt: skip
+                values["before"] = _written(before.events)
+            # a step that is repeated costs nothing, whoever wrote since; a run that begins was compared above
+            written = step in runs.get(run, {}) or (run not in runs and not after.journal)
+            others = not after.journal or self._known.at.end.lines > after.journal_lines
+            if self._known.last != run and others and not written:  # since its last step, or since `load` compared them
+                raise LedgerConflict(_NOT_ALONE.format(self.file))
             chain.append_chained(file, self.file, self._known.at, values)
-
-    def _check_alone(self, after: StepState) -> None:
-        """Check that no other run has written since the last step of this one, or since `load` compared them."""
-        if not after.journal or self._known.at.end.lines > after.journal_lines:
-            raise LedgerConflict(
-                f"Expected the runs in the journal {self.file} one after the other, got a step of a run that began "
-                "before another one wrote there: its ledger does not count that one. Begin a new run that counts both, "
-                "ledger=dpfunc.checkpoint.journal_ledger(path), an argument of dp_step.init and of DPTrainer. If they "
-                'saw other records, resume this one, dpfunc.load(..., journal=path, later_runs="ignore"), and give the '
-                f"other a journal of its own. {_NOTHING}"
-            )
 
     def _check(self, run: str, step: int, release: str) -> None:
         """Check that the file has the steps before this one, and no other release of it, whichever process wrote it."""
@@ -214,23 +212,21 @@ def check_counted(
         return
     wanted = whole_ledger(runs.values())
     lacks = ledger.lacks(wanted)
-    if lacks or ledger.adjacency != wanted.adjacency:
-        found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
-        begin, beside = "begin with ledger=dpfunc.checkpoint.journal_ledger(path)", ""
-        advice = (
-            f"Costs on the same records add up: {begin}, an argument of dp_step.init and of DPTrainer; or go on with "
-            "the earlier run, dpfunc.load(..., journal=path)"
-        )
-        if unjournalled:
-            beside = f", beside {unjournalled} of its own that are not there under its key"
-            advice = (
-                "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., "
-                f"journal=path): a sum counts them twice. If not, {begin}.compose(state.ledger)"
-            )
-        raise LedgerConflict(
-            f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
-            f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. {_NOTHING}"
-        )
+    if not lacks and ledger.adjacency == wanted.adjacency:
+        return
+    found = f"one that lacks {lacks}" if lacks else f"adjacency {ledger.adjacency!r}"
+    beside = f", beside {unjournalled} of its own that are not there under its key" if unjournalled else ""
+    advice = (
+        "If its steps are there under a former key, resume the run with its journal, dpfunc.load(..., journal=path): a "
+        f"sum counts them twice. If not, begin with ledger={_LEDGER}.compose(state.ledger)"
+        if unjournalled
+        else f"Costs on the same records add up: begin with ledger={_LEDGER}, an argument of dp_step.init and of "
+        "DPTrainer; or go on with the earlier run, dpfunc.load(..., journal=path)"
+    )
+    raise LedgerConflict(
+        f"Expected the ledger of a new run to have all steps of earlier runs in its journal {path}{beside}, got "
+        f"{found}. {advice}. A run on other records has a journal, or an output_dir, of its own. {_NOTHING}"
+    )
 
 
 def journal_path(journal: object) -> Path | None:
@@ -248,7 +244,7 @@ def read_steps(
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
     A journal without lines is an error, or, before the first step of a run, "empty". It may have grown since its end
-    was `known`.
+    was `known`, when a checkpoint was saved.
     """
     path = Path(path)
     lines = chain.read_chain(path)
@@ -272,7 +268,6 @@ def count_steps(path: Path | str) -> int:
 
 
 def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None:
-    """Check that the journal still begins with the lines that it had when a checkpoint was saved."""
     then = "when the checkpoint was saved"
     if chain.read_head(path) is None:
         found = f"Expected the journal {path} with {chain.head_path(path).name} beside it, as {then}, got no such file"
@@ -286,7 +281,7 @@ def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None
 
 
 def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
-    """Enter the steps that lines of a journal have; the run of the last line. A repeated step counts once."""
+    """Enter the steps that lines of a journal have; the run of the last line."""
     run = ""
     for end, values in lines:
         try:
@@ -296,7 +291,7 @@ def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]
         except (KeyError, ValueError, TypeError) as error:
             raise chain.unreadable(end.lines, path, error) from error
         first = runs.setdefault(run, {}).setdefault(step, taken)
-        if first._replace(before=()) != taken._replace(before=()):
+        if first[:3] != taken[:3]:
             raise CheckpointError(
                 f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
                 f"once. {chain.RESTORE}"

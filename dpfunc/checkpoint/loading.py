@@ -15,19 +15,8 @@ import torch
 from dpfunc._utils.validation import one_of, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
+from dpfunc.checkpoint import _format as run
 from dpfunc.checkpoint._chain import Head, append_line, read_chain
-from dpfunc.checkpoint._format import (
-    SCHEMA,
-    Checkpoint,
-    data_fingerprint,
-    describe,
-    difference,
-    key_of,
-    plan_difference,
-    refuse,
-    state_from_dict,
-    state_to_dict,
-)
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, known_notes, layout, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empty, read_table, read_tensors, room
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
@@ -41,7 +30,12 @@ from dpfunc.state import resumed
 from dpfunc.types import Batch, Params
 
 _FAILED = "No checkpoint was loaded"
-
+_BOTH = 'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
+_NO_JOURNAL = (
+    "Expected the journal of the run, got journal=None: nobody knows which steps were released after the checkpoint, "
+    "and repeating them with anything changed would give their noise away. Pass journal=, the file of Journal; or go "
+    'on with new noise, without_journal="new_key", if no step after the checkpoint was released, or you count those.'
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -57,7 +51,7 @@ def load(
     recharge: bool = False,
     without_journal: Literal["refuse", "new_key"] = "refuse",
     later_runs: LaterRuns = "refuse",
-) -> Checkpoint:
+) -> run.Checkpoint:
     """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
     In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, on
@@ -112,18 +106,22 @@ def load(
     path = parent / name
 
     def check() -> dict[str, torch.Tensor]:
-        _check_choice(file, without_journal)
+        new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
+        if (file is None) != new_key:
+            raise InvalidArgument(_BOTH) if new_key else CheckpointError(_NO_JOURNAL)
         check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
         folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
-        if values.get("schema") != SCHEMA:
-            raise CheckpointError(f"Expected schema {SCHEMA} in {path / folder.STATE}, got {values.get('schema')!r}.")
-        refuse("plan", path, plan_difference(plan, folder.read_json(path / folder.PLAN)))
-        same = values["data"] == data_fingerprint(data, key_of(values))
-        refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
+        if values.get("schema") != run.SCHEMA:
+            raise CheckpointError(
+                f"Expected schema {run.SCHEMA} in {path / folder.STATE}, got {values.get('schema')!r}."
+            )
+        run.refuse("plan", path, run.plan_difference(plan, folder.read_json(path / folder.PLAN)))
+        same = values["data"] == run.data_fingerprint(data, run.key_of(values))
+        run.refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
         table = read_table(path)
-        saved = {n.removeprefix(PARAMS): describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
-        refuse("parameter set", path, difference(saved, {n: describe(p) for n, p in params.items()}))
+        saved = {n.removeprefix(PARAMS): run.describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
+        run.refuse("parameter set", path, run.difference(saved, {n: run.describe(p) for n, p in params.items()}))
         laid_out = {PARAMS + n: empty(p, p) for n, p in params.items()}
         optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
         return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
@@ -134,10 +132,12 @@ def load(
     def decide() -> dict[str, Any]:
         """State and note with which the run continues, by the process that has the journal."""
         lines = 0 if file is None else len(read_chain(file))  # first: later ones may not be compared
-        history = _history(parent, values, file)
+        end = None if values["journal"] is None else Head(**values["journal"])
+        taken = None if file is None else read_steps(file, missing="empty" if end else "refuse", known=end)
+        history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         line = None if note is None else json.dumps(asdict(note))
-        return {"state": state_to_dict(state), "note": line, "lines": lines}
+        return {"state": run.state_to_dict(state), "note": line, "lines": lines}
 
     decided = by_writer(decide, ranks, _FAILED)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
@@ -146,24 +146,9 @@ def load(
         by_writer(partial(append_line, parent / NOTES, decided["note"]), ranks, _FAILED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
     where, lines = "" if file is None else str(file.absolute()), decided["lines"]
-    state = resumed(state_from_dict(decided["state"], plan, {}))
+    state = resumed(run.state_from_dict(decided["state"], plan, {}))
     state = state._replace(noise_state=noise, journal=where, journal_lines=lines)
-    return Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
-
-
-def _check_choice(journal: Path | None, without_journal: str) -> None:
-    """Check that a resumed run has a journal or a new key, not both."""
-    new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
-    if journal is not None and new_key:
-        both = 'Expected journal= or without_journal="new_key", got both'
-        raise InvalidArgument(f"{both}. With the journal the run is repeated as it was.")
-    if journal is None and not new_key:
-        raise CheckpointError(
-            "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
-            "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the file "
-            'of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint was '
-            "released, or you count those that were."
-        )
+    return run.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
 
 
 def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
@@ -182,10 +167,3 @@ def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
         _logger.warning("The checkpoint %s is not complete and is passed over.", half[-1])
     folder.verify(path, {folder.STATE: folder.read_manifest(path)[folder.STATE]})
     return path.name, folder.saved_state(path)
-
-
-def _history(parent: Path, values: Mapping[str, Any], journal: Path | None) -> History:
-    known = None if values["journal"] is None else Head(**values["journal"])
-    missing: Literal["refuse", "empty"] = "refuse" if known is None else "empty"
-    taken = None if journal is None else read_steps(journal, missing=missing, known=known)
-    return History(values, known_notes(parent / NOTES, values["notes"]), taken)

@@ -21,7 +21,7 @@ from dpfunc._utils.locks import in_use
 from dpfunc._utils.validation import fail, integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import known_end, sha256, sync_directory
+from dpfunc.checkpoint._chain import known_end, sha256, sync_directory, sync_file
 from dpfunc.checkpoint._format import data_fingerprint, plan_to_dict, state_to_dict
 from dpfunc.checkpoint._resume_policy import NOTES, Note, family, known_notes, layout
 from dpfunc.checkpoint._states import PARAMS, encode, write_tensors
@@ -35,6 +35,12 @@ from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.types import Batch, Params
 
 _FAILED = "No checkpoint was made, and the one before is still the newest"
+_TYPES: dict[str, tuple[Any, str]] = {
+    "plan": (Plan, "plan to be a dpfunc.Plan"),
+    "state": (StepState, "state to be a StepState"),
+    "params": (Mapping, "params to be a mapping name -> tensor"),
+    "optimizer_state": ((Mapping, NoneType), "the result of optimizer.state_dict()"),
+}
 
 
 def save(
@@ -99,10 +105,13 @@ def save(
         check_sharding()
     file, parent = journal_path(journal), Path(directory)
     tensors: dict[str, Tensor] = {}
+    given = {"plan": plan, "state": state, "params": params, "optimizer_state": optimizer_state}
 
     def prepare() -> dict[str, Any]:
         integer("keep", keep, minimum=1)
-        _check_types(params, state, plan, optimizer_state)
+        for name, (kind, domain) in _TYPES.items():
+            if not isinstance(given[name], kind):
+                raise wrong_type(domain, name, given[name])
         check_own_plan(state, plan_digest(plan))
         if file is None:  # a journal has the later steps
             check_newest(state)
@@ -126,17 +135,6 @@ def save(
     return parent / str(made)
 
 
-def _check_types(params: object, state: object, plan: object, optimizer_state: object) -> None:
-    for name, value, kind, domain in (
-        ("plan", plan, Plan, "plan to be a dpfunc.Plan"),
-        ("state", state, StepState, "state to be a StepState"),
-        ("params", params, Mapping, "params to be a mapping name -> tensor"),
-        ("optimizer_state", optimizer_state, (Mapping, NoneType), "the result of optimizer.state_dict()"),
-    ):
-        if not isinstance(value, kind):
-            raise wrong_type(domain, name, value)
-
-
 def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
     """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only."""
     sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
@@ -149,8 +147,7 @@ def _notes(parent: Path) -> list[Note]:
     """Notes of the run in a directory; its first checkpoint begins their file."""
     before = folder.complete_checkpoints(parent)
     if not before:
-        (parent / NOTES).touch()
-        folder.sync_file(parent / NOTES)
+        sync_file(parent / NOTES)
     return known_notes(parent / NOTES, folder.saved_state(before[-1])["notes"] if before else 0)
 
 
@@ -172,7 +169,7 @@ def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
     written = sorted(work.glob(f"__{number}_*"))
     for file in written:
         file.chmod(0o600)
-        folder.sync_file(file)
+        sync_file(file)
     folder.write_json(work / f"part-{number}.json", {file.name: sha256(file) for file in written})
 
 
@@ -195,5 +192,6 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     path = folder.free_name(parent, files[folder.STATE]["step"])
     os.rename(work, path)
     sync_directory(parent)
-    folder.keep_newest(parent, keep)
+    for old in {*folder.all_checkpoints(parent)} - {*folder.complete_checkpoints(parent)[-keep:]}:
+        folder.remove(old)
     return path.name

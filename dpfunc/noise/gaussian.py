@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.digests import checksum
-from dpfunc._utils.dtensor import Window, on_parts
+from dpfunc._utils.dtensor import Window, distributed, local
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise._streams import SOURCES, Part, Source, standard_normal
@@ -126,7 +126,8 @@ def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source
 
     def release(name: str, value: Tensor) -> Tensor:
         # into the memory of the noise: fresh memory costs as much as a third of drawing it
-        return on_parts(lambda part: torch.add(part, noise[name], alpha=std_of[name], out=noise[name]), value.detach())
+        part = local(value.detach())
+        return distributed(torch.add(part, noise[name], alpha=std_of[name], out=noise[name]), value)
 
     return {name: release(name, value) for name, value in clipped.sums.items()}
 

@@ -7,13 +7,9 @@ import json
 import torch
 from cases import as_batch, linear_loss, params, random_rows
 
-from dpfunc import clipping, sampling
-from dpfunc.batches import take
-from dpfunc.checkpoint import Journal, journal_ledger, load, save
+from dpfunc import Journal, Plan, clipping, load, make_dp_step, sampling, save, secure_key, take
+from dpfunc.checkpoint import journal_ledger
 from dpfunc.checkpoint._folder import sha256
-from dpfunc.plan import Plan
-from dpfunc.rng import secure_key
-from dpfunc.step import make_dp_step
 
 DATA = as_batch(random_rows(0, 60))
 

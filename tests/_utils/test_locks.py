@@ -69,12 +69,6 @@ def test_a_killed_process_has_nothing(tmp_path, other):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_in_the_folder_stays(tmp_path):
-    with only_process(tmp_path / "run"):
-        (tmp_path / "run" / "file").touch()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
-
-
 def test_many_processes_take_turns(tmp_path):
     """None has the folder together with another, whoever removes the file when."""
     code = """
@@ -115,20 +109,6 @@ def test_a_folder_of_a_process_that_ended_is_abandoned(tmp_path, other):
     with in_use(tmp_path):
         assert not abandoned(tmp_path)
     assert not abandoned(tmp_path / "missing")
-
-
-WITHOUT = """
-import os, sys, torch
-sys.modules["fcntl"] = None
-del os.register_at_fork
-import dpfunc, dpfunc.cli.main, dpfunc.checkpoint.saving, dpfunc.distributed, dpfunc.checkpoint
-print("imported")
-"""
-
-
-def test_nothing_of_unix_is_needed_to_import():
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "imported\n", done.stderr
 
 
 def test_locks_of_windows(tmp_path, monkeypatch):

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import dpfunc
-from dpfunc import clipping, sampling
+from dpfunc import DPFuncError, clipping, sampling, secure_key
 from dpfunc._utils.memory import out_of_memory
 from dpfunc.engines._levels import of_rows
-from dpfunc.errors import DPFuncError, OutOfMemory
-from dpfunc.rng import secure_key
+from dpfunc.errors import OutOfMemory
 
 HUGE = 2**50
 ROWS = 8

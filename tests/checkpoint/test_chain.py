@@ -6,9 +6,10 @@ import pytest
 from journal_cases import line, written
 from run_cases import PLAN, Run, start, steps
 
+from dpfunc import Journal
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint._chain import Head, follow, head_path, read_head, write_head
-from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps
+from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError
 from dpfunc.state import replay
 
@@ -77,14 +78,11 @@ def test_a_lost_or_changed_line_is_detected(tmp_path, damage):
 
 
 def test_an_incomplete_line_is_removed(tmp_path):
-    journal = Journal(tmp_path / "j.jsonl", PLAN)
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 2, journal)
-    with open(journal.path, "a") as file:
+    run = Run(tmp_path).step(2)
+    with open(run.path, "a") as file:
         file.write('{"run": "x", "ste')
-    assert journal_ledger(journal.path).num_steps == 2
-    steps(state, values, optimizer, 1, journal)
-    assert journal_ledger(journal.path).num_steps == len(journal.path.read_text().splitlines()) == 3
+    assert run.counted.num_steps == 2
+    assert run.step().counted.num_steps == len(run.path.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])

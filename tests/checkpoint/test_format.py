@@ -7,11 +7,8 @@ import torch
 from cases import params
 from run_cases import DATA, PLAN, start, steps, store
 
-from dpfunc import clipping, sampling
-from dpfunc.batches import take
-from dpfunc.checkpoint import load
+from dpfunc import Plan, clipping, load, sampling, take
 from dpfunc.errors import CheckpointError
-from dpfunc.plan import Plan
 
 
 def other_plan(sampling_prob, noise_multiplier):

@@ -4,108 +4,48 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import linear_loss
-from run_cases import DATA, PLAN, start, steps, store
+from run_cases import PLAN, Run, steps
 
-import dpfunc
-from dpfunc.accounting import Ledger
-from dpfunc.batches import take
-from dpfunc.checkpoint import load, save
-from dpfunc.checkpoint._chain import head_path
-from dpfunc.checkpoint.journal import Journal, journal_ledger
-from dpfunc.errors import BudgetExhausted, CheckpointError
-from dpfunc.step import make_dp_step
-from dpfunc.types import Event
-
-
-def again(values):
-    """Arguments of `load` for a run without a journal."""
-    return {"plan": PLAN, "params": values, "data": DATA, "without_journal": "new_key"}
+from dpfunc import Event, Journal, Ledger
+from dpfunc.errors import CheckpointError
 
 
 def test_resume_is_bit_identical(tmp_path):
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 3, journal)
-    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
-    state = steps(state, values, optimizer, 5, journal)
-
-    fresh = {name: torch.zeros_like(p).requires_grad_() for name, p in values.items()}
-    saved = load(tmp_path / "c", plan=PLAN, params=fresh, data=DATA, journal=journal.path)
+    run = Run(tmp_path).step(3)
+    run.save()
+    run.step(5)
+    fresh = {name: torch.zeros_like(p).requires_grad_() for name, p in run.values.items()}
+    saved = run.load(params=fresh)
     with torch.no_grad():
         for name, p in fresh.items():
             p.copy_(saved.params[name])
     other = torch.optim.Adam(fresh.values(), lr=0.1)
     other.load_state_dict(dict(saved.optimizer_state))
-    resumed = steps(saved.state, fresh, other, 5, journal)
-    assert all(torch.equal(values[name], fresh[name]) for name in values)
-    assert resumed == state._replace(journal=str(journal.path), journal_lines=8)
+    resumed = steps(saved.state, fresh, other, 5, Journal(run.path, PLAN))
+    assert all(torch.equal(value, fresh[name]) for name, value in run.values.items())
+    assert resumed == run.state._replace(journal=str(run.path), journal_lines=8)
 
 
 def test_a_resumed_run_goes_on_with_its_journal(tmp_path):
     """Steps that it does not have would be released again by the next resumption, with the same noise."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 3, journal)
-    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
-    saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
+    run = Run(tmp_path).step(3)
+    run.save()
+    state = run.load().state
     for other in (None, Journal(tmp_path / "jurnal.jsonl", PLAN)):
         with pytest.raises(CheckpointError, match="Expected the journal of the resumed run"):
-            steps(saved.state, values, optimizer, 1, other)
+            run.step(journal=other, state=state)
     (tmp_path / "link").symlink_to(tmp_path)
-    after = steps(saved.state, values, optimizer, 1, Journal(tmp_path / "link" / "journal.jsonl", PLAN))
-    assert after.step == saved.state.step + 1
-    kept = steps(after, values, optimizer, 1, lambda state: None)  # a function of the caller's
-    assert kept.journal == saved.state.journal
+    run.step(journal=Journal(tmp_path / "link" / "journal.jsonl", PLAN), state=state)
+    assert run.state.step == state.step + 1
+    assert run.step(journal=lambda state: None).state.journal == state.journal  # a function of the caller's
 
 
 def test_epsilon_never_shrinks(tmp_path):
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    state = steps(state, values, optimizer, 2, journal)
-    store(tmp_path / "c", state, values, optimizer)
-    state = steps(state, values, optimizer, 4, journal)  # lost in the crash, but released
-    saved = load(tmp_path / "c", plan=PLAN, params=values, data=DATA, journal=journal.path)
-    assert (saved.state.step, saved.state.charged) == (2, 6)
-    assert saved.state.ledger == state.ledger == journal_ledger(journal.path)
-    resumed = steps(saved.state, values, optimizer, 5, journal)  # four repeated at no cost, one new
-    assert resumed.ledger == Ledger((Event(0.3, 1.0, 7),)) == journal_ledger(journal.path)
-
-
-LOST = {
-    "missing": "Expected 3 lines in the journal .* got 0: line 1",
-    "missing with its head": "Expected a journal with at least one step, got .*, which is no file",
-    "empty": "Expected 3 lines in the journal .* got 0: line 1",
-    "short": "Expected 3 lines in the journal .* got 2: line 3",
-}
-
-
-@pytest.mark.parametrize("lost", LOST)
-def test_a_journal_that_lacks_steps_is_refused(tmp_path, lost):
-    """It cannot say what was released after the checkpoint."""
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    store(tmp_path / "c", state, values, optimizer, journal=journal.path)
-    options = {"plan": PLAN, "params": values, "data": DATA, "journal": journal.path}
-    assert load(tmp_path / "c", **options).state.step == 0
-    store(tmp_path / "c", steps(state, values, optimizer, 3, journal), values, optimizer)
-    lines = journal.path.read_text().splitlines(keepends=True)
-    journal.path.unlink()
-    if not lost.startswith("missing"):
-        journal.path.write_text("" if lost == "empty" else "".join(lines[:2]))
-    if lost == "missing with its head":
-        head_path(journal.path).unlink()
-    with pytest.raises(CheckpointError, match=LOST[lost]):
-        load(tmp_path / "c", **options)
-
-
-def test_budget_holds_after_resume(tmp_path):
-    state, values, optimizer = start()
-    store(tmp_path, steps(state, values, optimizer, 8), values, optimizer)
-    saved = load(tmp_path, **again(values))
-    with pytest.raises(BudgetExhausted):
-        make_dp_step(linear_loss, PLAN, verify_batch=False)(values, take(DATA, torch.arange(3)), saved.state)
-
-
-def test_public_names_are_the_same_functions():
-    assert (dpfunc.save, dpfunc.load) == (save, load)
+    run = Run(tmp_path).step(2)
+    run.save(journal=None)
+    run.step(4)  # lost in the crash, but released
+    state = run.load().state
+    assert (state.step, state.charged) == (2, 6)
+    assert state.ledger == run.ledger == run.counted
+    run.step(5, state=state)  # four repeated at no cost, one new
+    assert run.ledger == Ledger((Event(0.3, 1.0, 7),)) == run.counted

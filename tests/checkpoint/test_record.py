@@ -8,15 +8,10 @@ from datetime import UTC, datetime
 import pytest
 import torch
 
-from dpfunc import clipping, sampling
-from dpfunc.accounting import Ledger
+from dpfunc import Ledger, Plan, Schedule, clipping, insecure_key, make_dp_step, sampling, secure_key
 from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
 from dpfunc.checkpoint import make_record
 from dpfunc.errors import InvalidArgument, StateReused
-from dpfunc.plan import Plan
-from dpfunc.rng import insecure_key, secure_key
-from dpfunc.step import make_dp_step
-from dpfunc.types import Schedule
 
 
 def run(plan, key, steps=2, **init):
@@ -47,6 +42,11 @@ def test_a_record_says_what_the_run_was():
     assert record.date.endswith("+00:00")
     assert record.versions["python"] == platform.python_version()
     assert record.versions["torch"] == torch.__version__
+    said = make_record(dp_step, state, unit="one row", not_covered=["accuracy on private test records"]).not_covered
+    assert said[:2] == (EXACT_SIZE, "accuracy on private test records")
+    for unit in ("", "  ", "one\nrow"):
+        with pytest.raises(InvalidArgument, match="unit"):
+            make_record(dp_step, state, unit=unit)
 
 
 def test_a_record_is_of_the_newest_state_and_of_its_plan():
@@ -60,12 +60,6 @@ def test_a_record_is_of_the_newest_state_and_of_its_plan():
         make_record(other, state, unit="one patient")
 
 
-def test_a_guessable_key_is_reported():
-    with pytest.warns(UserWarning, match="known to everybody"):
-        dp_step, state = run(plan(), insecure_key(52001))
-    assert make_record(dp_step, state, unit="one row").noise_key == "guessable"
-
-
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_number_of_records(adjacency, bound):
@@ -77,33 +71,16 @@ def test_the_number_of_records(adjacency, bound):
     assert record.not_covered[-len(NOT_COVERED) :] == NOT_COVERED
 
 
-def test_settings_are_those_of_the_last_step_that_was_taken():
+def test_settings_of_the_last_step_and_bounds_of_groups_as_one():
     noise = Schedule(((2, 2.0), (3, 4.0)))
-    dp_step, state = run(plan(noise_multiplier=noise, epsilon=None), secure_key(), steps=2)
-    assert make_record(dp_step, state, unit="one row").noise_multiplier == 2.0
-    dp_step, state = run(plan(noise_multiplier=noise, epsilon=None), secure_key(), steps=3)
-    assert make_record(dp_step, state, unit="one row").noise_multiplier == 4.0
-
-
-def test_bounds_of_groups_are_one_bound():
-    values = {"noise_multiplier": 2.0, "num_steps": 5, "delta": 1e-3}
+    for steps, sigma in ((2, 2.0), (3, 4.0)):
+        with pytest.warns(UserWarning, match="known to everybody"):
+            dp_step, state = run(plan(noise_multiplier=noise, epsilon=None), insecure_key(52001 + steps), steps)
+        record = make_record(dp_step, state, unit="one row")
+        assert (record.noise_multiplier, record.noise_key) == (sigma, "guessable")
     rule = clipping.Flat({"w": 3.0, "v": 4.0}, groups=clipping.PerParameter())
-    own = Plan(sampling.Poisson(100, 0.1), rule, **values)
+    own = Plan(sampling.Poisson(100, 0.1), rule, noise_multiplier=2.0, num_steps=5, delta=1e-3)
     dp_step = make_dp_step(lambda params, batch: (params["w"] + params["v"]) * batch[:, 0], own)
     state = dp_step.init({"w": torch.zeros(()), "v": torch.zeros(())}, secure_key())
     record = make_record(dp_step, state, unit="one row")
-    assert record.max_grad_norm == 5.0
-    assert (record.global_step, record.epsilon) == (0, 0.0)
-
-
-@pytest.mark.parametrize("unit", ["", "  ", "one\nrow"])
-def test_a_unit_is_named(unit):
-    dp_step, state = run(plan(), secure_key(), steps=0)
-    with pytest.raises(InvalidArgument, match="unit"):
-        make_record(dp_step, state, unit=unit)
-
-
-def test_what_else_is_not_covered_comes_first():
-    dp_step, state = run(plan(), secure_key(), steps=1)
-    record = make_record(dp_step, state, unit="one row", not_covered=["accuracy on private test records"])
-    assert record.not_covered[:2] == (EXACT_SIZE, "accuracy on private test records")
+    assert (record.max_grad_norm, record.global_step, record.epsilon) == (5.0, 0, 0.0)

@@ -12,13 +12,9 @@ from full_disk import at_most
 from run_cases import start, store
 
 import dpfunc
-from dpfunc import clipping, sampling
-from dpfunc.batches import take
-from dpfunc.checkpoint import load, save
-from dpfunc.checkpoint.journal import Journal, journal_ledger
+from dpfunc import Journal, Plan, clipping, load, make_dp_step, sampling, save, take
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
-from dpfunc.plan import Plan
-from dpfunc.step import make_dp_step
 
 PLAN = Plan(sampling.Poisson(40, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=4, delta=1e-3)
 DATA = torch.ones(40, 2)
@@ -149,21 +145,19 @@ def deep():
 UNSAVED = {
     "keep 0": ({"keep": 0}, "integer keep >= 1"),
     "keep true": ({"keep": True}, "integer keep >= 1"),
-    "optimizer": (
-        {"optimizer_state": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "Expected the result of optimizer.state_dict",
-    ),
     "tensors": ({"extra": {"a": torch.zeros(1)}}, "Expected extra to hold JSON values"),
     "deep values": ({"extra": {"deep": deep()}}, "Expected extra to hold JSON values"),
-    "data": ({"data": 5}, "Expected data to be a pytree of tensors"),
+    "data": ({"data": 5}, r"Expected data to be a pytree of tensors.*got data of type int\.$"),
+    **{name: ({name: 5}, rf"got {name} of type int\.$") for name in ("plan", "state", "params", "optimizer_state")},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNSAVED)
 def test_what_cannot_be_saved(tmp_path, name):
     changes, message = UNSAVED[name]
-    state, values, optimizer = start()
+    state, values, _ = start()
     with pytest.raises(InvalidArgument, match=message):
-        store(tmp_path, state, values, optimizer, **changes)
+        save(tmp_path, **{"params": values, "state": state, "plan": run_cases.PLAN, "data": run_cases.DATA, **changes})
     assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="found none. Start a new run"):
         load(tmp_path, **again(values))

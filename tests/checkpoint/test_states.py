@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from noise_cases import remembering
-from run_cases import DATA, PLAN, rewrite, start, steps, store
+from run_cases import DATA, PLAN, Run, rewrite, start, steps, store
 
-from dpfunc.checkpoint import load
+from dpfunc import Journal, load
 from dpfunc.checkpoint._states import _Unpickler
-from dpfunc.checkpoint.journal import Journal
 from dpfunc.errors import CheckpointError, InvalidArgument, StateReused
 from dpfunc.step import DPStep
 
@@ -35,32 +34,27 @@ def same(found, expected):
 def test_noise_with_a_state_is_resumed_bit_for_bit(tmp_path, monkeypatch):
     """The noise of each step depends on that of the one before, also of the one before the checkpoint."""
     monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: remembering(self.plan.noise_multiplier))
-    journal = Journal(tmp_path / "journal.jsonl", PLAN)
-    state, values, optimizer = start()
-    assert state.noise_state["steps"] == 0
-    state = steps(state, values, optimizer, 3, journal)
-    path = store(tmp_path / "c", state, values, optimizer, journal=journal.path)
+    run = Run(tmp_path)
+    assert run.state.noise_state["steps"] == 0
+    path = run.step(3).save()
     assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
-    before = state.noise_state
-    assert "noise_state=hidden" in repr(state)
-    state = steps(state, values, optimizer, 5, journal)
-    options = {"plan": PLAN, "params": values, "data": DATA}
-    saved = load(tmp_path / "c", journal=journal.path, **options)
+    assert "noise_state=hidden" in repr(run.state)
+    before, state, saved = run.state.noise_state, run.step(5).state, run.load()
     assert same(saved.state.noise_state, before)
     with torch.no_grad():
-        for name, p in values.items():
+        for name, p in run.values.items():
             p.copy_(saved.params[name])
-    forgotten = saved.state._replace(noise_state=start()[0].noise_state)
+    forgotten, copies = saved.state._replace(noise_state=start()[0].noise_state), {**saved.params}
     with pytest.raises(StateReused, match="with other values"):
-        steps(forgotten, {n: p.clone() for n, p in values.items()}, optimizer, 1, journal)
-    optimizer.load_state_dict(dict(saved.optimizer_state))
-    again = steps(saved.state, values, optimizer, 5, journal)
+        steps(forgotten, copies, run.optimizer, 1, Journal(run.path, PLAN))
+    run.optimizer.load_state_dict(dict(saved.optimizer_state))
+    again = run.step(5, state=saved.state).state
     assert (again.ledger, again.step) == (state.ledger, 8)
     assert same(again.noise_state, state.noise_state)
     with pytest.raises(CheckpointError, match="its noise is correlated over steps"):
-        load(tmp_path / "c", without_journal="new_key", **options)
+        run.load(journal=None, without_journal="new_key")
     with pytest.raises(InvalidArgument, match="Expected noise_state to have tensors.*type builtin_function"):
-        store(tmp_path / "c", state._replace(noise_state=[len]), values, optimizer)
+        run.save(state=state._replace(noise_state=[len]))
 
 
 def test_states_of_all_kinds_come_back_as_they_were(tmp_path):
@@ -107,14 +101,6 @@ def test_a_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, name)
     with pytest.raises(InvalidArgument, match=message):
         store(tmp_path, state, values, optimizer, optimizer_state={"good": torch.ones(2), **content})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_schedule_beside_its_optimizer(tmp_path):
-    state, values, optimizer = start()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    both = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    store(tmp_path, state, values, optimizer, optimizer_state=both)
-    assert read_back(tmp_path, values)["schedule"]["_last_lr"] == schedule.state_dict()["_last_lr"]
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "Adafactor", "LBFGS", "RMSprop", "NAdam"])

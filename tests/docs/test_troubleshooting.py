@@ -73,7 +73,9 @@ def in_the_source(message):
     """Whether a string of the source has this message, at least half of it word for word."""
     words = message.split()
     needed = (len(words) - words.count("...")) / 2
-    return any(same_words(words, text[start:]) >= needed for text in texts() for start in range(len(text)))
+    known = {word.strip(".,:") for word in words}
+    near = [text for text in texts() if sum(word.strip(".,:") in known for word in text) >= needed]
+    return any(same_words(words, text[start:]) >= needed for text in near for start in range(len(text)))
 
 
 MESSAGE = [
