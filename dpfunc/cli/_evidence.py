@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import click
 
-from dpfunc.cli._output import json_option, print_json, print_rows
-from dpfunc.cli._train import check_new, importing, seed_option, without_noise
+from dpfunc.cli._output import json_option, print_checks, print_json
+from dpfunc.cli._train import check_new, importing, seed_option
 
 _PATH = click.Path(path_type=Path)
 _SOURCE = click.argument("source", type=click.Path(exists=True, path_type=Path))
@@ -70,14 +70,8 @@ def _check(path: Path, public_key: Path | None, model: Path | None, as_json: boo
     from dpfunc.evidence.certificate import check
 
     findings = check(path, public_key, model)
-    agrees = all(finding.agrees for finding in findings)
-    if as_json:
-        print_json({"agrees": agrees, "checks": [finding._asdict() for finding in findings]})
-    else:
-        print_rows("Checks", ("", "", "found"), [(f.name, "ok" if f.agrees else "WRONG", f.found) for f in findings])
-        click.echo("All agrees." if agrees else "Do not rely on it: see WRONG.")
-    if not agrees:
-        sys.exit(1)
+    values = {"checks": [finding._asdict() for finding in findings]}
+    print_checks([(f.name, f.agrees, f.found) for f in findings], values, as_json, "Do not rely on it")
 
 
 @click.command()
@@ -97,36 +91,32 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
     """
     if out is not None:
         check_new(out)
-    values = _verify_job(source, steps, candidates) if source.is_dir() else _verify_script(source, steps, candidates)
+    if source.is_dir():
+        with importing():
+            from dpfunc.train._evidence import replay_job
+
+            found, recorded, plan = replay_job(source, steps=steps, candidates=candidates)
+            about, more = source / "job.json", dataclasses.asdict(recorded)
+    else:
+        from dpfunc.evidence._neighbours import replay
+        from dpfunc.evidence._script import read_script
+
+        own = read_script(source)
+        found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
+        plan, about, more = own.dp_step.plan, source, {}
+    from dpfunc.evidence._result import replay_values
+
+    values = replay_values(found, about, plan, more)
     same = values["reproduced"]
-    recorded = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
+    told = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
     if values["same_model"] is not None:
-        recorded += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
+        told += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
     moved = "; ".join(values["moved"]) or "nothing else moves"
     rest = f" Not compared: {'; '.join(values['not_compared'])}." if values["not_compared"] else ""
     _report(values, out, as_json, (
         f"{'Holds' if values['holds'] else 'DOES NOT HOLD'}: {values['steps']} steps; record {values['record']} moves "
-        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{recorded}{rest}"
+        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{told}{rest}"
     ))  # fmt: skip
-
-
-def _verify_script(source: Path, steps: int, candidates: int) -> dict[str, Any]:
-    from dpfunc.evidence._neighbours import replay
-    from dpfunc.evidence._result import replay_values
-    from dpfunc.evidence._script import read_script
-
-    own = read_script(source)
-    found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
-    return replay_values(found, source, own.dp_step.plan, {})
-
-
-def _verify_job(run: Path, steps: int, candidates: int) -> dict[str, Any]:
-    with importing(), without_noise():
-        from dpfunc.evidence._result import replay_values
-        from dpfunc.train._evidence import replay_job
-
-        found, recorded, plan = replay_job(run, steps=steps, candidates=candidates)
-        return replay_values(found, run / "job.json", plan, dataclasses.asdict(recorded))
 
 
 @click.command()
@@ -155,40 +145,34 @@ def audit(
 
     Example: dpfunc audit loop.py --canaries 1000 --plot audit.png
     """
+    from dpfunc.evidence._result import audit_values
     from dpfunc.rng import insecure_key, secure_key
 
     if out is not None:
         check_new(out)
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
-    found, values = (_audit_job if source.is_dir() else _audit_script)(source, key, canaries, steps, score)
+    space, about = "gradient", source
+    if source.is_dir():
+        with importing():
+            from dpfunc.train._evidence import audit_job
+
+            found, taken, plan = audit_job(source, key=key, count=canaries, steps=steps, score=score)
+        about = source / "job.json"
+    else:
+        from dpfunc.evidence._canary_run import Planted, audit_loop
+        from dpfunc.evidence._script import read_script
+
+        own = read_script(source)
+        planted, space = Planted(key, canaries, own.canaries), "gradient" if own.canaries is None else "input"
+        found, taken, plan = audit_loop(
+            own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
+        )
     if picture is not None:
         from dpfunc.evidence._one_run import plot
 
         plot([found], picture)
-    _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
-
-
-def _audit_script(source: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
-    from dpfunc.evidence._canary_run import Planted, audit_loop
-    from dpfunc.evidence._result import audit_values
-    from dpfunc.evidence._script import read_script
-
-    own = read_script(source)
-    planted = Planted(key, count, own.canaries)
-    found, taken, plan = audit_loop(
-        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
-    )
-    space = "gradient" if own.canaries is None else "input"
-    return found, audit_values(found, source, plan, taken, {"space": space, "score": score})
-
-
-def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
-    with importing(), without_noise():
-        from dpfunc.evidence._result import audit_values
-        from dpfunc.train._evidence import audit_job
-
-        found, taken, plan = audit_job(run, key=key, count=count, steps=steps, score=score)
-    return found, audit_values(found, run / "job.json", plan, taken, {"space": "gradient", "score": score})
+    values = audit_values(found, about, plan, taken, {"space": space, "score": score})
+    _report(values, out, as_json, f"{taken} steps, canaries in {space} space: {found!r}")
 
 
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:

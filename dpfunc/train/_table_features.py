@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.tables import Row, Table
+from dpfunc.train.tables import Row, Table, number_of
 
 MISSING = ("", "?", "na", "n/a", "nan", "none", "null")  # of a number, in small letters
 
@@ -56,17 +56,14 @@ class TableFeatures:
 
     def _of_number(self, text: str, column: str, ends: Sequence[float], where: str) -> list[float]:
         slot = [0.0] * (self.missing == "feature")
-        if _is_missing(text):
+        if text.strip().lower() in MISSING:
             if slot:
                 return [0.0, 0.0, 1.0]
             raise InvalidArgument(
                 f"Expected a number in the column {column!r} in {where}, which has none. Leave such rows out by a "
                 "public rule; or data.missing: feature gives missing numbers a feature of their own."
             )
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = number_of(text)
         if not math.isfinite(value):
             raise InvalidArgument(
                 f"Expected a finite number in the column {column!r} in {where}, got another text. Write numbers as "
@@ -87,13 +84,8 @@ class TableFeatures:
                     "in any row: all are unknown. Look for other spellings or capitals, or for the wrong column."
                 )
         for column, (low, high) in self.numbers.items():
-            texts = (row[column] for row in table.rows)
-            if not any(low <= float(text) <= high for text in texts if not _is_missing(text)):
+            if not any(low <= number_of(row[column]) <= high for row in table.rows):
                 raise InvalidArgument(
                     f"Expected numbers in the range data.numbers.{column}: [{low:g}, {high:g}] in the column "
                     f"{column!r} of {name}, got none in any row. Give its range in the unit of the table."
                 )
-
-
-def _is_missing(text: str) -> bool:
-    return text.strip().lower() in MISSING

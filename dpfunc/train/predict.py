@@ -38,12 +38,11 @@ def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
     place = root / MODEL if (root / MODEL).is_dir() else root
     with one_line(f"the model of a run over a table or images in {str(place)!r}"):
         front, model = load_features(place)
-    names = model.config.id2label
     for about, x_k in _records(front, Path(source)):
         with torch.no_grad():
             shares = model(x_k[None]).logits[0].softmax(0).tolist()
-        found = {names[number]: share for number, share in enumerate(shares)}
-        yield {**about, "label": max(found, key=lambda name: found[name]), "probabilities": found}
+        found = {model.config.id2label[number]: share for number, share in enumerate(shares)}
+        yield {**about, "label": max(found, key=found.__getitem__), "probabilities": found}
 
 
 def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:

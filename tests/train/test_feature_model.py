@@ -163,10 +163,10 @@ BAD = {  # flags or text in place of another -> message
     "no columns": (("numbers: {age: [18, 90], hours: [0, 80]}, categories: {work: [private, public, self]}", "grey: false"),
                    "Expected columns to learn from: data.numbers"),
     "the label": (["--label_column", "age"], "Expected each column once in data.numbers, data.categories and data.label_column"),
-    "a model": (["--model.path", "bert"], "Expected no model with task='table_classification', got model.path='bert'"),
+    "a model": (["--model.path", "bert"], "Expected model.path with task text_classification or text_regression or"),
     "no labels": (["--labels", "null"], "Expected data.labels, the list of classes"),
-    "another task": (["--task", "text_classification", "--model.path", "x"], "with task='table_classification' only"),
-    "grey": (["--grey"], "Expected data.grey with task='image_classification' only"),
+    "another task": (["--task", "text_classification", "--model.path", "x"], "with task table_classification only"),
+    "grey": (["--grey"], "Expected data.grey with task image_classification only"),
     "few rows": (["--dp_dataset_size", "10000"], "Expected at least half of privacy.dp_dataset_size=10000 records"),
     "a large batch": (["--batch_size", "900"], "900"),
 }  # fmt: skip

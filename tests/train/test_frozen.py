@@ -41,7 +41,7 @@ FLAGS = {"head": ["--strategy", "head"], "lora": ["--strategy", "lora", "--top_l
 def test_logits_are_those_of_the_whole_model(prepared, strategy):
     job, model, processing, records = prepared(*FLAGS[strategy])
     computed, told = compute_frozen(job, model, records, shows=False)
-    assert "computed once for each record" in told
+    assert "computed once for each record" in told[0]
     for before, after in zip((records.train, records.evaluation), (computed.train, computed.evaluation), strict=True):
         assert "input_ids" not in after[0]
         whole, kept = (collator(job, processing)(each) for each in (before, after))
@@ -69,7 +69,7 @@ def test_the_limit(prepared):
         limited = dataclasses.replace(job, training=dataclasses.replace(job.training, cache_mib=limit))
         computed, told = compute_frozen(limited, model, many, shows=False)
         assert ("hidden" in computed.train[0]) is kept
-        assert (told is None) is (limit == 0)
+        assert (told == []) is (limit == 0)
 
 
 def test_no_text_decides_how_others_are_rounded(prepared):
@@ -87,7 +87,7 @@ def test_what_cannot_be_cut_is_left_as_it_is(prepared, flags):
     job, model, _, records = prepared(*flags)
     computed, told = compute_frozen(job, model, records, shows=False)
     assert computed is records
-    assert told is None
+    assert told == []
 
 
 def test_nothing_that_is_trained_is_cut_off(prepared):

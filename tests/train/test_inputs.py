@@ -237,12 +237,12 @@ def test_rows_that_cannot_be_used_are_named_by_number(place, name):
 
 
 REFUSED = {  # task, flags -> message
-    "labels of numbers": ("text_regression", ["--labels", "a,b"], "Expected no data.labels with task='text_regression'"),
-    "pairs of words": ("token_classification", ["--text_pair_column", "b"], "no pairs of texts with task='token_classification'"),
+    "labels of numbers": ("text_regression", ["--labels", "a,b"], "Expected data.labels with task text_classification or token_classification or"),
+    "pairs of words": ("token_classification", ["--text_pair_column", "b"], "data.text_pair_column with task text_classification or text_regression only"),
     "nothing to read": ("seq2seq", ["--prompt_template", "null"], "Expected what the encoder reads with task='seq2seq'"),
     "loss of the encoder": ("seq2seq", ["--loss_on", "all"], "no loss on the prompt of a seq2seq job"),
-    "images of texts": ("seq2seq", ["--max_images", "2"], "data.image_size and data.max_images with task='vqa' only"),
-    "a size of texts": ("seq2seq", ["--image_size", "4,4"], "data.image_size and data.max_images with task='vqa' only"),
+    "images of texts": ("seq2seq", ["--max_images", "2"], "data.max_images with task vqa only"),
+    "a size of texts": ("seq2seq", ["--image_size", "4,4"], "data.image_size with task vqa or image_classification only"),
     "one size": ("seq2seq", ["--image_size", "4"], "data.image_size to be [height, width], both >= 1"),
     "no size": ("seq2seq", ["--image_size", "4,0"], "data.image_size to be [height, width], both >= 1"),
     "no number as a size": ("seq2seq", ["--image_size", "4,x"], "Expected an integer, got --image_size='x'"),
