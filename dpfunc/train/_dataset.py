@@ -20,10 +20,9 @@ from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.vision_language._images import check_readable, image_text_collator
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
-from dpfunc.train._image_features import read_images
-from dpfunc.train._table_features import TableFeatures
+from dpfunc.train._features import TableFeatures
 from dpfunc.train.config import CLASSIFIES, FEATURES, DataSection, Job
-from dpfunc.train.tables import Row, Table, number_of, read_table, split
+from dpfunc.train.tables import Row, Table, number_of, read_images, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
 

@@ -10,11 +10,10 @@ import torch
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train._feature_model import Front, load_features
-from dpfunc.train._image_features import image_files
+from dpfunc.train._features import TableFeatures
 from dpfunc.train._model import one_line
 from dpfunc.train._run_folder import MODEL
-from dpfunc.train._table_features import TableFeatures
-from dpfunc.train.tables import read_table
+from dpfunc.train.tables import image_files, read_table
 
 
 def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 from dpfunc.errors import InvalidArgument
 
 Row = dict[str, str]
+_IMAGES = (".png", ".jpg", ".jpeg")
 
 
 @dataclass(frozen=True)
@@ -215,3 +216,33 @@ def same_file(one: Path, other: Path) -> bool:
         return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
     except OSError:
         return False
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images below a folder, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGES)
+
+
+def read_images(folder: Path, labels: Sequence[str], label_column: str, *, deduplicate: bool) -> Table:
+    """The images of `folder/class/*.png|jpg`: a row has the path below the folder, a digest of the file, the class.
+
+    Files are numbered class by class, in the order of their names; equal files of one class are duplicates.
+    """
+    there = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+    lacking, others = [label for label in labels if label not in there], there - {*labels}
+    if lacking or others:
+        raise InvalidArgument(
+            f"Expected a folder with a folder for each of data.labels ({', '.join(labels)}), and no other, got "
+            f"data.train={str(folder)!r} without {', '.join(lacking) or 'none of them'}, with {len(others)} others. "
+            "Classes are public; one that has no image has an empty folder."
+        )
+    rows: dict[int, Row] = {}
+    for label in labels:
+        for path in image_files(folder / label):
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+            rows[len(rows) + 1] = {"image": path.relative_to(folder).as_posix(), "digest": digest, label_column: label}
+    if not rows:
+        raise InvalidArgument(f"Expected images (.png, .jpg) in the folders of {str(folder)!r}, got none.")
+    first = {(row["digest"], row[label_column]): number for number, row in reversed(rows.items())}
+    kept = sorted(first.values()) if deduplicate else [*rows]
+    return Table(tuple(rows[number] for number in kept), tuple(kept), len(rows) - len(kept))
