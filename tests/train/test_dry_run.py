@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 from text_job import train
-from train_runs import MODES, files, finished_job
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return finished_job(tmp_path_factory.mktemp("job"))
-
-
-@pytest.fixture
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder[0])
-    return folder[0]
+from train_runs import MODES, files
 
 
 def test_dry_run_writes_nothing(here):

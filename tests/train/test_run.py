@@ -12,7 +12,7 @@ import pytest
 import torch
 from full_disk import allow
 from text_job import at_events, train, write_job
-from train_runs import JOURNAL, adapters, files, finished_job, record, same
+from train_runs import JOURNAL, adapters, files, record, same
 from trainer_cases import again
 
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
@@ -22,17 +22,6 @@ from dpfunc.train import _run_folder as run_folder
 from dpfunc.train import run as train_job
 from dpfunc.train._config_file import read_job
 from dpfunc.train._model import load_base, load_processing
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return finished_job(tmp_path_factory.mktemp("job"))
-
-
-@pytest.fixture
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder[0])
-    return folder[0]
 
 
 def test_T8_the_adapter_opens_with_peft(here):
