@@ -13,7 +13,7 @@ import click
 from dpfunc.cli._output import json_option, print_checks, print_json
 from dpfunc.cli._train import check_new, importing, seed_option
 
-_PATH = click.Path(path_type=Path)
+_PATH, _COUNT = click.Path(path_type=Path), click.IntRange(min=1)
 _SOURCE = click.argument("source", type=click.Path(exists=True, path_type=Path))
 _OUT = click.option("--out", type=_PATH, help="New file for the result, which dpfunc certify --evidence takes.")
 
@@ -45,39 +45,28 @@ def certify(
         raise click.UsageError("Expected --public-key and --model together with --check.")
     if checked is not None and not (out is None and private_key is None and not evidence):
         raise click.UsageError("Expected --out, --sign and --evidence without --check.")
-    if run is not None:
-        _make(run, out, private_key, evidence, as_json)
-    elif checked is not None:
-        _check(checked, public_key, model, as_json)
+    from dpfunc.evidence import certificate
 
-
-def _make(run: Path, out: Path | None, private_key: Path | None, evidence: tuple[Path, ...], as_json: bool) -> None:
-    from dpfunc.evidence.certificate import certify as made
-    from dpfunc.evidence.certificate import read
-
-    path = made(run, out=out, private_key=private_key, evidence=evidence)
-    values = read(path.read_bytes())
-    unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
-    if as_json:
-        print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
-        return
-    for says in unmet:
-        click.echo(f"Assumption NOT MET: {says}", err=True)
-    click.echo(f"{path}, and to print {path.with_suffix('.html')}")
-
-
-def _check(path: Path, public_key: Path | None, model: Path | None, as_json: bool) -> None:
-    from dpfunc.evidence.certificate import check
-
-    findings = check(path, public_key, model)
-    values = {"checks": [finding._asdict() for finding in findings]}
-    print_checks([(f.name, f.agrees, f.found) for f in findings], values, as_json, "Do not rely on it")
+    if checked is not None:
+        findings = certificate.check(checked, public_key, model)
+        checks = {"checks": [finding._asdict() for finding in findings]}
+        print_checks([(f.name, f.agrees, f.found) for f in findings], checks, as_json, "Do not rely on it")
+    elif run is not None:
+        path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence)
+        values = certificate.read(path.read_bytes())
+        unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
+        if as_json:
+            print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
+            return
+        for says in unmet:
+            click.echo(f"Assumption NOT MET: {says}", err=True)
+        click.echo(f"{path}, and to print {path.with_suffix('.html')}")
 
 
 @click.command()
 @_SOURCE
-@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1), help="At most so many.")
-@click.option("--candidates", default=8, show_default=True, type=click.IntRange(min=1), help="Records to try.")
+@click.option("--steps", default=50, show_default=True, type=_COUNT, help="At most so many.")
+@click.option("--candidates", default=8, show_default=True, type=_COUNT, help="Records to try.")
 @_OUT
 @json_option
 def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json: bool) -> None:
@@ -121,10 +110,8 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
 
 @click.command()
 @_SOURCE
-@click.option("--canaries", default=1000, show_default=True, type=click.IntRange(min=1), help="Canaries in gradients.")
-@click.option(
-    "--steps", default=10_000, help="At most so many; by default all of the loop.", type=click.IntRange(min=1)
-)
+@click.option("--canaries", default=1000, show_default=True, type=_COUNT, help="Canaries in gradients.")
+@click.option("--steps", default=10_000, type=_COUNT, help="At most so many; by default all of the loop.")
 @click.option(
     "--score", default="sum", show_default=True, type=click.Choice(["sum", "spread"]),
     help="Of a canary's reads over the steps: spread (largest less smallest) finds noise that is used again.",

@@ -21,30 +21,23 @@ if TYPE_CHECKING:
     from dpfunc.train._search import Search
 
 _NOTHING = "Nothing was trained, written or spent."
+_FILE, _THERE = click.Path(path_type=Path), click.Path(exists=True, path_type=Path)
+_SHAPE = click.Choice([*SHAPES])
 
 
 @click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--public", type=click.Path(exists=True, path_type=Path),
-    help="Compare on this public table or folder, with the noise of the private run: no cost.",
-)  # fmt: skip
+@click.option("--public", type=_THERE, help="Compare on this public table or folder, with the private run's noise.")
 @click.option("--private", is_flag=True, help="Compare on a part of the private table: the budget pays for all runs.")
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
 @click.option("--mean-runs", "--mean_runs", type=float, help="With --private: expected number of runs.")
 @click.option(
-    "--runs", type=click.Choice([*SHAPES]), default="geometric", show_default=True,
-    help="With --private: distribution of the number of runs.",
-)  # fmt: skip
-@click.option(
-    "--score-noise", "--score_noise", type=float,
-    help="With --private: standard deviation of the noise of a score, in held-out records.",
-)  # fmt: skip
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="With --public: new job file. [default: CONFIG.tuned.yaml]"
+    "--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of the number of runs."
 )
+@click.option("--score-noise", "--score_noise", type=float, help="With --private: noise of a score, in records.")
+@click.option("--out", type=_FILE, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
 @click.option("--resume", is_flag=True, help="With --private: go on with an interrupted search in output_dir.")
 @seed_option("search")

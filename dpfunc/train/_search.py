@@ -298,19 +298,15 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No warning, log, progress bar or other output inside: how many there are would tell the number of runs."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            warnings.catch_warnings(),
-            open(os.devnull, "w", encoding="utf-8") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-        ):
-            warnings.simplefilter("ignore")  # as the docstring says
-            yield
-    finally:
-        logging.disable(before)
+    with contextlib.ExitStack() as held:
+        held.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        held.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # as the docstring says
+        nowhere = held.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        held.enter_context(contextlib.redirect_stdout(nowhere))
+        held.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
 
 
 def score(prepared: Prepared, model: Any, rows: Sequence[Mapping[str, Any]]) -> float:
@@ -487,23 +483,14 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     found = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone
-        epsilon=cost.epsilon,
-        delta=cost.delta,
-        target_epsilon=search.job.privacy.dp_epsilon or 0.0,
-        runs=runs,
-        candidates=tuple(candidate.values for candidate in search.candidates),
-        ledgers=search.ledgers,
-        score=MEANING[search.job.task],
-        score_noise=search.score_noise,
-        chosen=state.candidate,
-        chosen_score=state.score,
-        spent=search.spent,
+        epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=runs,
+        candidates=tuple(candidate.values for candidate in search.candidates), ledgers=search.ledgers,
+        score=MEANING[search.job.task], score_noise=search.score_noise, chosen=state.candidate,
+        chosen_score=state.score, spent=search.spent,
         noise_key=record.GUESSABLE if state.key.guessable else record.SECRET,
-        dataset_size=search.size,
-        dataset_size_is=record.SIZES[stated],
-        versions=versions(),
+        dataset_size=search.size, dataset_size_is=record.SIZES[stated], versions=versions(),
         not_covered=(*exact, *_NOT_COVERED, *record.NOT_COVERED),
-    )
+    )  # fmt: skip
     if state.candidate is not None and state.slot is not None:
         # not their times, which tell when in the search the best run was
         best = folder / _SECRET_FOLDER / state.slot / MODEL

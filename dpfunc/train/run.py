@@ -209,21 +209,14 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
     many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return (kind or DPTrainer)(
-        model=prepared.model,
-        args=training_arguments(prepared),
+        model=prepared.model, args=training_arguments(prepared),
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
-        loss=loss_of_job(job),
-        unit=folders.unit_of(job),
-        key=key,
-        ledger=prepared.spent,
-        budget=prepared.budget,
-        train_dataset=records.units,
-        eval_dataset=records.evaluation or None,
+        loss=loss_of_job(job), unit=folders.unit_of(job), key=key, ledger=prepared.spent, budget=prepared.budget,
+        train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
-        compute_metrics=MEASURES.get(job.task),
-        optimizers=(_optimizer(prepared), None),
-    )
+        compute_metrics=MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
+    )  # fmt: skip
 
 
 def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
@@ -248,24 +241,15 @@ def training_arguments(prepared: Prepared) -> Any:
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
     with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
         return TrainingArguments(
-            output_dir=job.output_dir,
-            max_steps=prepared.num_steps,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulated,
-            per_device_eval_batch_size=job.physical_batch_size,
-            optim=training.optimizer,
-            lr_scheduler_type=training.scheduler,
-            eval_strategy="steps" if evaluates else "no",
-            eval_steps=training.eval_steps if evaluates else None,
-            save_strategy="steps",
-            save_total_limit=training.keep_checkpoints,
+            output_dir=job.output_dir, max_steps=prepared.num_steps, per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulated, per_device_eval_batch_size=job.physical_batch_size,
+            optim=training.optimizer, lr_scheduler_type=training.scheduler,
+            eval_strategy="steps" if evaluates else "no", eval_steps=training.eval_steps if evaluates else None,
+            save_strategy="steps", save_total_limit=training.keep_checkpoints,
             report_to="none" if training.report_to is None else list(training.report_to),
-            **{name: getattr(training, name) for name in _SAME_NAME},
-            **checkpointing,
-            remove_unused_columns=False,
-            use_cpu=not torch.accelerator.is_available(),
-            dataloader_pin_memory=torch.cuda.is_available(),
-        )
+            **{name: getattr(training, name) for name in _SAME_NAME}, **checkpointing, remove_unused_columns=False,
+            use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
 
 
 def _batches_of_twin(job: Job) -> tuple[int, int]:

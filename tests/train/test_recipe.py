@@ -172,6 +172,7 @@ def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
         assert hint in train("--dry-run").stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     """A version of the library with other recipes goes on with the old values."""
     flags = ["--batch_size", 20, "--save_steps", 2, "--insecure-seed", 61001]
