@@ -29,18 +29,14 @@ _PADDING = 32  # few lengths of batches: engines look at each shape once
 
 @dataclass(frozen=True)
 class Records:
-    """Records to train on and to evaluate on, with what was left out. Private, numbers included."""
+    """Records to train on and to evaluate on. Private, numbers included."""
 
     train: tuple[Mapping[str, Any], ...]
     evaluation: tuple[Mapping[str, Any], ...]
-    duplicates: int
-    """Rows left out."""
     persons: tuple[range, ...] | None = None
     """Positions in `train` of the records of each person, where people are the unit."""
-    above_limit: int = 0
-    """Records left out because their person has more than `data.max_records_per_unit`."""
-    seen: int = 0
-    """Evaluation records that are trained on as well."""
+    seen: bool = False
+    """Evaluation records are trained on as well."""
 
     @property
     def units(self) -> tuple[Any, ...]:
@@ -109,16 +105,16 @@ def read_records(job: Job, processing: Any) -> Records:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
     columns = columns_of(job)
     known = {tuple(row[column] for column in columns) for row in train}
-    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
-    persons, above = None, 0
+    seen = any(tuple(row[column] for column in columns) in known for row in held_out)
+    persons = None
     if unit is not None:
-        train, persons, above = _by_person(job, train, unit)
+        train, persons = _by_person(job, train, unit)
     _check_trainable(job, train, len(train if persons is None else persons), len(train) + len(held_out), processing)
     trained_on, evaluated_on = (
         tuple(_record_of(job, processing, row, _folder(job, file)) for row in rows)
         for rows, file in ((train, data.train), (held_out, data.eval or data.train))
     )
-    return Records(trained_on, evaluated_on, table.duplicates, persons, above, seen)
+    return Records(trained_on, evaluated_on, persons, seen)
 
 
 def _check_trainable(job: Job, train: Sequence[Row], units: int, records: int, processing: Any) -> None:
@@ -184,15 +180,12 @@ def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: 
     return table
 
 
-def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...], int]:
-    """The rows that are used, the positions of each person's among them, and how many were left out."""
-    key = fold_in(insecure_key(job.training.seed), "records of a person")
-    limit = job.data.max_records_per_unit or 1
-    found = group_by_person([row[unit] for row in rows], max_texts=limit, key=key)
-    owned = found.rows()
+def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...]]:
+    """The rows that are used, and the positions of each person's among them."""
+    key, limit = fold_in(insecure_key(job.training.seed), "records of a person"), job.data.max_records_per_unit or 1
+    owned = group_by_person([row[unit] for row in rows], max_texts=limit, key=key).rows()
     ends = [0, *accumulate(map(len, owned))]
-    kept = tuple(rows[place] for own in owned for place in own)
-    return kept, tuple(range(*pair) for pair in pairwise(ends)), found.dropped
+    return tuple(rows[place] for own in owned for place in own), tuple(range(*pair) for pair in pairwise(ends))
 
 
 def seen_lines(records: Records) -> list[str]:

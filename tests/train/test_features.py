@@ -141,7 +141,6 @@ def test_equal_rows_are_two_records(tmp_path):
     for deduplicate, count in ((None, 31), (False, 31), (True, 30)):
         found = read(job(path, deduplicate=deduplicate))
         assert len(found.train) + len(found.evaluation) == count
-        assert found.duplicates == 31 - count
 
 
 # Images
@@ -197,8 +196,8 @@ def test_names_decide_nothing_and_copies_are_left_out(tmp_path, photos):
     found = [read(job(folder, text=IMAGES)) for folder in (photos, renamed, copied)]
     sets = [[{tuple(r["features"].tolist()) for r in part} for part in (each.train, each.evaluation)] for each in found]
     assert sets[0] == sets[1] == sets[2]
-    assert [each.duplicates for each in found] == [0, 0, 1]
-    assert read_images(copied, ["flat", "bars"], "label", deduplicate=False).duplicates == 0
+    assert [len(each.train) + len(each.evaluation) for each in found] == [24] * 3
+    assert len(read_images(copied, ["flat", "bars"], "label", deduplicate=False).rows) == 25
 
 
 def damage(folder):
