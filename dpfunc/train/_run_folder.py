@@ -130,11 +130,7 @@ def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training.
-
-    >>> _differences({"task": "vqa", "training": {"steps": 1}}, {"task": "vqa", "training": {"steps": 2, "seed": 0}})
-    ['training.seed was None, now 0', 'training.steps was 1, now 2']
-    """
+    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training."""
     found: list[str] = []
     for name in sorted({*saved, *now} - {*_FREE}):
         before, after = saved.get(name), now.get(name)

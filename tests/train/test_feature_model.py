@@ -109,7 +109,7 @@ def test_a_network_and_the_twin(here):
 def test_searches_take_tables_and_images(here):
     table = Path("people.csv").exists()
     flags = ["--private", "--mean-runs", 3, "--score-noise", 2, "--grid", "steps=2", "--factors", "1"]
-    result = run("tune", "job.yaml", *flags, "--output_dir", "searched", "--insecure-seed", 2 if table else 3)
+    result = run("tune", "job.yaml", *flags, "--output_dir", "searched", "--insecure-seed", 13 if table else 15)
     assert result.exit_code == 0, result.output
     assert Path("searched/model/model.safetensors").exists(), result.output
     assert "number of held-out records whose most likely class is their label" in result.stdout
