@@ -27,8 +27,7 @@ _KEYS = {
     "expected_batch_size": "batch_size", "allow_large_delta=True": "dp_allow_large_delta: true", "delta=": "dp_delta=",
 }  # fmt: skip
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_HELP = {"help_option_names": ["-h", "--help"]}
-FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True, **_HELP}
+FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True}
 
 
 def seed_option(what: str) -> Callable[[Any], Any]:
@@ -155,7 +154,7 @@ def train(
             report.values["record"] = record or None
 
 
-@click.command(context_settings=_HELP)
+@click.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
@@ -206,7 +205,7 @@ def generate(
         click.echo(f"{count} texts in {out}: {spent} as the model, with no further cost.")
 
 
-@click.command(context_settings=_HELP)
+@click.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")

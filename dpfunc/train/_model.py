@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,9 +126,11 @@ def load_base(job: Job, processing: Any) -> nn.Module:
 
 def _check_length(job: Job, config: Any, processing: Any) -> None:
     """Check that the model has a position for each token: a long record would end the run in the midst of it."""
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return
     most = min(positions, getattr(processing, "model_max_length", positions))
-    if positions > 0 and job.data.max_length > most:
+    if job.data.max_length > most:
         raise InvalidArgument(
             f"Expected data.max_length <= {most}, the tokens that the model in {job.model_path!r} takes, got "
             f"{job.data.max_length}. Longer texts are cut."

@@ -386,7 +386,7 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
     problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])
     kind, place, value = problem["type"], problem["loc"], problem["input"]
     name, last = flag or ".".join(map(str, place)), str(place[-1] if place else "")
-    section: Any = SECTIONS[str(place[0])] if len(place) > 1 else Job
+    section: Any = SECTIONS.get(str(place[0]), Job) if len(place) > 1 else Job
     keys = {each.name: each.metadata.get("help", "") for each in dataclasses.fields(section)}
     if kind == "value_error":  # of a section itself, which says it in its own words
         return InvalidArgument(str(problem["ctx"]["error"]))
