@@ -27,8 +27,16 @@ from dpfunc.hf.pooled import load_mean_pooled
 from dpfunc.train._config_file import FACTORS, parse_grid, trials
 from dpfunc.train._dataset import read_records
 from dpfunc.train._model import load_processing
-from dpfunc.train._private_search import run_search
-from dpfunc.train._search import Candidate, load, noise_of, prepare_search, run_public, score, train_candidate
+from dpfunc.train._search import (
+    Candidate,
+    load,
+    noise_of,
+    prepare_search,
+    run_public,
+    run_search,
+    score,
+    train_candidate,
+)
 
 RESULT = FOLDER / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1
@@ -70,8 +78,8 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
         whole = values_of(folder, labels, 0.0)
         whole["data"]["eval"] = str(folder / "test.jsonl")
         tested_trials = trials(whole, {}, grid)
-        processing = load_processing(tested_trials[0].job)
-        records = read_records(tested_trials[0].job, processing)
+        processing = load_processing(tested_trials[0][0])
+        records = read_records(tested_trials[0][0], processing)
         alone = load(tested_trials, processing, records, len(records.train), shows=True)
         split = trials(values_of(folder, labels, HELD_OUT), {}, grid)
         search = prepare_search(split, runs=RunCount(MEAN_RUNS, SHAPE), score_noise=SCORE_NOISE, shows=True)

@@ -28,7 +28,7 @@ if threading.current_thread() is threading.main_thread():
 _LONGEST = (
     "test_engine_rules.py", "test_isolation_zoo.py", "test_parity.py", "test_launch.py", "test_main_job.py",
     "test_llava_guide.py", "test_zoo_vision.py", "test_tilted.py", "test_kills.py", "test_package.py",
-    "test_main_job_parts.py", "test_vqa.py", "test_run_folder.py", "test_run.py", "test_files.py",
+    "test_vqa.py", "test_run_folder.py", "test_run.py", "test_files.py",
     "test_tensor_parallel.py",
 )  # fmt: skip
 

@@ -14,10 +14,11 @@ from record_cases import RECORD
 
 import dpfunc
 from dpfunc.accounting import Ledger
+from dpfunc.budget import Budget
 from dpfunc.types import Event
 
 ROOT = Path(dpfunc.__file__).parent
-HEAVY = ("torch", "opacus", "transformers", "peft", "accelerate")
+HEAVY = ("torch", "opacus", "transformers", "peft", "accelerate", "psycopg", "yaml", "pydantic")
 GAUSSIAN = ("-q", "1", "--steps", "10", "--sigma", "5", "--delta", "1e-5")
 HELP = ("", "epsilon", "sigma", "requirements", "ledger show", "ledger check", "train", "generate", "certify")
 COMMANDS = {
@@ -32,6 +33,7 @@ COMMANDS = {
     "record": ["ledger", "show", "{folder}"],
     "record in JSON": ["ledger", "show", "{folder}/privacy_accounting.json", "--json"],
     "check": ["ledger", "check", "{folder}"],
+    "budget": ["budget", "show", "{budget}"],
     "error": ["epsilon", "-q", "2", "--steps", "10", "--sigma", "5", "--delta", "1e-5"],
 }
 RUN = """
@@ -67,7 +69,9 @@ def test_commands_import_torch_only_for_methods_of_opacus(tmp_path):
     (tmp_path / "privacy_accounting.json").write_text(RECORD.to_json())
     ledger.write_text(Ledger((Event(1.0, 5.0, 10),)).to_json())
     written(journal, *(line(step) for step in range(10)))
-    files = {"ledger": ledger, "journal": journal, "folder": tmp_path}
+    facts = {"epsilon": 8.0, "delta": 1e-3, "unit": "one patient", "adjacency": "add_remove", "spenders": ["ana"]}
+    Budget(tmp_path / "mails.db").create(**facts)
+    files = {"ledger": ledger, "journal": journal, "folder": tmp_path, "budget": tmp_path / "mails.db"}
     commands = {
         name: [word.format(**files) for word in words] for name, words in {**COMMANDS, **SAMPLES, **OPACUS}.items()
     }

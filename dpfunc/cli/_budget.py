@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,7 @@ def create(
     """
     earlier = read_spent(spent)
     Budget(url).create(epsilon=epsilon, delta=delta, unit=unit, adjacency=adjacency, spenders=spenders, earlier=earlier)
-    if as_json:
-        print_json({"created": url})
-    else:
-        click.echo("The budget was made.")
+    print_values("The budget was made", {"created": url}, as_json)
 
 
 @budget.command()
@@ -65,7 +63,7 @@ def show(url: str, as_json: bool) -> None:
     values = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
     spent = facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon
     counted = {"runs": len(account.entries), "steps_charged": charged.num_steps, "epsilon_charged": spent}
-    _show("Budget of the data set", {**values, "spenders": ", ".join(facts.spenders), **counted}, as_json)
+    print_values("Budget of the data set", {**values, "spenders": ", ".join(facts.spenders), **counted}, as_json)
 
 
 @budget.command()
@@ -107,7 +105,7 @@ def reserve(
         raise InvalidArgument(f"Expected a run that is not in the budget, got {run!r}, which is. Nothing was reserved.")
     planned = Ledger((Event(sampling_prob, sigma, steps),), account.facts.adjacency)
     entry = there.reserve(planned, f"by hand: {run}", unit=unit)
-    _show("The run in the budget", _described(entry, account.facts.delta), as_json)
+    print_values("The run in the budget", _described(entry, account.facts.delta), as_json)
 
 
 @budget.command()
@@ -128,22 +126,13 @@ def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | 
         raise click.UsageError("Expected either SPENT, the folder or the journal of the run, or --unused.")
     there = Budget(url, run, spender)
     facts = there.account().facts
-    if spent is None:
-        entry = there.settle(Ledger(adjacency=facts.adjacency))
-    else:
-        with only_process(spent if spent.is_dir() else spent.parent):  # it has ended
-            entry = there.settle(spent)
-    _show("The run in the budget", _described(entry, facts.delta), as_json)
+    place = nullcontext() if spent is None else only_process(spent if spent.is_dir() else spent.parent)
+    with place:  # it has ended
+        entry = there.settle(Ledger(adjacency=facts.adjacency) if spent is None else spent)
+    print_values("The run in the budget", _described(entry, facts.delta), as_json)
 
 
 def _described(entry: BudgetEntry, delta: float) -> dict[str, Any]:
     alone = round(entry.charged.epsilon(delta).epsilon, 4)
     steps = {"steps": entry.charged.num_steps, "reserved_steps": entry.planned.num_steps, "epsilon_alone": alone}
     return {"run": entry.run, "spender": entry.spender, "state": entry.state, **steps, "date": entry.date}
-
-
-def _show(title: str, values: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(values)
-    else:
-        print_values(title, values)

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import click
 
-from dpfunc.cli._output import json_option, print_json, print_rows
-from dpfunc.cli._train import check_new, importing, seed_option, without_noise
+from dpfunc.cli._output import json_option, print_checks, print_json
+from dpfunc.cli._train import check_new, importing, seed_option
 
-_PATH = click.Path(path_type=Path)
+_PATH, _COUNT = click.Path(path_type=Path), click.IntRange(min=1)
 _SOURCE = click.argument("source", type=click.Path(exists=True, path_type=Path))
 _OUT = click.option("--out", type=_PATH, help="New file for the result, which dpfunc certify --evidence takes.")
 
@@ -45,45 +45,28 @@ def certify(
         raise click.UsageError("Expected --public-key and --model together with --check.")
     if checked is not None and not (out is None and private_key is None and not evidence):
         raise click.UsageError("Expected --out, --sign and --evidence without --check.")
-    if run is not None:
-        _make(run, out, private_key, evidence, as_json)
-    elif checked is not None:
-        _check(checked, public_key, model, as_json)
+    from dpfunc.evidence import certificate
 
-
-def _make(run: Path, out: Path | None, private_key: Path | None, evidence: tuple[Path, ...], as_json: bool) -> None:
-    from dpfunc.evidence.certificate import certify as made
-    from dpfunc.evidence.certificate import read
-
-    path = made(run, out=out, private_key=private_key, evidence=evidence)
-    values = read(path.read_bytes())
-    unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
-    if as_json:
-        print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
-        return
-    for says in unmet:
-        click.echo(f"Assumption NOT MET: {says}", err=True)
-    click.echo(f"{path}, and to print {path.with_suffix('.html')}")
-
-
-def _check(path: Path, public_key: Path | None, model: Path | None, as_json: bool) -> None:
-    from dpfunc.evidence.certificate import check
-
-    findings = check(path, public_key, model)
-    agrees = all(finding.agrees for finding in findings)
-    if as_json:
-        print_json({"agrees": agrees, "checks": [finding._asdict() for finding in findings]})
-    else:
-        print_rows("Checks", ("", "", "found"), [(f.name, "ok" if f.agrees else "WRONG", f.found) for f in findings])
-        click.echo("All agrees." if agrees else "Do not rely on it: see WRONG.")
-    if not agrees:
-        sys.exit(1)
+    if checked is not None:
+        findings = certificate.check(checked, public_key, model)
+        checks = {"checks": [finding._asdict() for finding in findings]}
+        print_checks([(f.name, f.agrees, f.found) for f in findings], checks, as_json, "Do not rely on it")
+    elif run is not None:
+        path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence)
+        values = certificate.read(path.read_bytes())
+        unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
+        if as_json:
+            print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
+            return
+        for says in unmet:
+            click.echo(f"Assumption NOT MET: {says}", err=True)
+        click.echo(f"{path}, and to print {path.with_suffix('.html')}")
 
 
 @click.command()
 @_SOURCE
-@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1), help="At most so many.")
-@click.option("--candidates", default=8, show_default=True, type=click.IntRange(min=1), help="Records to try.")
+@click.option("--steps", default=50, show_default=True, type=_COUNT, help="At most so many.")
+@click.option("--candidates", default=8, show_default=True, type=_COUNT, help="Records to try.")
 @_OUT
 @json_option
 def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json: bool) -> None:
@@ -97,44 +80,38 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
     """
     if out is not None:
         check_new(out)
-    values = _verify_job(source, steps, candidates) if source.is_dir() else _verify_script(source, steps, candidates)
+    if source.is_dir():
+        with importing():
+            from dpfunc.train._evidence import replay_job
+
+            found, recorded, plan = replay_job(source, steps=steps, candidates=candidates)
+            about, more = source / "job.json", dataclasses.asdict(recorded)
+    else:
+        from dpfunc.evidence._neighbours import replay
+        from dpfunc.evidence._script import read_script
+
+        own = read_script(source)
+        found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
+        plan, about, more = own.dp_step.plan, source, {}
+    from dpfunc.evidence._result import replay_values
+
+    values = replay_values(found, about, plan, more)
     same = values["reproduced"]
-    recorded = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
+    told = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
     if values["same_model"] is not None:
-        recorded += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
+        told += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
     moved = "; ".join(values["moved"]) or "nothing else moves"
     rest = f" Not compared: {'; '.join(values['not_compared'])}." if values["not_compared"] else ""
     _report(values, out, as_json, (
         f"{'Holds' if values['holds'] else 'DOES NOT HOLD'}: {values['steps']} steps; record {values['record']} moves "
-        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{recorded}{rest}"
+        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{told}{rest}"
     ))  # fmt: skip
-
-
-def _verify_script(source: Path, steps: int, candidates: int) -> dict[str, Any]:
-    from dpfunc.evidence._neighbours import replay
-    from dpfunc.evidence._result import replay_values
-    from dpfunc.evidence._script import read_script
-
-    own = read_script(source)
-    found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
-    return replay_values(found, source, own.dp_step.plan, {})
-
-
-def _verify_job(run: Path, steps: int, candidates: int) -> dict[str, Any]:
-    with importing(), without_noise():
-        from dpfunc.evidence._result import replay_values
-        from dpfunc.train._evidence import replay_job
-
-        found, recorded, plan = replay_job(run, steps=steps, candidates=candidates)
-        return replay_values(found, run / "job.json", plan, dataclasses.asdict(recorded))
 
 
 @click.command()
 @_SOURCE
-@click.option("--canaries", default=1000, show_default=True, type=click.IntRange(min=1), help="Canaries in gradients.")
-@click.option(
-    "--steps", default=10_000, help="At most so many; by default all of the loop.", type=click.IntRange(min=1)
-)
+@click.option("--canaries", default=1000, show_default=True, type=_COUNT, help="Canaries in gradients.")
+@click.option("--steps", default=10_000, type=_COUNT, help="At most so many; by default all of the loop.")
 @click.option(
     "--score", default="sum", show_default=True, type=click.Choice(["sum", "spread"]),
     help="Of a canary's reads over the steps: spread (largest less smallest) finds noise that is used again.",
@@ -155,40 +132,34 @@ def audit(
 
     Example: dpfunc audit loop.py --canaries 1000 --plot audit.png
     """
+    from dpfunc.evidence._result import audit_values
     from dpfunc.rng import insecure_key, secure_key
 
     if out is not None:
         check_new(out)
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
-    found, values = (_audit_job if source.is_dir() else _audit_script)(source, key, canaries, steps, score)
+    space, about = "gradient", source
+    if source.is_dir():
+        with importing():
+            from dpfunc.train._evidence import audit_job
+
+            found, taken, plan = audit_job(source, key=key, count=canaries, steps=steps, score=score)
+        about = source / "job.json"
+    else:
+        from dpfunc.evidence._canary_run import Planted, audit_loop
+        from dpfunc.evidence._script import read_script
+
+        own = read_script(source)
+        planted, space = Planted(key, canaries, own.canaries), "gradient" if own.canaries is None else "input"
+        found, taken, plan = audit_loop(
+            own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
+        )
     if picture is not None:
         from dpfunc.evidence._one_run import plot
 
         plot([found], picture)
-    _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
-
-
-def _audit_script(source: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
-    from dpfunc.evidence._canary_run import Planted, audit_loop
-    from dpfunc.evidence._result import audit_values
-    from dpfunc.evidence._script import read_script
-
-    own = read_script(source)
-    planted = Planted(key, count, own.canaries)
-    found, taken, plan = audit_loop(
-        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
-    )
-    space = "gradient" if own.canaries is None else "input"
-    return found, audit_values(found, source, plan, taken, {"space": space, "score": score})
-
-
-def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
-    with importing(), without_noise():
-        from dpfunc.evidence._result import audit_values
-        from dpfunc.train._evidence import audit_job
-
-        found, taken, plan = audit_job(run, key=key, count=count, steps=steps, score=score)
-    return found, audit_values(found, run / "job.json", plan, taken, {"space": "gradient", "score": score})
+    values = audit_values(found, about, plan, taken, {"space": space, "score": score})
+    _report(values, out, as_json, f"{taken} steps, canaries in {space} space: {found!r}")
 
 
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,7 +17,7 @@ from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint._prior_ledgers import read_cost
 from dpfunc.checkpoint.journal import read_steps, steps_ledger
-from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
+from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
@@ -36,18 +34,15 @@ _path_argument = click.argument("path", type=click.Path(exists=True, path_type=P
 
 @dataclass(frozen=True)
 class _Source:
-    """Cost of a run as its files state it.
-
-    Args:
-        path: of the file that was read. ledger: all that it counts; of a search what came before it.
-        record: None for a ledger or a journal.
-        uncounted: steps in the journals of the same folder that the ledger does not count; None without a journal.
-    """
+    """Cost of a run as its files state it."""
 
     path: Path
+    """Of the file that was read."""
     ledger: Ledger
+    """All that it counts; of a search what came before it."""
     record: Record | SelectionRecord | None = None
     uncounted: int | None = None
+    """Steps in the journals of the same folder that the ledger does not count; None without a journal."""
 
     def guarantee(self, delta: float, method: str | None) -> accounting.Guarantee:
         """The cost, computed again; without a method as it was recorded. That of a search is counted by rdp alone."""
@@ -62,29 +57,24 @@ class _Source:
 
 
 def _read_source(path: Path) -> _Source:
-    """Read a record, a ledger or a journal, or what there is of them in the folder of a run."""
-    file = _file_of(path) if path.is_dir() else path
-    found = read_cost(file)
+    """Read a record, a ledger or a journal; or, in the folder of a run, the first of record, journal and ledger."""
+    journals = sorted((path if path.is_dir() else path.parent).glob("*journal.jsonl"))
+    if path.is_dir():
+        files: list[Path] = [path / RECORD_FILE, *(journals if len(journals) == 1 else ()), path / "ledger.json"]
+        there = [file for file in files if file.is_file()]
+        if not there:
+            raise InvalidArgument(
+                f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, "
+                f"got {str(path)!r} with {len(journals) or 'none'} of them. Name the file."
+            )
+        path = there[0]
+    found = read_cost(path)
     if isinstance(found, Ledger):
-        return _Source(file, found)
+        return _Source(path, found)
     if isinstance(found, SelectionRecord):
-        return _Source(file, found.spent, found)
-    journals = file.parent.glob("*journal.jsonl")
+        return _Source(path, found.spent, found)
     runs = [run for journal in journals for run in read_steps(journal, missing="empty").values()]
-    return _Source(file, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
-
-
-def _file_of(folder: Path) -> Path:
-    """The file in the folder of a run that says most: the record, else the journal, else the ledger."""
-    journals = sorted(folder.glob("*journal.jsonl"))
-    candidates: list[Path] = [folder / RECORD_FILE, *(journals if len(journals) == 1 else ()), folder / "ledger.json"]
-    for file in candidates:
-        if file.is_file():
-            return file
-    raise InvalidArgument(
-        f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, got "
-        f"{str(folder)!r} with {len(journals) or 'none'} of them. Name the file."
-    )
+    return _Source(path, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
 
 
 @click.group()
@@ -110,24 +100,18 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
     """
     source = _read_source(path)
     _note(source)
-    at = _given(source, "delta", delta)
+    at, spent = _given(source, "delta", delta), source.ledger
     if source.record is not None and delta is None and method is None:
         _show_record(source.record, as_json)
         return
-    guarantee = source.guarantee(at, method or "auto")
-    spent = None if isinstance(source.record, SelectionRecord) else source.ledger
+    guarantee, counted = source.guarantee(at, method or "auto"), not isinstance(source.record, SelectionRecord)
     if as_json:
-        print_json({**describe(guarantee), **_steps(spent)})
+        steps = {"num_steps": spent.num_steps, "events": [dataclasses.asdict(event) for event in spent.events]}
+        print_json({**describe(guarantee), **(steps if counted else {})})
         return
-    if spent is not None:
+    if counted:
         _print_events(f"{spent.num_steps} steps, {spent.adjacency}", [("", spent)])
     click.echo(str(guarantee))
-
-
-def _steps(spent: Ledger | None) -> dict[str, Any]:
-    if spent is None:
-        return {}
-    return {"num_steps": spent.num_steps, "events": [dataclasses.asdict(event) for event in spent.events]}
 
 
 def _given(source: _Source, name: str, value: float | None) -> float:
@@ -142,8 +126,9 @@ def _note(source: _Source) -> None:
     if source.record is not None and source.record.noise_key == GUESSABLE:
         click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
     if source.path.parent.name.startswith("checkpoint-"):
-        text = "Note: this is the record of a checkpoint. The cost of the finished run is in the folder above it."
-        click.echo(text, err=True)
+        click.echo(
+            "Note: this is the record of a checkpoint. That of the finished run is in the folder above.", err=True
+        )
     if source.uncounted:
         click.echo(
             f"Warning: the journal beside {source.path.name} has {source.uncounted} steps that it does not count: the "
@@ -157,18 +142,18 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
     if as_json:
         print_json({**json.loads(record.to_json()), "covered": list(COVERED)})
         return
-    budget = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
+    included = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
     if isinstance(record, SelectionRecord):
-        kind, own, earlier = "search", _about_search(record), record.spent.num_steps
+        kind, own, adjacency = "search", _about_search(record), record.spent.adjacency
         title, counted = "Candidates: one run", list(zip(map(listed, record.candidates), record.ledgers, strict=True))
+        if record.spent.num_steps:
+            included += f", {record.spent.num_steps} steps of earlier runs included"
     else:
-        kind, own, earlier = "run", _about_run(record), 0
-        title, counted = f"{record.ledger.num_steps} steps, {record.ledger.adjacency}", [("", record.ledger)]
-    adjacency = counted[0][1].adjacency
-    included = f", {earlier} steps of earlier runs included" if earlier else ""
+        kind, own, adjacency = "run", _about_run(record), record.ledger.adjacency
+        title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [("", record.ledger)]
     print_values(f"What the {kind} has cost", {
         "protected": record.unit,
-        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{budget}{included}",
+        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{included}",
         "neighbours": f"{NEIGHBOURS[adjacency]} ({adjacency})",
         **own,
         "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
@@ -237,35 +222,21 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     _note(source)
     claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
     found = source.guarantee(at, method)
-    rows = [_compare(claim, found), *_consistent(source, claim, at)]
-    agrees = all(fine for _, fine, _ in rows)
-    if as_json:
-        checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
-        claimed = None if math.isinf(claim) else claim
-        print_json({"agrees": agrees, "claimed_epsilon": claimed, **describe(found), "checks": checks})
-    else:
-        print_rows("Checks", ("", "", "found"), [(name, "ok" if fine else "WRONG", text) for name, fine, text in rows])
-        click.echo("All agrees." if agrees else "Do not publish the claim: see WRONG.")
-    if not agrees:
-        sys.exit(1)
+    rows = _compare(source, claim, at, found)
+    checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
+    claimed = {"claimed_epsilon": None if math.isinf(claim) else claim, **describe(found)}
+    print_checks(rows, {**claimed, "checks": checks}, as_json, "Do not publish the claim")
 
 
-def _compare(claim: float, found: accounting.Guarantee) -> _Row:
-    """Compare a claimed epsilon with the one that the counted steps cost."""
+def _compare(source: _Source, claim: float, delta: float, found: accounting.Guarantee) -> list[_Row]:
+    """Compare a claim with what the counted steps cost, and the facts of a record with each other and its journal."""
     computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
-    if claim < found.epsilon * (1 - _ROUNDING):
-        return "epsilon", False, f"{computed}: the claim is too small"
-    if claim > found.epsilon * (1 + _ROUNDING):
-        return "epsilon", True, f"{computed}: the claim is an upper bound"
-    return "epsilon", True, computed
-
-
-def _consistent(source: _Source, claim: float, delta: float) -> list[_Row]:
-    """Compare the facts of a record with each other, with a claim, and with the journal beside it."""
-    rows: list[_Row] = []
+    low, high = found.epsilon * (1 - _ROUNDING), found.epsilon * (1 + _ROUNDING)
+    said = ": the claim is too small" if claim < low else ": the claim is an upper bound" if claim > high else ""
+    rows: list[_Row] = [("epsilon", claim >= low, f"{computed}{said}")]
     if source.uncounted is not None:
-        found = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
-        rows.append(("journal", source.uncounted == 0, found))
+        lacks = f"{source.uncounted} of its steps are not counted" if source.uncounted else "all its steps are counted"
+        rows.append(("journal", source.uncounted == 0, lacks))
     record = source.record
     if record is None:
         return rows

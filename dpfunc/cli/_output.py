@@ -57,15 +57,18 @@ def print_json(values: object) -> None:
     click.echo(json.dumps(values, indent=2, allow_nan=False))
 
 
-def print_values(title: str, values: Mapping[str, Any]) -> None:
+def print_values(title: str, values: Mapping[str, Any], as_json: bool = False) -> None:
     """Print a few values beside their names; None is an infinite epsilon, see `describe`."""
-    shown = {name.replace("_", " "): _shown(value) for name, value in values.items()}
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in shown.items():
-        table.add_row(Text(name), Text(value))
-    _print_table(table, title, (f"{name}: {value}" for name, value in shown.items()))
+    if as_json:
+        print_json(values)
+        return
+    table = Table("", "", title=title, show_header=False, title_justify="left")
+    lines = []
+    for name, value in values.items():
+        shown = "infinite" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        table.add_row(Text(name.replace("_", " "), style="bold"), Text(shown))
+        lines.append(f"{name.replace('_', ' ')}: {shown}")
+    _print_table(table, title, lines)
 
 
 def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -84,16 +87,23 @@ def print_list(title: str, lines: Iterable[str]) -> None:
     """Print a title, and sentences under it that are broken between words."""
     click.echo(f"\n{title}")
     for line in lines:
-        click.echo(
-            textwrap.fill(line, max(20, Console().width), initial_indent="- ", subsequent_indent="  ",
-                          break_long_words=False, break_on_hyphens=False)
-        )  # fmt: skip
+        click.echo(textwrap.fill(
+            line, max(20, Console().width), initial_indent="- ", subsequent_indent="  ", break_long_words=False,
+            break_on_hyphens=False,
+        ))  # fmt: skip
 
 
-def _shown(value: object) -> str:
-    if value is None:
-        return "infinite"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def print_checks(checks: Sequence[tuple[str, bool, str]], values: Mapping[str, Any], as_json: bool, bad: str) -> None:
+    """Print checks, (name, True if it agrees, what was found); the exit code is 1 if one does not agree."""
+    agrees = all(fine for _, fine, _ in checks)
+    if as_json:
+        print_json({"agrees": agrees, **values})
+    else:
+        rows = [(name, "ok" if fine else "WRONG", found) for name, fine, found in checks]
+        print_rows("Checks", ("", "", "found"), rows)
+        click.echo("All agrees." if agrees else f"{bad}: see WRONG.")
+    if not agrees:
+        sys.exit(1)
 
 
 def _print_table(table: Table, title: str, lines: Iterable[str]) -> None:

@@ -27,8 +27,7 @@ _KEYS = {
     "expected_batch_size": "batch_size", "allow_large_delta=True": "dp_allow_large_delta: true", "delta=": "dp_delta=",
 }  # fmt: skip
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_HELP = {"help_option_names": ["-h", "--help"]}
-FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True, **_HELP}
+FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True}
 
 
 def seed_option(what: str) -> Callable[[Any], Any]:
@@ -41,14 +40,6 @@ def check_new(out: Path) -> None:
     """Check that a file to write is not there."""
     if out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
-
-
-@contextmanager
-def without_noise() -> Iterator[None]:
-    """Suppress a warning that the user can do nothing about: peft calls a name that transformers has deprecated."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by PEFT
-        yield
 
 
 @contextmanager
@@ -65,9 +56,11 @@ def keys_of_the_file() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Say how to install a package that an import inside needs."""
+    """Say how to install what an import inside needs, and leave out a warning that the user can do nothing about."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by PEFT
+            yield
     except ImportError as error:
         raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
 
@@ -117,19 +110,6 @@ def _processes() -> Iterator[tuple[Ranks | None, bool]]:
     distributed.shutdown()
 
 
-def _read_job(config: Path, flags: tuple[str, ...], no_dp: bool) -> Job:
-    """The job of a file and of flags over it, or its twin without privacy."""
-    with importing():
-        from dpfunc.train import _config_file as config_file
-        from dpfunc.train.config import job_from_dict, twin
-    given = config_file.parse_flags(flags)
-    values = config_file.read_yaml(config)
-    if no_dp:  # before the arguments are checked: the twin needs none of them
-        values = config_file.override(values, {("privacy", "dp_enabled"): "false"})
-    job = job_from_dict(config_file.override(values, given))
-    return twin(job) if no_dp else job
-
-
 @click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
@@ -152,8 +132,15 @@ def train(
 
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
-    job = _read_job(config, flags, no_dp)
-    with keys_of_the_file(), without_noise(), _processes() as (_, writes), reporting(as_json, writes) as report:
+    with importing():
+        from dpfunc.train import _config_file as config_file
+        from dpfunc.train.config import job_from_dict, twin
+    given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
+    if no_dp:  # before the arguments are checked: the twin needs none of them
+        values = config_file.override(values, {("privacy", "dp_enabled"): "false"})
+    job = job_from_dict(config_file.override(values, given))
+    job = twin(job) if no_dp else job
+    with keys_of_the_file(), importing(), _processes() as (_, writes), reporting(as_json, writes) as report:
         if dry_run or job.privacy.dp_dry_run:
             from dpfunc.train._dry_run import dry_run as plan_lines
 
@@ -167,7 +154,7 @@ def train(
             report.values["record"] = record or None
 
 
-@click.command(context_settings=_HELP)
+@click.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
@@ -198,7 +185,7 @@ def generate(
     check_new(out)
     with _processes() as (ranks, writes):
         read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private, prompts=prompts)
-        with without_noise():
+        with importing():
             writer = all_or_none(read, ranks, "Nothing was drawn")
         from rich.console import Console
         from rich.progress import track
@@ -211,15 +198,14 @@ def generate(
         return
     if as_json:
         print_json({"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta})
-        return
-    spent = (
-        "nothing protects the training records" if writer.epsilon is None else
-        f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
-    )  # fmt: skip
-    click.echo(f"{count} texts in {out}: {spent}.")
+    elif writer.epsilon is None:
+        click.echo(f"{count} texts in {out}: nothing protects the training records.")
+    else:
+        spent = f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g}"
+        click.echo(f"{count} texts in {out}: {spent} as the model, with no further cost.")
 
 
-@click.command(context_settings=_HELP)
+@click.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
@@ -239,5 +225,5 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
     out.write_text("".join(lines), "utf-8")
     if as_json:
         print_json({"num_records": len(lines), "out": str(out)})
-        return
-    click.echo(f"{len(lines)} predictions in {out}.")
+    else:
+        click.echo(f"{len(lines)} predictions in {out}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,37 +14,30 @@ from dpfunc.accounting import RunCount
 from dpfunc.accounting.record import listed
 from dpfunc.accounting.selection import SHAPES
 from dpfunc.cli._output import Report, json_option, print_rows, reporting
-from dpfunc.cli._train import FILE, FLAGS_OF_A_JOB, check_new, importing, keys_of_the_file, seed_option, without_noise
+from dpfunc.cli._train import FILE, FLAGS_OF_A_JOB, check_new, importing, keys_of_the_file, seed_option
 from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from dpfunc.train._search import Search
 
 _NOTHING = "Nothing was trained, written or spent."
+_FILE, _THERE = click.Path(path_type=Path), click.Path(exists=True, path_type=Path)
+_SHAPE = click.Choice([*SHAPES])
 
 
 @click.command(context_settings=FLAGS_OF_A_JOB)
 @click.argument("config", type=FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--public", type=click.Path(exists=True, path_type=Path),
-    help="Compare on this public table or folder, with the noise of the private run: no cost.",
-)  # fmt: skip
+@click.option("--public", type=_THERE, help="Compare on this public table or folder, with the private run's noise.")
 @click.option("--private", is_flag=True, help="Compare on a part of the private table: the budget pays for all runs.")
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
 @click.option("--mean-runs", "--mean_runs", type=float, help="With --private: expected number of runs.")
 @click.option(
-    "--runs", type=click.Choice([*SHAPES]), default="geometric", show_default=True,
-    help="With --private: distribution of the number of runs.",
-)  # fmt: skip
-@click.option(
-    "--score-noise", "--score_noise", type=float,
-    help="With --private: standard deviation of the noise of a score, in held-out records.",
-)  # fmt: skip
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="With --public: new job file. [default: CONFIG.tuned.yaml]"
+    "--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of the number of runs."
 )
+@click.option("--score-noise", "--score_noise", type=float, help="With --private: noise of a score, in records.")
+@click.option("--out", type=_FILE, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
 @click.option("--resume", is_flag=True, help="With --private: go on with an interrupted search in output_dir.")
 @seed_option("search")
@@ -69,17 +61,25 @@ def tune(
     """
     if (public is not None) == private:
         raise click.UsageError("Expected either --public FILE or --private.")
-    _check_options(private, {"--mean-runs": mean_runs, "--score-noise": score_noise, "--resume": resume or None}, out)
+    costs: dict[str, Any] = {"--mean-runs": mean_runs, "--score-noise": score_noise}
+    others = {"--out": out} if private else {**costs, "--resume": resume or None}
+    for name in (name for name, value in others.items() if value is not None):
+        raise click.UsageError(f"Expected {name} with {'--public' if private else '--private'} only.")
+    for name in (name for name, value in costs.items() if private and value is None):
+        raise click.UsageError(
+            f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
+            "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
     with importing():
         from dpfunc.train import _config_file as config_file
     given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
     found = config_file.trials(values, given, config_file.parse_grid(grid, factors))
-    dry_run = dry_run or found[0].job.privacy.dp_dry_run
-    with keys_of_the_file(), without_noise(), reporting(as_json) as report:
-        from dpfunc.train._private_search import check_search_folder
-        from dpfunc.train._search import prepare_search
+    job, _ = found[0]
+    dry_run = dry_run or job.privacy.dp_dry_run
+    with keys_of_the_file(), importing(), reporting(as_json) as report:
+        from dpfunc.train._search import check_search_folder, prepare_search
 
         if public is not None:
             target = config.with_suffix(".tuned.yaml") if out is None else out
@@ -87,24 +87,10 @@ def tune(
             search = prepare_search(found, public=public, shows=True)
             _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
         else:
-            check_search_folder(found[0].job, resume)
+            check_search_folder(job, resume)
             count = RunCount(mean_runs or 0.0, SHAPES[runs])
             search = prepare_search(found, runs=count, score_noise=score_noise or 0.0, shows=True)
             _search_private(search, dry_run, resume, insecure_seed, report)
-
-
-def _check_options(private: bool, only_private: Mapping[str, object], out: Path | None) -> None:
-    """Check that the options are those of the kind of search."""
-    for name, value in only_private.items():
-        if private and value is None and name != "--resume":
-            raise click.UsageError(
-                f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
-                "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
-            )
-        if not private and value is not None:
-            raise click.UsageError(f"Expected {name} with --private only.")
-    if private and out is not None:
-        raise click.UsageError("Expected --out with --public only: a private search writes into output_dir.")
 
 
 def _search_public(
@@ -115,7 +101,7 @@ def _search_public(
     from rich.console import Console
     from rich.progress import track
 
-    from dpfunc.train._search import MEANING, run_public, tuned
+    from dpfunc.train._search import MEANING, noise_of, run_public, tuned
 
     there, held_out = len(search.records.train), len(search.records.evaluation)
     report.say(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
@@ -124,10 +110,7 @@ def _search_public(
             "Fewer public records than private ones: batches and noise are those of the private run, but records are "
             "seen more often, so the best values for few steps may be missed."
         )
-    rows: list[dict[str, float]] = [
-        {**each.values, "noise_multiplier": each.prepared.job.privacy.dp_noise_multiplier or 0.0}
-        for each in search.candidates
-    ]
+    rows = [{**each.values, "noise_multiplier": noise_of(each.plan)} for each in search.candidates]
     if not dry_run:
         found = run_public(search, insecure_seed)
         shown = track(found, "public search", total=len(rows), console=Console(file=sys.stderr))
@@ -149,24 +132,20 @@ def _search_public(
 def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
     """Do a private search, or show its plan."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn
 
-    from dpfunc.train import _private_search as private_search
+    from dpfunc.train._search import interrupted_search, outcome_lines, run_search, search_lines
 
-    for line in private_search.search_lines(search):
+    for line in search_lines(search):
         report.say(line)
     if dry_run:
         report.say(_NOTHING)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
     try:
-        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-            # No total, and no time: they would tell the number of runs, which is secret.
-            progress.add_task("private search", total=None)
-            outcome = private_search.run_search(search, resume=resume, insecure_seed=insecure_seed)
+        with Console(file=sys.stderr).status("private search"):  # a bar or a time would tell the number of runs
+            outcome = run_search(search, resume=resume, insecure_seed=insecure_seed)
     except KeyboardInterrupt:
-        click.echo(f"\n{private_search.interrupted_search(search.job)}", err=True)
+        click.echo(f"\n{interrupted_search(search.job)}", err=True)
         raise
     report.values["record"] = json.loads(outcome.record.to_json())
-    for line in private_search.outcome_lines(outcome, search.job.output_dir, insecure_seed):
+    for line in outcome_lines(outcome, search.job.output_dir, insecure_seed):
         report.say(line)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import fail, integer, sampling_prob_of
+from dpfunc._utils.validation import integer, positive, sampling_prob_of
 from dpfunc.accounting import Ledger
 from dpfunc.cli._budget import budget
 from dpfunc.cli._evidence import audit, certify, verify
@@ -26,7 +27,6 @@ class _Group(click.Group):
     """Command group that prints errors of dpfunc on stderr without a traceback; for exit codes see `main`."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; turn an error of dpfunc into a click error."""
         try:
             return super().invoke(ctx)
         except DPFuncError as error:
@@ -44,13 +44,6 @@ def main() -> None:
     """
 
 
-def _show(title: str, values: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(values)
-    else:
-        print_values(title, values)
-
-
 def _sampling(
     sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
     epochs: float | None,
@@ -62,15 +55,13 @@ def _sampling(
     if (steps is None) == (epochs is None):
         raise InvalidArgument("Expected either --steps or --epochs.")
     if steps is None:
-        exact = cast(float, epochs) / q
-        if not (math.isfinite(exact) and exact > 0):
-            raise fail("0 < epochs < inf", "epochs", epochs)
-        steps = math.ceil(round(exact, 6))  # a part of a step is a step
+        steps = math.ceil(round(positive("epochs", epochs) / q, 6))  # a part of a step is a step
     return q, integer("steps", steps, minimum=1)
 
 
-def _options_of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate a command with the options that `_sampling` takes, one of its own, and those of epsilon."""
+def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate a function of q, steps, delta, adjacency, method and an option of its own, which gives a title and
+    values: the command that prints them, with all ways to give q and steps."""
     options = [
         click.option("--sampling-prob", "-q", type=float, help="Probability of a record to be in a batch."),
         click.option("--dataset-size", "-n", type=int, help="Number of records; with --batch-size, instead of -q."),
@@ -90,66 +81,64 @@ def _options_of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
         json_option,
     ]  # fmt: skip
 
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
+    def decorate(function: Callable[..., tuple[str, dict[str, Any]]]) -> Any:
+        @functools.wraps(function)
+        def _command(
+            sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
+            epochs: float | None, delta: float, as_json: bool, **rest: Any,
+        ) -> None:  # fmt: skip
+            q, count = _sampling(sampling_prob, dataset_size, batch_size, steps, epochs)
+            print_values(*function(q, count, delta, **rest), as_json)
+            if dataset_size is not None and delta * dataset_size >= 1:
+                click.echo(
+                    f"Warning: delta={delta:g} is not below 1 / dataset_size = {1 / dataset_size:.3g}: publishing one "
+                    f"random record in full would satisfy it. Choose e.g. "
+                    f"{accounting.suggest_delta(dataset_size):.1g}.",
+                    err=True,
+                )
+
+        return functools.reduce(lambda command, option: option(command), reversed(options), _command)
 
     return decorate
 
 
+def _cost(
+    q: float, sigma: float, steps: int, delta: float, adjacency: Adjacency, method: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The guarantee of a run, and the run, as values."""
+    guarantee = accounting.epsilon(Ledger((Event(q, sigma, steps),), adjacency), delta, method)
+    return describe(guarantee), {"sampling_prob": q, "noise_multiplier": sigma, "steps": steps}
+
+
 @main.command()
-@_options_of_a_run(
-    click.option(
-        "--sigma", "-s", "noise_multiplier", type=float, required=True, help="Noise multiplier: noise / sensitivity."
-    )
-)
+@_of_a_run(click.option("--sigma", "-s", type=float, required=True, help="Noise multiplier: noise / sensitivity."))
 def epsilon(
-    sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
-    epochs: float | None, noise_multiplier: float, delta: float, adjacency: Adjacency, method: str, as_json: bool,
-) -> None:  # fmt: skip
+    q: float, steps: int, delta: float, sigma: float, adjacency: Adjacency, method: str
+) -> tuple[str, dict[str, Any]]:
     """Compute the privacy cost (epsilon) of a run.
 
     Example: dpfunc epsilon -n 60000 -b 256 --epochs 60 --sigma 1.1 --delta 1e-5
     """
-    if noise_multiplier == 0:
+    if sigma == 0:
         raise click.BadParameter("0 is no noise: epsilon is infinite. Expected sigma > 0.", param_hint="'--sigma'")
-    q, count = _sampling(sampling_prob, dataset_size, batch_size, steps, epochs)
-    ledger = Ledger((Event(q, noise_multiplier, count),), adjacency)
-    guarantee = accounting.epsilon(ledger, delta, method)
-    run = {"sampling_prob": q, "noise_multiplier": noise_multiplier, "steps": count}
-    _show("What the run costs", {**describe(guarantee), **run}, as_json)
-    _warn_about_delta(delta, dataset_size)
+    cost, run = _cost(q, sigma, steps, delta, adjacency, method)
+    return "What the run costs", {**cost, **run}
 
 
 @main.command()
-@_options_of_a_run(click.option("--epsilon", "-e", "target", type=float, required=True, help="Budget for epsilon."))
+@_of_a_run(click.option("--epsilon", "-e", "target", type=float, required=True, help="Budget for epsilon."))
 def sigma(
-    sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
-    epochs: float | None, target: float, delta: float, adjacency: Adjacency, method: str, as_json: bool,
-) -> None:  # fmt: skip
+    q: float, steps: int, delta: float, target: float, adjacency: Adjacency, method: str
+) -> tuple[str, dict[str, Any]]:
     """Compute the noise multiplier that a budget needs.
 
     Example: dpfunc sigma -n 60000 -b 256 --epochs 60 --epsilon 3 --delta 1e-5
     """
-    q, count = _sampling(sampling_prob, dataset_size, batch_size, steps, epochs)
     needed = accounting.calibrate_noise(
-        epsilon=target, delta=delta, sampling_prob=q, num_steps=count, adjacency=adjacency, method=method
+        epsilon=target, delta=delta, sampling_prob=q, num_steps=steps, adjacency=adjacency, method=method
     )
-    guarantee = accounting.epsilon(Ledger((Event(q, needed, count),), adjacency), delta, method)
-    run = {"noise_multiplier": needed, "sampling_prob": q, "steps": count}
-    _show("Noise for the budget", {**run, **describe(guarantee)}, as_json)
-    _warn_about_delta(delta, dataset_size)
-
-
-def _warn_about_delta(delta: float, dataset_size: int | None) -> None:
-    """Say on stderr when delta is too large to mean anything."""
-    if dataset_size is not None and delta * dataset_size >= 1:
-        click.echo(
-            f"Warning: delta={delta:g} is not below 1 / dataset_size = {1 / dataset_size:.3g}: publishing one random "
-            f"record in full would satisfy it. Choose e.g. {accounting.suggest_delta(dataset_size):.1g}.",
-            err=True,
-        )
+    cost, run = _cost(q, needed, steps, delta, adjacency, method)
+    return "Noise for the budget", {**run, **cost}
 
 
 @main.command()
@@ -169,15 +158,11 @@ def requirements(
     need = accounting.privacy_requirements(
         dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, target_epsilon=target_epsilon, delta=delta
     )
+    values = dataclasses.asdict(need)
     if as_json:
-        values = {**dataclasses.asdict(need), "guarantee": describe(need.guarantee)}
-        print_json(values)
+        print_json({**values, "guarantee": describe(need.guarantee)})
         return
-    plain = {
-        field.name: getattr(need, field.name)
-        for field in dataclasses.fields(need)
-        if field.name not in ("choices", "guidance", "guarantee")
-    }
+    plain = {name: value for name, value in values.items() if name not in ("choices", "guidance", "guarantee")}
     print_values("The plan", {**plain, "spent": str(need.guarantee)})
     print_rows(
         "Batch sizes at this budget and number of epochs",

@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -43,7 +42,7 @@ def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # has no types
-    """Loader of plain values, for which 1e-5 is a number, as in YAML 1.2 and JSON; in YAML 1.1 it is a text."""
+    """Loader for which 1e-5 is a number, as in YAML 1.2 and JSON."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
@@ -80,42 +79,37 @@ def _reason(error: Exception) -> str:
     """The problem and its line. PyYAML also shows the line itself, which may hold a password."""
     if isinstance(error, RecursionError):
         return "its values are nested too deeply"
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
-    problem = re.sub(r"['\"].*['\"]", "...", str(getattr(error, "problem", None)), flags=re.DOTALL)
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    problem = re.sub(r"['\"].*['\"]", "...", str(error.problem), flags=re.DOTALL)
+    return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {problem}"
 
 
 def _size(node: Any, path: str, known: dict[int, int]) -> int:
-    """Number of values below a node, with each alias as often as it is used, and long texts as several.
-
-    A node that contains itself has more than any job. A mapping with a key twice is refused on the way.
-    """
+    """Number of values below a node, aliases and long texts as several; a key that is there twice is refused."""
     if node is None or not isinstance(node.value, list):
         return 1 if node is None else 1 + len(node.value) // LONG
     if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # as long as it is counted
-        parts, keys = node.value, set()
+        known[id(node)] = MOST_VALUES + 1  # as long as it is counted: a node that contains itself has too many
+        parts, keys = node.value, set[str]()
         if isinstance(node, yaml.MappingNode):
             parts = [part for pair in node.value for part in pair]
-            for key in parts[::2]:
-                if isinstance(key, yaml.ScalarNode) and key.value in keys:
+            for key in (each for each in parts[::2] if isinstance(each, yaml.ScalarNode)):
+                if key.value in keys:
                     raise InvalidArgument(
                         f"Expected each key once, got {key.value!r} again in {path!r}, line "
                         f"{key.start_mark.line + 1}. YAML would take the last one and say nothing."
                     )
-                keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+                keys.add(key.value)
         known[id(node)] = 1 + sum(_size(part, path, known) for part in parts)
     return known[id(node)]
 
 
-def _places() -> dict[tuple[str, str], object]:
-    """Each key as (section, name), with its type; keys at the top have the section ""."""
-    kinds: dict[tuple[str, str], object] = {("", key): str for key in TOP}
-    for section, cls in SECTIONS.items():
-        kinds |= {(section, key): kind for key, kind in get_type_hints(cls).items()}
-    return kinds | {("privacy", name): kinds["privacy", key] for name, key in OTHER_NAMES.items()}
+# Each key as (section, name), with its type; keys at the top have the section "".
+_PLACES: dict[tuple[str, str], Any] = {("", key): str for key in TOP} | {
+    (section, key): kind for section, each in SECTIONS.items() for key, kind in get_type_hints(each).items()
+}
+_PLACES |= {("privacy", name): _PLACES["privacy", key] for name, key in OTHER_NAMES.items()}
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
@@ -129,7 +123,12 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
     Traceback (most recent call last):
     click.exceptions.NoSuchOption: No such option '--dp_epsilom'.
     """
-    options = _options()
+    keys = Counter(key for _, key in _PLACES)
+    options: dict[click.Option, tuple[str, str]] = {}
+    for (section, key), kind in _PLACES.items():
+        words = [f"--{section}.{key}"] * bool(section) + [f"--{key}"] * (keys[key] == 1)
+        bare: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if kind is bool else {}
+        options[click.Option([f"{section}_{key}", *words], multiple=True, **bare)] = section, key
     settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
     command = click.Command(None, params=[*options], add_help_option=False, context_settings=settings)
     given = command.make_context("dpfunc train CONFIG", [*arguments]).params
@@ -145,24 +144,11 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
     return flags
 
 
-def _options() -> dict[click.Option, tuple[str, str]]:
-    """Options of click for all keys, with their keys: `--section.key`, and `--key` where that is unique."""
-    kinds = _places()
-    keys = Counter(key for _, key in kinds)
-    options: dict[click.Option, tuple[str, str]] = {}
-    for (section, key), kind in kinds.items():
-        words = [f"--{section}.{key}"] * bool(section) + [f"--{key}"] * (keys[key] == 1)
-        option = partial(click.Option, [f"{section}_{key}", *words], multiple=True)
-        options[option(is_flag=False, flag_value="true") if kind is bool else option()] = section, key
-    return options
-
-
 def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     """The values of a file with those of flags over them; of two alternatives a flag replaces the other one."""
-    kinds = _places()
     given: dict[str, dict[str, Any]] = {}
     for (section, key), text in flags.items():
-        given.setdefault(section, {})[key] = _from_text(f"--{key}", text, kinds[section, key])
+        given.setdefault(section, {})[key] = _from_text(f"--{key}", text, _PLACES[section, key])
     merged = {**values, **given.pop("", {})}
     for section, new in given.items():
         old = {} if merged.get(section) is None else merged[section]
@@ -191,17 +177,10 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
 
 
 class Grid(NamedTuple):
-    """Values to try, all combinations: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate."""
+    """Values to try: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate."""
 
     values: Mapping[str, tuple[str, ...]]
     factors: tuple[float, ...]
-
-
-class Trial(NamedTuple):
-    """One combination: a job, and the factor of its learning rate, which may still come from a recipe."""
-
-    job: Job
-    factor: float
 
 
 def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
@@ -215,9 +194,13 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     """
     values: dict[str, tuple[str, ...]] = {}
     for text in texts:
-        key, found = _searched(text)
-        if key in values:
-            raise fail("each key of --grid once", "--grid", text)
+        name, _, listed = text.partition("=")
+        key = name.strip().rpartition(".")[2].replace("-", "_")
+        if key not in GRID_KEYS or name.strip() not in (key, ".".join(GRID_KEYS[key]), key.replace("_", "-")):
+            raise fail("key=value,value in --grid", "--grid", text, suggestion(key, GRID_KEYS))
+        found = tuple(part.strip() for part in listed.split(","))
+        if key in values or not all(found) or len(set(found)) != len(found):
+            raise fail("each key of --grid once, with different values", "--grid", text)
         values[key] = found
     if "learning_rate" in values and factors is not None:
         raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply the job's.")
@@ -226,18 +209,6 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     if size > _MOST_COMBINATIONS:
         raise fail(f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
     return Grid(values, chosen)
-
-
-def _searched(text: str) -> tuple[str, tuple[str, ...]]:
-    """A key of the grid, and its values."""
-    name, _, listed = text.partition("=")
-    key = name.strip().rpartition(".")[2].replace("-", "_")
-    if key not in GRID_KEYS or name.strip() not in (key, ".".join(GRID_KEYS[key]), key.replace("_", "-")):
-        raise fail("key=value,value in --grid", "--grid", text, suggestion(key, GRID_KEYS))
-    found = tuple(part.strip() for part in listed.split(","))
-    if not all(found) or len(set(found)) != len(found):
-        raise fail("different values in --grid", "--grid", text)
-    return key, found
 
 
 def _factors(text: str) -> tuple[float, ...]:
@@ -250,11 +221,13 @@ def _factors(text: str) -> tuple[float, ...]:
     return found
 
 
-def trials(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str], grid: Grid) -> tuple[Trial, ...]:
-    """All combinations of a grid over a job, which is made of the values of its file and of flags over them."""
+def trials(
+    values: Mapping[str, Any], flags: Mapping[tuple[str, str], str], grid: Grid
+) -> tuple[tuple[Job, float], ...]:
+    """All combinations of a grid over a job: the job, and a factor of its learning rate, which a recipe may give."""
     found = []
     for combination in itertools.product(*grid.values.values()):
         chosen = {GRID_KEYS[key]: text for key, text in zip(grid.values, combination, strict=True)}
         job = job_from_dict(override(values, {**flags, **chosen}))
-        found += [Trial(job, factor) for factor in grid.factors]
+        found += [(job, factor) for factor in grid.factors]
     return tuple(found)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,26 @@ from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.vision_language._images import check_readable, image_text_collator
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
-from dpfunc.train._image_features import read_images
-from dpfunc.train._table_features import TableFeatures
+from dpfunc.train._features import TableFeatures
 from dpfunc.train.config import CLASSIFIES, FEATURES, DataSection, Job
-from dpfunc.train.tables import Row, Table, read_table, split
+from dpfunc.train.tables import Row, Table, number_of, read_images, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
 
 
 @dataclass(frozen=True)
 class Records:
-    """Records to train on and to evaluate on, with what was left out. Private, numbers included."""
+    """Records to train on and to evaluate on. Private, numbers included."""
 
     train: tuple[Mapping[str, Any], ...]
     evaluation: tuple[Mapping[str, Any], ...]
-    duplicates: int
-    """Rows left out."""
     persons: tuple[range, ...] | None = None
     """Positions in `train` of the records of each person, where people are the unit."""
-    above_limit: int = 0
-    """Records left out because their person has more than `data.max_records_per_unit`."""
-    seen: int = 0
-    """Evaluation records that are trained on as well."""
+    seen: bool = False
+    """Evaluation records are trained on as well."""
 
     @property
     def units(self) -> tuple[Any, ...]:
@@ -92,8 +89,7 @@ class PadRight:
 def read_records(job: Job, processing: Any) -> Records:
     """Read the training and evaluation records of a job; messages name a row by its number.
 
-    One person more changes nothing of the others
-    (tests/train/test_people.py::test_one_person_more_changes_nothing_of_the_others).
+    One person more changes nothing of others (test_one_person_more_changes_nothing_of_the_others).
     """
     data, unit = job.data, job.data.unit_column
     if job.task in CLASSIFIES and data.labels is None:
@@ -105,38 +101,32 @@ def read_records(job: Job, processing: Any) -> Records:
     train, held_out = _split(job, table)
     if data.eval is not None:
         held_out = _table(job, processing, data.eval, None, deduplicate=False).rows
-    _check_trainable(job, train)
-    columns = columns_of(job)
-    known = {tuple(row[column] for column in columns) for row in train}
-    seen = sum(tuple(row[column] for column in columns) in known for row in held_out)
-    persons, above = None, 0
-    if unit is not None:
-        train, persons, above = _by_person(job, train, unit)
-    _check_size(job, len(train if persons is None else persons), len(train) + len(held_out), processing)
-    trained_on, evaluated_on = (
-        tuple(record_of(job, processing, row, _folder(job, file)) for row in rows)
-        for rows, file in ((train, data.train), (held_out, data.eval or data.train))
-    )
-    return Records(trained_on, evaluated_on, table.duplicates, persons, above, seen)
-
-
-def _check_trainable(job: Job, train: Sequence[Row]) -> None:
-    """Check that there are records to train on; classes of texts must be two or more."""
-    data = job.data
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
+    columns = columns_of(job)
+    known = {tuple(row[column] for column in columns) for row in train}
+    seen = any(tuple(row[column] for column in columns) in known for row in held_out)
+    persons = None
+    if unit is not None:
+        train, persons = _by_person(job, train, unit)
+    _check_trainable(job, train, len(train if persons is None else persons), len(train) + len(held_out), processing)
+    trained_on, evaluated_on = (
+        tuple(_record_of(job, processing, row, _folder(job, file)) for row in rows)
+        for rows, file in ((train, data.train), (held_out, data.eval or data.train))
+    )
+    return Records(trained_on, evaluated_on, persons, seen)
+
+
+def _check_trainable(job: Job, train: Sequence[Row], units: int, records: int, processing: Any) -> None:
+    """Check that there are two classes, about as many records as the plan is for, and memory for their features."""
+    data, bound, most = job.data, job.privacy.dp_dataset_size, job.training.cache_mib
     if job.task in ("text_classification", *FEATURES) and len({row[data.label_column] for row in train}) == 1:
         raise InvalidArgument(
             f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
             "record would be given. Check data.label_column, and that the table is whole."
         )
-
-
-def _check_size(job: Job, units: int, records: int, processing: Any) -> None:
-    """Check that tables and images are about as many as the plan is for, and that their features fit into memory."""
     if job.task not in FEATURES:
         return
-    bound, most = job.privacy.dp_dataset_size, job.training.cache_mib
     if bound is not None and 2 * units < bound:
         raise InvalidArgument(
             f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got {units}. "
@@ -170,8 +160,13 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     """A table of the job, not yet checked."""
     if job.task == "image_classification":
         return read_images(Path(file), job.data.labels or (), job.data.label_column, deduplicate=deduplicate)
+    data, lists = job.data, list[str]()  # columns that may hold a list of texts
+    if job.task == "token_classification":
+        lists = [data.text_column, data.label_column]
+    elif job.task == "vqa" and data.max_images > 1:
+        lists = [data.image_column]
     columns = tuple(dict.fromkeys((*columns_of(job), *([] if unit is None else [unit]))))
-    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists_of(job))
+    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists)
 
 
 def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> Table:
@@ -179,23 +174,18 @@ def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: 
     table = _read(job, file, unit, deduplicate)
     path = Path(file)
     for number, row in zip(table.numbers, table.rows, strict=True):
-        check_row(job, row, f"row {number} of {path.name}", _folder(job, file))
+        _check_row(job, row, f"row {number} of {path.name}", _folder(job, file))
     if isinstance(processing, TableFeatures):
         processing.check_table(table, path.name)
     return table
 
 
-def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...], int]:
-    """The rows that are used, the positions of each person's among them, and how many were left out."""
-    key = fold_in(insecure_key(job.training.seed), "records of a person")
-    limit = job.data.max_records_per_unit or 1
-    found = group_by_person([row[unit] for row in rows], max_texts=limit, key=key)
-    kept: list[Row] = []
-    persons = []
-    for own in found.rows():
-        persons.append(range(len(kept), len(kept) + len(own)))
-        kept += [rows[place] for place in own]
-    return tuple(kept), tuple(persons), found.dropped
+def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...]]:
+    """The rows that are used, and the positions of each person's among them."""
+    key, limit = fold_in(insecure_key(job.training.seed), "records of a person"), job.data.max_records_per_unit or 1
+    owned = group_by_person([row[unit] for row in rows], max_texts=limit, key=key).rows()
+    ends = [0, *accumulate(map(len, owned))]
+    return tuple(rows[place] for own in owned for place in own), tuple(range(*pair) for pair in pairwise(ends))
 
 
 def seen_lines(records: Records) -> list[str]:
@@ -208,8 +198,6 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data
     if job.task == "vqa":
-        from dpfunc.hf.vision_language._images import image_text_collator
-
         height_and_width = None if data.image_size is None else (data.image_size[0], data.image_size[1])
         collate: Any = image_text_collator(
             processing, max_length=data.max_length, max_images=data.max_images, image_size=height_and_width,
@@ -239,21 +227,13 @@ def columns_of(job: Job) -> tuple[str, ...]:
     return (data.text_column, *pair, data.label_column)
 
 
-def lists_of(job: Job) -> tuple[str, ...]:
-    """The columns that may hold a list of texts."""
-    data = job.data
-    if job.task == "token_classification":
-        return data.text_column, data.label_column
-    return (data.image_column,) if job.task == "vqa" and data.max_images > 1 else ()
-
-
-def check_row(job: Job, row: Row, where: str, folder: Path) -> None:
+def _check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
     if job.task in ("text_classification", "table_classification"):
         _check_known([row[data.label_column]], data, where)
-    elif job.task == "text_regression":
-        _check_number(row[data.label_column], data, where)
+    elif job.task == "text_regression" and not math.isfinite(number_of(row[data.label_column])):
+        raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
     elif job.task == "token_classification":
         words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
         if not words or len(words) != len(given):
@@ -285,43 +265,30 @@ def _check_known(given: list[str], data: DataSection, where: str) -> None:
         raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got {hint}.")
 
 
-def _check_number(text: str, data: DataSection, where: str) -> None:
-    try:
-        finite = math.isfinite(float(text))
-    except ValueError:
-        finite = False
-    if not finite:
-        raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
-
-
 def _check_image(image: Path, where: str) -> None:
     """Check that an image can be read to its end: a run must not die when it draws the record."""
     if not image.is_file():
         raise InvalidArgument(f"Expected an image file for {where}, which is missing.")
-    error = _unreadable(image, image.stat().st_mtime_ns, image.stat().st_size)
-    if error is not None:
-        raise InvalidArgument(f"The image of {where} cannot be used. {error}")
+    try:
+        _read_once(image, image.stat().st_mtime_ns, image.stat().st_size)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"The image of {where} cannot be used. {error}") from error
 
 
 @lru_cache(maxsize=2**20)
-def _unreadable(image: Path, changed: int, size: int) -> str | None:
-    """The reason why an image cannot be read, if so. One that many rows show is read once."""
-    from dpfunc.hf.vision_language._images import check_readable
-
-    try:
-        check_readable(image)
-    except InvalidArgument as error:
-        return str(error)
-    return None
+def _read_once(image: Path, changed: int, size: int) -> None:
+    """Read an image, which many rows may show."""
+    check_readable(image)
 
 
-def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
+def _record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
     """Make the record of a row: token ids and labels, or what the collator of images takes."""
     data = job.data
-    if job.task == "causal_lm":
-        return language_record(processing, *_prompt_and_response(data, row), data)
-    if job.task == "seq2seq":
-        return _translated(processing, *_prompt_and_response(data, row), data.max_length)
+    if job.task in ("causal_lm", "seq2seq"):
+        prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
+        prompt = prompt if data.prompt_column is None else row[data.prompt_column]
+        response = row[data.response_column or data.text_column]
+        return (language_record if job.task == "causal_lm" else _translated)(processing, prompt, response, data)
     if job.task == "vqa":
         return _asked(processing, row, data, folder)
     if job.task == "token_classification":
@@ -349,9 +316,8 @@ def _texts(value: str, whole: bool = False) -> list[str]:
 
 def _images(data: DataSection, row: Row) -> list[str]:
     """The paths of the images of a row."""
-    if data.max_images == 1:
-        return [row[data.image_column]]
-    return _texts(row[data.image_column], whole=True)
+    value = row[data.image_column]
+    return [value] if data.max_images == 1 else _texts(value, whole=True)
 
 
 def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
@@ -366,8 +332,9 @@ def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
     return {"input_ids": list(encoded["input_ids"]), "labels": labels}
 
 
-def _translated(tokenizer: Any, prompt: str, response: str, limit: int) -> Mapping[str, Any]:
+def _translated(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
     """Tokens that the encoder reads, and those that the decoder learns, with an end token."""
+    limit = data.max_length
     ids = tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]
     learnt = list(tokenizer(text_target=response, truncation=True, max_length=limit)["input_ids"])
     if tokenizer.eos_token_id not in learnt:
@@ -385,14 +352,6 @@ def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping
         question = " ".join([*[processor.image_token] * len(images), question])
     shown = {"image": images[0]} if data.max_images == 1 else {"images": images}
     return {"prompt": question, "answer": answer, **shown}
-
-
-def _prompt_and_response(data: DataSection, row: Row) -> tuple[str, str]:
-    """Prompt of a row, and the response that the model learns."""
-    if data.prompt_column is not None and data.response_column is not None:
-        return row[data.prompt_column], row[data.response_column]
-    prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
-    return prompt, row[data.text_column]
 
 
 def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:

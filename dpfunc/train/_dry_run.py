@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from dpfunc import accounting
-from dpfunc.engines import explain
+from dpfunc.engines.explain import _saved_bytes, explain
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
@@ -18,10 +14,8 @@ from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job
 from dpfunc.train.config import Job
 from dpfunc.train.run import Prepared, check_job, loss_of_job, prepare, training_arguments
-from dpfunc.types import LossFn, Params
 
 _MIB = 2**20
-_PROBED = 2  # samples of the measured batch, at full length
 # Numbers of float32 that optimizers keep for each trained parameter; most of the others are of Adam's kind.
 _OPTIMIZER_STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "adafactor": 1}
 
@@ -36,15 +30,14 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     plan, n = prepared.plan, job.privacy.public_size(len(records.units))
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
-    people = (
-        f"people: {n}, each of them protected, with at most {job.data.max_records_per_unit} records each. Batches "
-        "count people"
-    )
-    unit = "records" if records.persons is None else "people"
+    unit, people, most = "records", list[str](), job.data.max_records_per_unit
+    if records.persons is not None:
+        unit = "people"
+        people = [f"people: {n}, each of them protected, with at most {most} records each. Batches count people"]
     return [  # of the private table no number but that which the plan publishes
         f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
         *seen_lines(records),
-        *([people] if records.persons is not None else []),
+        *people,
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
         f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",
@@ -76,34 +69,28 @@ def _budget_lines(prepared: Prepared) -> list[str]:
 
 def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     """An estimate of memory, and how it was made."""
-    trained = prepared.num_trained
-    held = sum(p.numel() * p.element_size() for p in prepared.model.parameters())
-    states = _OPTIMIZER_STATES.get(job.training.optimizer.split("_")[0], 2)
+    trained, optimizer = prepared.num_trained, job.training.optimizer
     parts = {
-        "parameters": held,
+        "parameters": sum(p.nbytes for p in prepared.model.parameters()),
         "gradients and noise": 2 * 4 * trained,
-        f"optimizer ({job.training.optimizer})": 4 * states * trained,
+        f"optimizer ({optimizer})": 4 * _OPTIMIZER_STATES.get(optimizer.split("_")[0], 2) * trained,
     }
-    collate = collator(job, prepared.processing, longest=True)
-    batch: dict[str, Tensor] = collate([prepared.records.units[0]] * _PROBED)  # only its shapes count
+    collate, unit = collator(job, prepared.processing, longest=True), prepared.records.units[0]  # only its shapes count
+    single, pair = collate([unit]), collate([unit] * 2)
     model = prepared.model
     # functionalize wants modules with checkpoints in evaluation mode; losses and shapes are those of training.
-    forward, start = functionalize(model.train(False))
+    forward, params = functionalize(model.train(False))
     model.train()
-    params = {name: param.detach().requires_grad_() for name, param in start.items()}
-    loss_fn = make_loss_fn(forward, loss_of_job(job))
-    physical = job.physical_batch_size
-    device_type = next(model.parameters()).device.type
-    with torch.autocast(device_type, torch.bfloat16, enabled=job.training.bf16):
-        parts["activations"] = _saved_bytes(loss_fn, params, batch, model) * physical // _PROBED
-        how = "activations: what one forward pass of 2 records at full length keeps for its backward pass"
+    loss_fn, physical = make_loss_fn(forward, loss_of_job(job)), job.physical_batch_size
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=job.training.bf16):
+        more = _saved_bytes(loss_fn, params, pair) - _saved_bytes(loss_fn, params, single)
+        parts["activations"] = more * physical
+        how = "activations: what one more record at full length adds to what a forward pass keeps for its backward pass"
         try:
-            factors = explain(loss_fn, params, batch).num_bytes
+            parts["per-sample gradients"] = explain(loss_fn, params, pair).num_bytes * physical // 2
+            how += "; per-sample gradients: what engines.explain counts for them"
         except DPFuncError:
             how += "; per-sample gradients: not estimated for this model"
-        else:
-            parts["per-sample gradients"] = factors * physical // _PROBED
-            how += "; per-sample gradients: what engines.explain counts for them"
     if job.training.gradient_checkpointing:
         how += "; gradient checkpointing, which is not counted, lowers the activations"
     total = sum(parts.values())
@@ -112,26 +99,3 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
         f"memory: about {total / _MIB:.3g} MiB ({listed})",
         f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",
     ]
-
-
-def _saved_bytes(loss_fn: LossFn, params: Params, batch: Mapping[str, Any], model: nn.Module) -> int:
-    """Bytes that a forward pass keeps for its backward pass, parameters and buffers not counted.
-
-    >>> model = nn.Linear(8, 8)
-    >>> params = dict(model.named_parameters())
-    >>> loss_fn = lambda params, batch: torch.func.functional_call(model, params, (batch["x"],)).exp().sum(1)
-    >>> _saved_bytes(loss_fn, params, {"x": torch.ones(4, 8)}, model)  # the input, and the result of exp
-    256
-    """
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *params.values())}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss_fn(params, batch)
-    return sum(kept.values())

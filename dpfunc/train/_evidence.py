@@ -19,7 +19,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
 from dpfunc.checkpoint._chain import sha256
 from dpfunc.checkpoint._folder import newest_key
-from dpfunc.checkpoint.journal import Taken, read_steps
+from dpfunc.checkpoint.journal import read_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence._canary_run import Planted, Score, planted_plan, planting
 from dpfunc.evidence._neighbours import Replay, Rows, compare, left_in, lines_of
@@ -56,7 +56,7 @@ class _Watched(DPTrainer):
         self._seen: Plan | None = None
         args = dataclasses.replace(args, save_strategy="no", disable_tqdm=True)
         super().__init__(args=args, data_name=_DATA, **{**options, "train_dataset": data.rows})
-        self.add_callback(_Noting(self))
+        self.add_callback(_Noting(self, ways))
 
     @property
     def plan(self) -> Plan:
@@ -72,13 +72,13 @@ class _Watched(DPTrainer):
 class _Noting(TrainerCallback):  # type: ignore[misc]  # has no types
     """Notes what there is after each step, and ends the training after some."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, ways: _Ways) -> None:
+        self._trainer, self._ways = trainer, ways
 
     def _noted(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        ways = self._trainer._ways
-        ways.note(self._trainer)
-        return dataclasses.replace(control, should_training_stop=True) if state.global_step >= ways.steps else control
+        self._ways.note(self._trainer)
+        ends = state.global_step >= self._ways.steps
+        return dataclasses.replace(control, should_training_stop=True) if ends else control
 
     on_step_end = _noted
 
@@ -114,15 +114,11 @@ class _JobLoop:
         if tape.forced is None and trainer._run.state.step == trainer._run.state.limit:
             trainer.model.save_pretrained(self.folder.with_name(folders.MODEL))
             tape.weights.extend(_weights(self.folder.parent))
-        tape.seen.append(left_in(self.folder, lines()) | _record(self.folder))
+        written = json.loads((self.folder / RECORD_FILE).read_bytes())  # compared without its date
+        kept = str({name: written[name] for name in sorted({*written} - {"date", "digest"})})
+        tape.seen.append(left_in(self.folder, lines()) | {f"file {RECORD_FILE}": kept})
         tape.journal.update(read_steps(self.folder / files.JOURNAL, missing="empty").get(fingerprint(self.key), {}))
         return tape
-
-
-def _record(folder: Path) -> dict[str, object]:
-    """The record of a run without its date, in the place of the digest of its file."""
-    values = json.loads((folder / RECORD_FILE).read_bytes())
-    return {f"file {RECORD_FILE}": str({name: values[name] for name in sorted({*values} - {"date", "digest"})})}
 
 
 def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
@@ -133,12 +129,6 @@ def _train(prepared: Prepared, data: Rows, key: Key, ways: _Ways) -> Any:
     return trainer
 
 
-def _recorded(run: Path, name: str | None) -> dict[int, Taken]:
-    """The steps of a run in its journal; None: of the one that began last."""
-    found = read_steps(run / files.JOURNAL)
-    return found.get(list(found)[-1] if name is None else name, {})
-
-
 def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     """The job of a run folder, to be run elsewhere, and the key that it had."""
     job, seed = folders.saved_job(run)
@@ -147,7 +137,8 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     training = dataclasses.replace(job.training, report_to=None, eval_steps=None)
     # what was spent when the run began is in its journal; its budget, where it is reserved, counts the run itself now
     data = dataclasses.replace(job.data, spent=None, budget=None, budget_run=None, budget_spender=None)
-    before = Ledger(next(iter(_recorded(run, None).values())).before, job.privacy.adjacency)
+    last = list(read_steps(run / files.JOURNAL).values())[-1]
+    before = Ledger(next(iter(last.values())).before, job.privacy.adjacency)
     own = dataclasses.replace(job, output_dir=str(folder), training=training, data=data)
     prepared = prepare(own, before if before.events else None)
     records, _ = compute_frozen(prepared.job, prepared.model, prepared.records, shows=False)
@@ -160,23 +151,18 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
 
 def _weights(folder: Path) -> list[str]:
     """Digests of the files of a model."""
-    files = sorted((folder / folders.MODEL).rglob("*.safetensors"))
-    return [sha256(path) for path in files]
+    return [sha256(path) for path in sorted((folder / folders.MODEL).rglob("*.safetensors"))]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """How far a run folder is what its job does.
-
-    Args:
-        run: fingerprint of its key. reproduced: replayed steps that its journal has with the same release, bit for bit.
-        weights: digests of the files of the trained model, if all steps were replayed.
-        same_model: they are those in the folder.
-    """
+    """How far a run folder is what its job does, with the fingerprint of its key."""
 
     run: str
     reproduced: int
+    """Replayed steps that its journal has with the same release, bit for bit."""
     weights: list[str] | None
+    """Digests of the files of the trained model, if all steps were replayed."""
     same_model: bool | None
 
 
@@ -186,7 +172,7 @@ def replay_job(run: Path, *, steps: int, candidates: int) -> tuple[Replay, Recor
         prepared, key = _prepared(run, Path(name) / "run")
         loop = _JobLoop(prepared, key, Path(name) / "run")
         found, first = compare(loop, Rows(tuple(prepared.records.units)), steps, candidates)
-    recorded = _recorded(run, fingerprint(key))
+    recorded = read_steps(run / files.JOURNAL).get(fingerprint(key), {})
     same = sum(step in recorded and recorded[step] == taken for step, taken in first.journal.items())
     if prepared.plan is None:
         raise InvalidArgument("Expected a private run, got the twin without privacy.")

@@ -16,8 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dpfunc.recipes import Head, unit_rows
 from dpfunc.rng import Key, torch_seed
-from dpfunc.train._image_features import EncoderFeatures, ScatteringFeatures, load_encoder
-from dpfunc.train._table_features import TableFeatures
+from dpfunc.train._features import EncoderFeatures, ScatteringFeatures, TableFeatures, load_encoder
 from dpfunc.train.config import Job
 
 Front = TableFeatures | ScatteringFeatures | EncoderFeatures

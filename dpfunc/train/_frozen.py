@@ -19,7 +19,7 @@ _MIB = 2**20
 _BYTES = {"features": 4, "hidden": 2}  # of a number
 
 
-def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, str | None]:
+def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, list[str]]:
     """Records with the outputs of the frozen part in the place of their tokens, where that part is known; and a line.
 
     Each record is computed alone and without dropout: what is kept is a function of this record, and costs no privacy.
@@ -33,32 +33,28 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     base = peft.get_base_model() if hasattr(peft, "get_base_model") else model
     kind = "features" if job.strategy == "head" else "hidden"
     if not isinstance(base, MeanPooledClassifier) or not job.training.cache_mib:
-        return records, None
+        return records, []
     if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
-        return records, None
+        return records, []
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
-    everything = [*records.train, *records.evaluation]
     trained = job.privacy.public_size(len(records.units)) * (job.data.max_records_per_unit or 1)  # not their number
     vectors = (trained + len(records.evaluation)) * (1 if kind == "features" else job.data.max_length)
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:
-        return records, (
-            f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
-            f"training.cache_mib={job.training.cache_mib}."
-        )
-    computed = _computed(base, kind, everything, shows)
+        text = "Frozen layers are computed in every step: to keep what they give may need"
+        return records, [f"{text} {needed} MiB, more than training.cache_mib={job.training.cache_mib}."]
+    computed = _computed(base, kind, [*records.train, *records.evaluation], shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
-    return kept, f"Frozen layers were computed once for each record and take at most {needed} MiB."
+    return kept, [f"Frozen layers were computed once for each record and take at most {needed} MiB."]
 
 
 def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
     """True if the layers below the adapters could be divided from the rest, and nothing in them is trained."""
     if top_layers is None or not base.split_at(base.config.num_hidden_layers - top_layers):
         return False
-    upper = [*base.backbone.encoder.layer[base.first_layer :], base.classifier]
-    known = {id(p) for module in upper for p in module.parameters()}
-    return all(id(p) in known for p in model.parameters() if p.requires_grad)
+    upper = nn.ModuleList([*base.backbone.encoder.layer[base.first_layer :], base.classifier])
+    return {p for p in model.parameters() if p.requires_grad} <= {*upper.parameters()}
 
 
 def _computed(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dpfunc.hf.losses import IGNORED
+from dpfunc.train.config import CLASSIFIES
 from dpfunc.train.tables import json_values
 
 METRICS = "metrics.json"
@@ -16,11 +17,8 @@ _TWIN = "-no-dp"  # the end of the name of its folder
 
 
 def classification(prediction: Any) -> dict[str, float]:
-    """Share of evaluation records, or words, whose most likely class is their label; and of the most frequent one.
-
-    Besides: the mean over the classes of these shares, in which a rare class counts as much as another one; and the
-    cross-entropy of the shares of the classes as the prediction for each record.
-    """
+    """Share of evaluation records, or words, whose most likely class is their label, and its mean over the classes;
+    share of the most frequent class; and the cross-entropy of the shares as the prediction for each record."""
     labels = prediction.label_ids
     known = labels != IGNORED
     if not known.any():
@@ -42,13 +40,7 @@ def regression(prediction: Any) -> dict[str, float]:
     return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
 
 
-MEASURES: dict[str, Callable[[Any], dict[str, float]]] = {
-    "text_classification": classification,
-    "text_regression": regression,
-    "token_classification": classification,
-    "table_classification": classification,
-    "image_classification": classification,
-}
+MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": regression}
 """Task -> its metrics besides the loss."""
 
 

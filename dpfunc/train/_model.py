@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import quantised_layers
 from dpfunc.hf.models import four_bit
+from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
+from dpfunc.hf.vision_language._strategies import prepare
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._feature_model import load_front, new_model
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, Job, LoraSection
@@ -60,8 +63,6 @@ def _loading(what: str, job: Job, path: str) -> Iterator[None]:
 
 def load_processing(job: Job) -> Any:
     """The tokenizer, or for VQA the processor, with a padding token; of tables and images what makes features."""
-    with one_line('transformers, from pip install "dpfunc[hf]"'):
-        from transformers import AutoProcessor, AutoTokenizer
     if job.task in FEATURES:
         with _loading("an encoder of images and its processor", job, job.model.path or ""):
             front = load_front(job, _options(job))
@@ -72,7 +73,8 @@ def load_processing(job: Job) -> Any:
     if job.task == "token_classification":  # tokenizers of GPT-2's kind take lists of words with this only
         options["add_prefix_space"] = True
     with _loading("a tokenizer", job, path):
-        processing = (AutoProcessor if job.task == "vqa" else AutoTokenizer).from_pretrained(path, **options)
+        kind: Any = transformers.AutoProcessor if job.task == "vqa" else transformers.AutoTokenizer
+        processing = kind.from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
     _check_tokenizer(tokenizer, job, path)
     if tokenizer.pad_token is None:
@@ -101,8 +103,6 @@ def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
 
 def load_base(job: Job, processing: Any) -> nn.Module:
     """The model before training, in float32, or with `qlora` in 4 bits; new parameters by the job's seed."""
-    import transformers
-
     if job.task in FEATURES:
         return new_model(job, processing, key_of(job, "model"))
     options, path, packed = _options(job), job.model_path, {}
@@ -110,7 +110,8 @@ def load_base(job: Job, processing: Any) -> nn.Module:
         packed["quantization_config"] = four_bit(torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
     with _loading(f"a model for {job.task}", job, path), torch_seed(key_of(job, "model")):
         config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
-        _check_length(job, config, processing)
+        if job.task != "vqa":
+            _check_length(job, config, processing)
         if getattr(config, "quantization_config", None) is not None:
             packed = {}  # the weights in the folder are packed already
         model = _read(job, config, {**options, **packed})
@@ -126,7 +127,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
 def _check_length(job: Job, config: Any, processing: Any) -> None:
     """Check that the model has a position for each token: a long record would end the run in the midst of it."""
     positions = getattr(config, "max_position_embeddings", None)
-    if job.task == "vqa" or not isinstance(positions, int) or positions < 1:
+    if not isinstance(positions, int) or positions < 1:
         return
     most = min(positions, getattr(processing, "model_max_length", positions))
     if job.data.max_length > most:
@@ -140,11 +141,7 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
     """The model of a configuration: with the weights in the folder, or with new ones."""
     random, path = job.model.init == "random", job.model_path
     if job.model.pooling == "mean":
-        from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
-
         return MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
-    import transformers
-
     kind: Any = getattr(transformers, _KINDS[job.task][0])
     given: dict[str, Any] = {"config": config, "dtype": torch.float32, **options}
     model: nn.Module = kind.from_config(config) if random else kind.from_pretrained(path, **given)
@@ -193,8 +190,6 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
 
 def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
     """A vision-language model with one of its own strategies."""
-    from dpfunc.hf.vision_language._strategies import prepare
-
     lora = job.lora
     if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
         raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
@@ -219,15 +214,10 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
         raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}.")
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
         config = LoraConfig(
-            task_type=_KINDS[job.task][1],
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=_targets(lora),
-            lora_dropout=lora.dropout,
-            use_rslora=lora.rslora,
-            layers_to_transform=list(highest) or None,
-            modules_to_save=None if lora.modules_to_save is None else list(lora.modules_to_save),
+            task_type=_KINDS[job.task][1], r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(lora),
+            lora_dropout=lora.dropout, use_rslora=lora.rslora, layers_to_transform=list(highest) or None,
+            modules_to_save=lora.modules_to_save and list(lora.modules_to_save),
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        )
+        )  # fmt: skip
         adapted: nn.Module = get_peft_model(model, config)
     return adapted

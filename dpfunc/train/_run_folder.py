@@ -31,7 +31,7 @@ _PERSON = "one person: all records with the same value of the unit column"
 
 
 def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
-    """Keep the job in its folder, to recognise it when it is resumed; and as it runs, with what it had left out."""
+    """Keep the job in its folder, as it was given and as it runs."""
     folder.mkdir(parents=True, exist_ok=True)
     remove(folder / START)  # of a run that was killed here before its first step
     content = {
@@ -59,8 +59,7 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | 
 
 def saved_job(folder: Path) -> tuple[Job, int | None]:
     """The job of a run folder, and its insecure seed."""
-    path = folder / _JOB_FILE
-    if not path.is_file():
+    if not (folder / _JOB_FILE).is_file():
         raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
     _, filled, seed = _read_job_file(folder)
     return job_from_dict(filled), seed
@@ -75,12 +74,10 @@ def trained_on(folder: Path) -> Path:
 def recorded_job(job: Job) -> Job:
     """The job of a run that is resumed, with the values that its recipe gave when it began, whatever it gives now.
 
-    What changes nothing that is trained is as in `job`
-    (tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values).
+    What changes nothing that is trained is as in `job` (test_a_resumed_run_has_the_recorded_values).
     """
-    given = job_to_dict(job)
     _, filled, _ = _read_job_file(Path(job.output_dir))
-    for section, values in given.items():
+    for section, values in job_to_dict(job).items():
         if isinstance(values, dict):
             filled[section] = {**filled[section], **{key: value for key, value in values.items() if key in _FREE}}
         elif section in _FREE:
@@ -95,32 +92,23 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     (tests/train/test_run_folder.py::test_a_run_killed_before_its_first_step_begins_again).
     """
     folder = Path(job.output_dir)
-    _check_writable(folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidArgument(
+            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
+            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
+        )
+    names = {path.name for path in folder.glob("*")} - {LOCK_FILE, f"{_JOB_FILE}.new"}
+    killed_before = _JOB_FILE in names and MODEL not in names and not released(folder)
     if resume:
         _check_same_job(job, folder, insecure_seed)
-    elif folder.exists() and not _unused(folder):
+    elif names and not killed_before:
         journal = folder / JOURNAL
         goes_on = "Go on with the run there: --resume; or name" if has_checkpoint(job) else "Name"
         spent = f", and count what was spent here: --spent {journal}" if count_steps(journal) else ""
         raise InvalidArgument(
             f"Expected an empty output_dir, got {str(folder)!r}, which is not. {goes_on} another folder, "
             f"--output_dir{spent}."
-        )
-
-
-def _unused(folder: Path) -> bool:
-    """True if a folder is empty, or dpfunc train was killed in it before its first step."""
-    names = {path.name for path in folder.iterdir()} - {LOCK_FILE, f"{_JOB_FILE}.new"}
-    return not names or (_JOB_FILE in names and MODEL not in names and not released(folder))
-
-
-def _check_writable(folder: Path) -> None:
-    """Check that files can be made in a folder, or in the nearest one above it that exists."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
-            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
         )
 
 
@@ -142,11 +130,7 @@ def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training.
-
-    >>> _differences({"task": "vqa", "training": {"steps": 1}}, {"task": "vqa", "training": {"steps": 2, "seed": 0}})
-    ['training.seed was None, now 0', 'training.steps was 1, now 2']
-    """
+    """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training."""
     found: list[str] = []
     for name in sorted({*saved, *now} - {*_FREE}):
         before, after = saved.get(name), now.get(name)
@@ -164,7 +148,7 @@ def has_checkpoint(job: Job) -> bool:
 
 
 def interrupted(job: Job, how: str = "Interrupted") -> str:
-    """Message after the user or the system ends a run: its privacy cost, and how to resume or count it."""
+    """Message after a run was ended: its privacy cost, and how to resume or count it."""
     journal = Path(job.output_dir) / JOURNAL
     steps, delta = count_steps(journal), job.privacy.dp_delta
     if delta is None or not job.privacy.dp_enabled:
@@ -189,8 +173,7 @@ def check_accounting(folder: Path) -> None:
     (tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal)
     """
     journal, path = folder / JOURNAL, folder / ACCOUNTING
-    taken = journal_ledger(journal)
-    counted = Record.from_json(path.read_bytes()).ledger
+    taken, counted = journal_ledger(journal), Record.from_json(path.read_bytes()).ledger
     if counted != taken:
         raise CheckpointError(
             f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
@@ -223,9 +206,8 @@ def check_spent_units(job: Job) -> None:
     """
     for name in job.data.spent or () if job.privacy.dp_enabled else ():
         found = _unit_of_run(Path(name))
-        if found is None and job.data.unit_column is None:
-            continue  # a ledger or a journal of any loop, which counts rows
-        if found != unit_of(job):
+        any_loop = found is None and job.data.unit_column is None  # a ledger or a journal, which counts rows
+        if not any_loop and found != unit_of(job):
             raise InvalidArgument(
                 f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
                 f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "

@@ -22,7 +22,7 @@ _MEANING = {
 
 
 class StrategyCost(NamedTuple):
-    """Trained parameters d and memory of one strategy; activations come on top."""
+    """Trained parameters d and memory of one strategy, without activations; sqrt(d), the norm of a step's noise."""
 
     name: str
     trained: int
@@ -30,11 +30,7 @@ class StrategyCost(NamedTuple):
     """All weights, with half a byte for each of those that `"qlora"` packs."""
     training_bytes: int
     """The trained copy, the released gradient and two moments of Adam; in float32 the sum before and after the noise"""
-
-    @property
-    def noise_norm(self) -> float:
-        """`sqrt(d)`: the norm of a step's noise in units of `noise_multiplier * clip_norm`."""
-        return math.sqrt(self.trained)
+    noise_norm: float
 
 
 def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
@@ -52,16 +48,14 @@ def strategy_costs(model: nn.Module, *, rank: int) -> tuple[StrategyCost, ...]:
     weights = sum(parameter.nbytes for parameter in own.values())
     in_4_bits = weights - sum(own[name].nbytes - own[name].numel() // 2 for name in packed.keys() & own.keys())
     item = max(map(Tensor.element_size, own.values()))
-    adapters = sum(rank * sum(weight.shape) for weight in packed.values())
-
-    def whole(name: str) -> int:
-        return sum(own[parameter].numel() for parameter in trained_parameters(model, name))
-
-    trained = {"full": whole("full"), "lora": adapters, "qlora": adapters, "projector": whole("projector")}
-    return tuple(
-        StrategyCost(name, size, in_4_bits if name == "qlora" else weights, size * (4 * item + 8))
-        for name, size in trained.items()
-    )
+    found = []
+    for name in _MEANING:
+        size = sum(rank * sum(weight.shape) for weight in packed.values())
+        if name in ("full", "projector"):
+            size = sum(own[parameter].numel() for parameter in trained_parameters(model, name))
+        held = in_4_bits if name == "qlora" else weights
+        found.append(StrategyCost(name, size, held, size * (4 * item + 8), math.sqrt(size)))
+    return tuple(found)
 
 
 def strategy_table(model: nn.Module, *, rank: int, noise_multiplier: float, expected_batch_size: float) -> str:

@@ -1,14 +1,11 @@
-"""A training job as values: what `dpfunc train CONFIG.yaml` reads, checked before anything is loaded.
-
-The fields with their types, limits and texts document the job file: docs/guides/train.md repeats them.
-"""
+"""A training job as values, checked before anything is loaded: types, limits and texts document the job file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
@@ -40,6 +37,17 @@ FEATURES = ("table_classification", "image_classification")  # tasks whose recor
 CLASSIFIES = ("text_classification", "token_classification", *FEATURES)  # tasks with a list of classes
 NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
 PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
+_ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone have; in others they have their default
+    ("model", "path"): tuple(task for task in TASKS if task != "table_classification"),
+    ("lora", "top_layers"): tuple(task for task in TASKS if task != "vqa"),
+    ("data", "labels"): tuple(task for task in TASKS if task != "text_regression"),
+    ("data", "text_pair_column"): PAIRS,
+    ("data", "max_images"): ("vqa",),
+    ("data", "image_size"): ("vqa", "image_classification"),
+    ("data", "grey"): ("image_classification",),
+    **{("data", key): ("causal_lm", "seq2seq") for key in ("prompt_column", "prompt_template")},
+    **{("data", key): ("table_classification",) for key in ("numbers", "categories", "missing")},
+}
 
 # A list of texts. A number among them is a text as well: labels are often 0 and 1.
 Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
@@ -64,19 +72,11 @@ def _refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
 class ModelSection:
     """Source of the model. Nothing is downloaded unless `local_files_only` is false."""
 
-    path: str | None = _key(
-        "Folder of a model as save_pretrained writes it, or its name on the hub. Tables have none; images without one "
-        "go through a scattering transform.",
-        None,
-    )
+    path: str | None = _key("Folder of a model, or its name on the hub. Images without one are scattered.", None)
     init: Literal["pretrained", "random"] = _key("`random` takes the configuration only: for tests.", "pretrained")
     tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
     gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
-    pooling: Literal["auto", "mean", "model"] = _key(
-        "For classes or numbers of single texts, with strategy head or lora: `mean` of the last hidden states, "
-        "or as the `model` does it; `auto` is `mean` if the folder says so (1_Pooling).",
-        "auto",
-    )
+    pooling: Literal["auto", "mean", "model"] = _key("Of tokens; `auto` is `mean` if 1_Pooling says so.", "auto")
     hidden: _Count = _key("Neurons of the hidden layer, for tables and images with strategy full.", 64)
     local_files_only: bool = _key("False allows downloads from the hub.", True)
 
@@ -96,44 +96,26 @@ class DataSection:
     budget: str | None = _key("Or: budget of the data set, a path or a URL: the run reserves, and settles.", None)
     budget_run: str | None = _key("With budget: name of this run, of which it has one.", None)
     budget_spender: str | None = _key("With budget: who spends; by default the user of this process.", None)
-    deduplicate: bool | None = _key(
-        "Leave out exact duplicates: a record that is there k times counts k-fold. By default true, but for "
-        "table_classification, where two records may well be equal.",
-        None,
-    )
+    deduplicate: bool | None = _key("Leave out exact duplicates; by default true, but for tables of numbers.", None)
     max_length: Annotated[int, Field(ge=2)] = _key("Tokens of a record that are used.", 128)
     unit_column: str | None = _key("Column that says whose record a row is: one person is then protected.", None)
-    max_records_per_unit: _Count | None = _key(
-        "With unit_column: most records of a person that are used; public.", None
-    )
+    max_records_per_unit: _Count | None = _key("With unit_column: most records of a person; public.", None)
     text_column: str = _key("Column with the text; for token_classification with its words.", "text")
     text_pair_column: str | None = _key("Column with a second text, for classes or numbers of pairs.", None)
     label_column: str = _key("Column with the label, the number, or the labels of all words.", "label")
     labels: Texts | None = _key("The classes: published with the model, so not read off the table.", None)
-    prompt_column: str | None = _key(
-        "Column with the prompt (causal_lm, seq2seq), together with response_column.", None
-    )
+    prompt_column: str | None = _key("Column with the prompt, together with response_column.", None)
     response_column: str | None = _key("Column with the response; the loss is on it.", None)
     prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
     loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
-    image_column: str = _key(
-        "Column with the image's path, or a list of paths, from the table's folder (vqa).", "image"
-    )
+    image_column: str = _key("Column with a path, or a list of paths, from the table's folder (vqa).", "image")
     max_images: _Count = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
-    image_size: tuple[int, ...] | None = _key(
-        "Height and width that images are fitted into, [336, 336]; public (vqa, image_classification).", None
-    )
+    image_size: tuple[int, ...] | None = _key("Height and width that images are fitted into; public.", None)
     question_column: str = _key("Column with the question (vqa).", "question")
     answer_column: str = _key("Column with the answer (vqa).", "answer")
-    numbers: Mapping[str, tuple[float, ...]] | None = _key(
-        "Columns of numbers with their ranges, {age: [0, 100]}; public (table_classification).", None
-    )
-    categories: Mapping[str, Texts] | None = _key(
-        "Columns of categories with their values, {sex: [f, m]}; public (table_classification).", None
-    )
-    missing: Literal["refuse", "feature"] = _key(
-        "A number that is missing is refused, or has a feature of its own (table_classification).", "refuse"
-    )
+    numbers: Mapping[str, tuple[float, ...]] | None = _key("Columns with ranges, {age: [0, 100]}; public.", None)
+    categories: Mapping[str, Texts] | None = _key("Columns with their values, {sex: [f, m]}; public.", None)
+    missing: Literal["refuse", "feature"] = _key("A missing number is refused, or has its own feature.", "refuse")
     grey: bool = _key("Read images in grey, without a model (image_classification).", False)
 
     def __post_init__(self) -> None:
@@ -185,11 +167,7 @@ class LoraSection:
     alpha: _Positive = _key("Their output is scaled by alpha / rank.", 16.0)
     targets: Texts | None = _key("Names of adapted layers, or `all-linear`; by default PEFT's choice.", None)
     dropout: _Share = _key("Dropout before the adapters.", 0.0)
-    top_layers: _Count | None = _key(
-        "Adapters in so many of the highest layers; what is below is computed once. By default all layers, and one "
-        "where the rate is left to the recipe and tokens are averaged.",
-        None,
-    )
+    top_layers: _Count | None = _key("Adapters in so many of the highest layers; all, or as the recipe says.", None)
     rslora: bool = _key("Scale by alpha / sqrt(rank) instead.", False)
     modules_to_save: Texts | None = _key("Modules trained whole besides; a new head always is.", None)
 
@@ -199,12 +177,8 @@ class TrainingSection:
     """Optimizer, length and memory; what is left out of rate, batch size and steps comes from a recipe."""
 
     learning_rate: _Positive | None = _key("Peak learning rate; by default that of the recipe.", None)
-    head_rate: _Positive | None = _key(
-        "Rate of a new head beside adapters; by default that of all, or the recipe's.", None
-    )
-    batch_size: _Count | None = _key(
-        "Logical batch: the expected number of records in a step; by default that of the recipe.", None
-    )
+    head_rate: _Positive | None = _key("Rate of a new head beside adapters; by default that of all.", None)
+    batch_size: _Count | None = _key("Expected number of records in a step; by default that of the recipe.", None)
     steps: _Count | None = _key("Optimizer steps; or epochs, by default those of the recipe.", None)
     epochs: _Positive | None = _key("Passes over the records; rounded up to steps.", None)
     physical_batch_size: _Count | None = _key("Records differentiated at once, for memory only.", None)
@@ -240,14 +214,7 @@ class TrainingSection:
         """Optimizer steps over that many records; a part of a step is a step."""
         if self.steps is not None:
             return self.steps
-        return math.ceil(round((self.epochs or 0.0) * dataset_size / _required(self.batch_size), 6))
-
-
-def _required(value: int | None) -> int:
-    """A value that the recipe has given where the job did not."""
-    if value is None:
-        raise InvalidArgument("Expected training.batch_size in the job, or a recipe that gives it.")
-    return value
+        return math.ceil(round((self.epochs or 0.0) * dataset_size / (self.batch_size or 0), 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,21 +254,14 @@ class Job:
                   "What the section training leaves out comes from the recipe of the strategy.")),
             (training.head_rate is not None and not (task in NEW_HEAD and adapts),
              fail("no head_rate without a new head beside adapters", "training.head_rate", training.head_rate)),
-            (lora.top_layers is not None and task == "vqa",
-             fail("no lora.top_layers with task='vqa'", "lora.top_layers", lora.top_layers)),
-            (prompts and task not in ("causal_lm", "seq2seq"),
-             f"Expected prompts with task='causal_lm' or 'seq2seq' only, got task={task!r}."),
+            *((task not in tasks and getattr(getattr(self, section), name) != getattr(SECTIONS[section], name),
+               fail(f"{section}.{name} with task {' or '.join(tasks)} only", "task", task))
+              for (section, name), tasks in _ONLY.items()),
             (not prompts and task == "seq2seq",
              "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
              "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
             (task == "seq2seq" and data.loss_on == "all",
              fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
-            (task == "text_regression" and data.labels is not None,
-             fail("no data.labels with task='text_regression'", "data.labels", data.labels)),
-            (data.text_pair_column is not None and task not in PAIRS,
-             fail(f"no pairs of texts with task={task!r}", "data.text_pair_column", data.text_pair_column)),
-            (task != "vqa" and (data.max_images != 1 or (data.image_size and task != "image_classification")),
-             f"Expected data.image_size and data.max_images with task='vqa' only, got {task!r}."),
             *_rules_of_features(self),
         )  # fmt: skip
 
@@ -325,8 +285,8 @@ class Job:
 
     @property
     def batch_size(self) -> int:
-        """Logical batch size of a job to which the recipe has given what was missing."""
-        return _required(self.training.batch_size)
+        """Logical batch size; 0 as long as no recipe has given what is missing."""
+        return self.training.batch_size or 0
 
 
 def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], ...]:
@@ -337,9 +297,6 @@ def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], 
     scatters = images and path is None
     return (
         (path is None and task not in FEATURES, "Expected model.path in the job. Name the folder of a model."),
-        (path is not None and table, fail("no model with task='table_classification'", "model.path", path)),
-        ((columns or data.missing != "refuse") and not table,
-         f"Expected data.numbers, data.categories, data.missing with task='table_classification' only, got {task!r}."),
         (table and not columns,
          "Expected columns to learn from: data.numbers, each with a range, e.g. {age: [0, 100]}, or data.categories, "
          "each with its values, e.g. {sex: [f, m]}. They are public: what anybody would write without the table."),
@@ -349,7 +306,6 @@ def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], 
          fail("[height, width], multiples of 4 and at least 8, for images without a model", "data.image_size", size)),
         (images and not scatters and (size or data.grey),
          "Expected no data.image_size and no data.grey with a model, whose processor decides them."),
-        (data.grey and not images, fail("data.grey with task='image_classification' only", "task", task)),
         (images and data.unit_column is not None,
          fail("no data.unit_column for images, whose folders say their class alone", "unit_column", data.unit_column)),
     )  # fmt: skip
@@ -358,15 +314,11 @@ def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], 
 _QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
 # The type of an error of pydantic -> domain, what to do.
 _KINDS = {
-    "bool_parsing": ("true or false", ""),
-    "bool_type": ("true or false", ""),
-    "mapping_type": ("keys under {name}", "Write `key: value` lines below it, indented."),
-    "dataclass_type": ("keys under {name}", "Write `key: value` lines below it, indented."),
-    "finite_number": ("a finite number", ""),
-    "float_parsing": ("a finite number", ""),
+    **dict.fromkeys(("bool_parsing", "bool_type"), ("true or false", "")),
+    **dict.fromkeys(("mapping_type", "dataclass_type"), ("keys under {name}", "Write `key: value` lines, indented.")),
+    **dict.fromkeys(("finite_number", "float_parsing"), ("a finite number", "")),
+    **dict.fromkeys(("int_parsing", "int_type"), ("an integer", "")),
     "float_type": ("a finite number", "A number has no quotes."),
-    "int_parsing": ("an integer", ""),
-    "int_type": ("an integer", ""),
     "string_too_short": ("text", "Leave it out, or give it a value."),
     "string_type": ("text", _QUOTES),
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
@@ -391,9 +343,7 @@ TOP = ("task", "strategy", "output_dir")
 
 
 def job_from_dict(values: Mapping[str, Any]) -> Job:
-    """A job from the values of a YAML file, as JSON can hold them; every name and every type is checked.
-
-    (tests/train/test_config.py::test_misspelt_names_are_refused)
+    """A job from the values of a YAML file: every name is checked (test_misspelt_names_are_refused), and every type.
 
     >>> job_from_dict({"taks": "causal_lm"})
     Traceback (most recent call last):
@@ -416,7 +366,7 @@ def job_from_dict(values: Mapping[str, Any]) -> Job:
 
 
 def job_to_dict(job: Job) -> dict[str, Any]:
-    """The job as JSON values; `job_from_dict` reads them."""
+    """The job as JSON values."""
     values: dict[str, Any] = _JOBS.dump_python(job, mode="json")
     return values
 
@@ -434,44 +384,31 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
     """
     problems = error.errors(include_url=False)
     problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])
-    kind, place, name = problem["type"], problem["loc"], flag or ".".join(map(str, problem["loc"]))
+    kind, place, value = problem["type"], problem["loc"], problem["input"]
+    name, last = flag or ".".join(map(str, place)), str(place[-1] if place else "")
+    section: Any = SECTIONS.get(str(place[0]), Job) if len(place) > 1 else Job
+    keys = {each.name: each.metadata.get("help", "") for each in dataclasses.fields(section)}
     if kind == "value_error":  # of a section itself, which says it in its own words
         return InvalidArgument(str(problem["ctx"]["error"]))
     if kind == _UNKNOWN:
         of = place[0] if len(place) > 1 else "a job"
-        return InvalidArgument(f"Expected a key of {of}, got {place[-1]!r}. {suggestion(str(place[-1]), _keys(place))}")
+        return InvalidArgument(f"Expected a key of {of}, got {last!r}. {suggestion(last, keys)}")
     if kind == "missing":
-        return InvalidArgument(f"Expected {name} in the job. {_keys(place)[str(place[-1])]}".rstrip())
-    if kind == "literal_error":
-        return _wrong(f"{name} to be one of {problem['ctx']['expected']}", name, problem["input"], "")
+        return InvalidArgument(f"Expected {name} in the job. {keys[last]}".rstrip())
     if kind in _OUTSIDE:
-        return _wrong(_limits(place, name), name, problem["input"], "")
-    if kind in _KINDS:
-        domain, hint = _KINDS[kind]
-        hint = _EACH.get(".".join(map(str, place[:2])), hint)
-        return _wrong(domain.replace("{name}", name), name, problem["input"], hint)
-    return InvalidArgument(f"Expected a job that can be read, got one that cannot: {name} {problem['msg']}.")
-
-
-def _wrong(domain: str, name: str, value: object, hint: str) -> InvalidArgument:
-    """The error for a value, which is shown if it is a short one."""
+        domain, hint = _limits(section, last, name), ""
+    elif kind == "literal_error":
+        domain, hint = f"{name} to be one of {problem['ctx']['expected']}", ""
+    else:
+        domain, hint = _KINDS.get(kind, ("a value that can be read", problem["msg"]))
     hidden = isinstance(value, list | dict) or len(repr(value)) > _LONGEST
-    return (wrong_type if hidden else fail)(domain, name, value, hint)
+    hint = _EACH.get(".".join(map(str, place[:2])), hint)
+    return (wrong_type if hidden else fail)(domain.replace("{name}", name), name, value, hint)
 
 
-def _section(place: Sequence[int | str]) -> Any:
-    """The section of a key; the job for a key at the top."""
-    return get_type_hints(Job)[str(place[0])] if len(place) > 1 else Job
-
-
-def _keys(place: Sequence[int | str]) -> dict[str, str]:
-    """The keys of the section of a key, with their meanings."""
-    return {each.name: each.metadata.get("help", "") for each in dataclasses.fields(_section(place))}
-
-
-def _limits(place: Sequence[int | str], name: str) -> str:
+def _limits(section: Any, key: str, name: str) -> str:
     """The domain of a number, `0 <= NAME < 1`, from the constraints of its type."""
-    kind = get_type_hints(_section(place), include_extras=True)[str(place[-1])]
+    kind = get_type_hints(section, include_extras=True)[key]
     number = next(each for each in (kind, *get_args(kind)) if hasattr(each, "__metadata__"))
     limits = {type(limit).__name__: limit for limit in number.__metadata__[0].metadata}
     if number.__origin__ is int:

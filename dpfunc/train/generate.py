@@ -12,11 +12,12 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpfunc import distributed
-from dpfunc._utils.validation import fail, integer, positive, probability, unique_json, unsigned
+from dpfunc._utils.validation import fail, integer, positive, probability
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import Record
 from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -24,18 +25,13 @@ from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_base, load_processing, one_line
 from dpfunc.train._run_folder import MODEL, saved_job, trained_on
-from dpfunc.train.config import ADAPTERS, Job
+from dpfunc.train.config import ADAPTERS
 from dpfunc.train.tables import read_table, same_file
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A trained language model with what its training has cost.
-
-    Args:
-        model, tokenizer: as trained. epsilon, delta: of the training; None where nothing is protected.
-        max_length: tokens of a record in training. trained_on: the private table, where it is known.
-    """
+    """A trained language model; epsilon and delta of its training, None where nothing is protected; its table."""
 
     model: Any = field(repr=False)
     tokenizer: Any = field(repr=False)
@@ -47,10 +43,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing texts: `num` in all, spread evenly over the prompts; the same texts again for the same seed.
-
-    `top_p` is that of nucleus sampling (Holtzman et al. 2020); `batch_size` is for memory only.
-    """
+    """Settings for drawing texts: `num` in all, spread evenly over the prompts; `top_p` as in Holtzman et al. 2020."""
 
     num: int
     max_new_tokens: int = 128
@@ -79,45 +72,35 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
         raise InvalidArgument(f"Expected a run with task causal_lm, got {job.task!r} in {str(root)!r}.")
     if not (root / MODEL).is_dir():
         raise CheckpointError(f"Expected a finished run, got {str(root)!r} without {MODEL}/. Go on with it: --resume.")
-    epsilon, delta = _spent(root, job)
-    why = "was trained without privacy" if epsilon is None else "has a key that anybody can guess (--insecure-seed)"
-    if epsilon is None or insecure_seed is not None:
-        if not allow_non_private:
-            raise InvalidArgument(
-                f"Expected a private model, but the one in {str(root)!r} {why}: its texts may repeat training records. "
-                "Say --allow-non-private if they are only for yourself."
-            )
-        epsilon = delta = None
+    epsilon = delta = None
+    private, why = job.privacy.dp_enabled, "was trained without privacy"
+    if private:
+        try:
+            found = Record.from_json((root / ACCOUNTING).read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is "
+                "drawn."
+            ) from error
+        private, why = insecure_seed is None, "has a key that anybody can guess (--insecure-seed)"
+        epsilon, delta = (found.epsilon, found.delta) if private else (None, None)
+    if not private and not allow_non_private:
+        raise InvalidArgument(
+            f"Expected a private model, but the one in {str(root)!r} {why}: its texts may repeat training records. "
+            "Say --allow-non-private if they are only for yourself."
+        )
     processing = load_processing(job)
-    base = load_base(job, processing)
+    base: Any = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
-        model = _with_trained(base, root / MODEL, adapted=job.strategy in ADAPTERS)
+        if job.strategy in ADAPTERS:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(base, root / MODEL)
+        else:
+            model = type(base).from_pretrained(root / MODEL, local_files_only=True, dtype=torch.float32)
     writer = Writer(model.train(False), processing, epsilon, delta, job.data.max_length, trained_on(root))
     refuse_private_prompts(writer, prompts)
     return writer
-
-
-def _spent(root: Path, job: Job) -> tuple[float | None, float | None]:
-    if not job.privacy.dp_enabled:
-        return None, None
-    try:
-        values = unsigned("record", unique_json((root / ACCOUNTING).read_bytes()))
-        return float(values["epsilon"]), float(values["delta"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
-        ) from error
-
-
-def _with_trained(base: nn.Module, path: Path, *, adapted: bool) -> nn.Module:
-    if adapted:
-        from peft import PeftModel
-
-        model: nn.Module = PeftModel.from_pretrained(base, path)
-        return model
-    kind: Any = type(base)  # of Transformers, which has no types
-    whole_model: nn.Module = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    return whole_model
 
 
 def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
@@ -159,7 +142,7 @@ def sample(
     """Draw texts, a batch at a time: `{"text", the fields of its prompt, "epsilon", "delta"}`, the same for a seed.
 
     What is drawn from released parameters costs no more than they did (Dwork and Roth 2014, Proposition 2.1), however
-    many texts there are. Processes share the batches: all iterate, and each gets all texts, those of one process
+    many texts there are. Processes share the batches: all iterate, and each gets all texts
     (tests/train/test_generate.py::test_the_same_seed_gives_the_same_texts).
     """
     wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
@@ -189,29 +172,21 @@ def _drawn(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, s
 def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str]:
     tokenizer, model = writer.tokenizer, writer.model
     rows = [prompt_ids(tokenizer, prompt, max(1, writer.max_length // 2)) for prompt in prompts]
-    length = max(len(row) for row in rows)
-    device = next(model.parameters()).device
+    length, device = max(map(len, rows)), next(model.parameters()).device
     padded = [[tokenizer.pad_token_id] * (length - len(row)) + row for row in rows]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
     with torch.no_grad():
         ids: Tensor = model.generate(
-            input_ids=torch.tensor(padded, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            do_sample=True,
-            temperature=how.temperature,
-            top_p=how.top_p,
-            top_k=0,
-            max_new_tokens=how.max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+            input_ids=torch.tensor(padded, device=device), attention_mask=torch.tensor(mask, device=device),
+            do_sample=True, temperature=how.temperature, top_p=how.top_p, top_k=0, max_new_tokens=how.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
     return [text.strip() for text in tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)]
 
 
 def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None = None) -> int:
-    """Write texts to a new .jsonl file as they come, and count them. All processes iterate, and one of them writes.
-
-    (tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all)
+    """Write texts to a new .jsonl file, and count them. All processes iterate, and one writes; what it cannot write
+    stops all (tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all).
     """
     if path.suffix != ".jsonl":
         raise fail("a .jsonl file", "out", str(path))

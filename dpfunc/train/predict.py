@@ -10,11 +10,10 @@ import torch
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train._feature_model import Front, load_features
-from dpfunc.train._image_features import image_files
+from dpfunc.train._features import TableFeatures
 from dpfunc.train._model import one_line
 from dpfunc.train._run_folder import MODEL
-from dpfunc.train._table_features import TableFeatures
-from dpfunc.train.tables import read_table
+from dpfunc.train.tables import image_files, read_table
 
 
 def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
@@ -38,12 +37,11 @@ def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
     place = root / MODEL if (root / MODEL).is_dir() else root
     with one_line(f"the model of a run over a table or images in {str(place)!r}"):
         front, model = load_features(place)
-    names = model.config.id2label
     for about, x_k in _records(front, Path(source)):
         with torch.no_grad():
             shares = model(x_k[None]).logits[0].softmax(0).tolist()
-        found = {names[number]: share for number, share in enumerate(shares)}
-        yield {**about, "label": max(found, key=lambda name: found[name]), "probabilities": found}
+        found = {model.config.id2label[number]: share for number, share in enumerate(shares)}
+        yield {**about, "label": max(found, key=found.__getitem__), "probabilities": found}
 
 
 def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:

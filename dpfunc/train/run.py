@@ -85,8 +85,7 @@ class Prepared:
 def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     """Read the tables, find the plan, load the model, and write nothing; what is cheap to refuse comes first.
 
-    A recipe depends on the number of trained parameters: if one is needed, the model is loaded before the plan. `spent`
-    is what earlier runs have cost; None: as the job says.
+    Where a recipe needs the number of trained parameters, the model comes before the plan. spent: None for the job's.
     """
     job = with_shape(job)
     if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
@@ -102,13 +101,12 @@ def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     if job.training.missing:
         model = choose_parameters(load_base(job, processing), job)
         job, found = with_recipe(job, model, size, earlier)
-    num_steps = job.training.num_steps(size)
-    private = job.privacy.dp_enabled
-    spent = earlier if private else None
+    num_steps, spent, plan = job.training.num_steps(size), None, None
     folders.check_spent_units(job)
-    plan = job.privacy.plan(size, job.batch_size, num_steps, spent) if private else None
+    if job.privacy.dp_enabled:
+        spent, plan = earlier, job.privacy.plan(size, job.batch_size, num_steps, earlier)
+        num_steps = plan.num_steps
     model = choose_parameters(load_base(job, processing), job) if model is None else model
-    num_steps = num_steps if plan is None else plan.num_steps
     return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
 
 
@@ -119,8 +117,7 @@ def run_job(
 
     Args:
         job: what to do. resume: go on with the run in its output_dir after an interruption, bit for bit.
-        insecure_seed: a key that anybody can guess, to repeat a run exactly: for tests and public data.
-        say: gets each line of the report.
+        insecure_seed: a key that anybody can guess: for tests and public data. say: gets each line of the report.
 
     Returns:
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
@@ -130,20 +127,21 @@ def run_job(
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
-        distributed.once(ranks, lambda: _begin(job, resume, insecure_seed, held))
+
+        def begin() -> None:
+            check_job(job, resume, insecure_seed)
+            held.enter_context(only_process(folder))
+            folders.check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
+
+        distributed.once(ranks, begin)
         writes = distributed.is_writer(ranks)
-
-        def load() -> Prepared:
-            return prepare(folders.recorded_job(job) if resume else job)
-
-        def tell(*lines: str | None) -> None:
-            for line in lines if writes else ():
-                if line is not None:
-                    say(line)
-
-        prepared = all_or_none(load, ranks, "Nothing was trained")
+        prepared = all_or_none(
+            lambda: prepare(folders.recorded_job(job) if resume else job), ranks, "Nothing was trained"
+        )
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        tell(*seen_lines(records), *recipe_lines(prepared.recipe, job.training.missing), about)
+        lines = [*seen_lines(records), *recipe_lines(prepared.recipe, job.training.missing), *about]
+        for line in lines if writes else ():
+            say(line)
         prepared = dataclasses.replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
@@ -159,13 +157,6 @@ def run_job(
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
         return finished[0] if finished else {}
-
-
-def _begin(job: Job, resume: bool, insecure_seed: int | None, held: ExitStack) -> None:
-    """Check the job, and take its folder, which no other process can use as long as `held` is open."""
-    check_job(job, resume, insecure_seed)
-    held.enter_context(only_process(Path(job.output_dir)))
-    folders.check_folder(job, resume, insecure_seed)  # again: another process may have finished there meanwhile
 
 
 def save_model(folder: Path, model: Any, processing: Any) -> None:
@@ -184,17 +175,16 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)
-    _check_loggers(job.training.report_to)
+    if job.training.report_to not in (None, ("all",), ("none",)):
+        _check_loggers(job.training.report_to or ())
     folders.check_folder(job, resume, insecure_seed)
 
 
-def _check_loggers(names: Sequence[str] | None) -> None:
+def _check_loggers(names: Sequence[str]) -> None:
     """Check that the loggers of report_to are known and installed, without making them: some write when made."""
-    if names is None or tuple(names) in (("all",), ("none",)):
-        return
-    with one_line('transformers, from pip install "dpfunc[hf]"'):
-        from transformers.integrations import get_available_reporting_integrations
-        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as KNOWN
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK as KNOWN
+
     installed = [*get_available_reporting_integrations(), *(name for name, m in _UNLISTED.items() if find_spec(m))]
     for name in names:
         one_of("report_to", name, sorted(KNOWN), suggestion(name, sorted(KNOWN)))
@@ -219,21 +209,14 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
     many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return (kind or DPTrainer)(
-        model=prepared.model,
-        args=training_arguments(prepared),
+        model=prepared.model, args=training_arguments(prepared),
         privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
-        loss=loss_of_job(job),
-        unit=folders.unit_of(job),
-        key=key,
-        ledger=prepared.spent,
-        budget=prepared.budget,
-        train_dataset=records.units,
-        eval_dataset=records.evaluation or None,
+        loss=loss_of_job(job), unit=folders.unit_of(job), key=key, ledger=prepared.spent, budget=prepared.budget,
+        train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
-        compute_metrics=MEASURES.get(job.task),
-        optimizers=(_optimizer(prepared), None),
-    )
+        compute_metrics=MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
+    )  # fmt: skip
 
 
 def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
@@ -258,24 +241,15 @@ def training_arguments(prepared: Prepared) -> Any:
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
     with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
         return TrainingArguments(
-            output_dir=job.output_dir,
-            max_steps=prepared.num_steps,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulated,
-            per_device_eval_batch_size=job.physical_batch_size,
-            optim=training.optimizer,
-            lr_scheduler_type=training.scheduler,
-            eval_strategy="steps" if evaluates else "no",
-            eval_steps=training.eval_steps if evaluates else None,
-            save_strategy="steps",
-            save_total_limit=training.keep_checkpoints,
+            output_dir=job.output_dir, max_steps=prepared.num_steps, per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulated, per_device_eval_batch_size=job.physical_batch_size,
+            optim=training.optimizer, lr_scheduler_type=training.scheduler,
+            eval_strategy="steps" if evaluates else "no", eval_steps=training.eval_steps if evaluates else None,
+            save_strategy="steps", save_total_limit=training.keep_checkpoints,
             report_to="none" if training.report_to is None else list(training.report_to),
-            **{name: getattr(training, name) for name in _SAME_NAME},
-            **checkpointing,
-            remove_unused_columns=False,
-            use_cpu=not torch.accelerator.is_available(),
-            dataloader_pin_memory=torch.cuda.is_available(),
-        )
+            **{name: getattr(training, name) for name in _SAME_NAME}, **checkpointing, remove_unused_columns=False,
+            use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
 
 
 def _batches_of_twin(job: Job) -> tuple[int, int]:
@@ -299,17 +273,17 @@ def _finish(
     """Write the metrics, print privacy cost, files and metrics, and return the accounting."""
     job, private, spent = prepared.job, prepared.job.privacy.dp_enabled, dict[str, Any]()
     replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
+    cost = "epsilon=inf. This is the twin without privacy."
     if private:
         spent = json.loads((folder / ACCOUNTING).read_text())
-        unit = "record" if job.data.unit_column is None else "person"
-        say(
-            f"Spent: epsilon={spent['epsilon']:.4g} at delta={spent['delta']:g} ({spent['accountant']}; rdp says "
-            f"{spent['epsilon_rdp']:.4g}), {spent['global_step']} steps, {spent['adjacency']}, one {unit} protected."
+        cost = (
+            f"epsilon={spent['epsilon']:.4g} at delta={spent['delta']:g} ({spent['accountant']}; rdp says "
+            f"{spent['epsilon_rdp']:.4g}), {spent['global_step']} steps, {spent['adjacency']}, "
+            f"one {'record' if job.data.unit_column is None else 'person'} protected."
         )
-        if insecure_seed is not None:
-            say(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
-    else:
-        say("Spent: epsilon=inf. This is the twin without privacy.")
+    say(f"Spent: {cost}")
+    if private and insecure_seed is not None:
+        say(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
     base, load = "base model", "from_pretrained(path)"
     if job.model.pooling == "mean":
         base, load = f"load_mean_pooled({job.model_path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"

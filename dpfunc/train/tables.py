@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from dpfunc.errors import InvalidArgument
 
 Row = dict[str, str]
+_IMAGES = (".png", ".jpg", ".jpeg")
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,9 @@ class Table:
 
 
 def read_table(
-    path: Path | str,
-    columns: Sequence[str],
-    *,
-    deduplicate: bool = True,
-    unit: str | None = None,
+    path: Path | str, columns: Sequence[str], *, deduplicate: bool = True, unit: str | None = None,
     lists: Sequence[str] = (),
-) -> Table:
+) -> Table:  # fmt: skip
     """The columns that a job needs, of a .jsonl with an object a line, a .csv with a header, or a .txt; UTF-8.
 
     Args:
@@ -86,12 +84,11 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
 def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
     """Numbered rows, if each has at most as many values as there are names, and no name is there twice."""
     names = list(reader.fieldnames or ())
-    for column in columns:
-        if names.count(column) > 1:
-            raise InvalidArgument(
-                f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
-                "or remove the others."
-            )
+    for column in (each for each in columns if names.count(each) > 1):
+        raise InvalidArgument(
+            f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
+            "or remove the others."
+        )
     found = list(enumerate(reader, start=1))
     for number, row in found:
         if any(row.get(None) or ()):  # values beyond the last name, which DictReader keeps under None
@@ -105,21 +102,23 @@ def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path
 def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
     """The values in a line of JSON. The line is private, and messages do not show it."""
 
+    twice: list[str] = []
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        for column in columns:
-            if names.count(column) > 1:
-                raise ValueError(f"it has {column!r} twice")
+        twice.extend(column for column in columns if names.count(column) > 1)
         return dict(pairs)
 
     try:
-        return json.loads(line, object_pairs_hook=once)
+        found = json.loads(line, object_pairs_hook=once)
+        if not twice:
+            return found
+        reason = f"it has {twice[0]!r} twice"
     except json.JSONDecodeError as error:
         reason = error.msg
-    except RecursionError:
-        reason = "its values are nested too deeply"
-    except ValueError as error:
-        reason = str(error) if str(error).endswith(" twice") else "a number has too many digits"
+    except (RecursionError, ValueError) as error:
+        deep = isinstance(error, RecursionError)
+        reason = "its values are nested too deeply" if deep else "a number has too many digits"
     raise InvalidArgument(
         f"Expected one JSON object a line in {str(path)!r}, got line {number}, which is none: {reason}."
     )
@@ -136,8 +135,18 @@ def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[
                 f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
                 "Write the table as UTF-8 again, or leave the row out."
             )
-    if unit is not None:
-        _check_unit(row[unit], unit, where)
+    if unit is None:
+        return values
+    if isinstance(row[unit], bool) or not isinstance(row[unit], str | int) or not values[unit].strip():
+        raise InvalidArgument(
+            f"Expected a person in the column {unit!r} {where}: a text that is not empty, or a whole number. "
+            "Leave the row out, or give it a name of its own if it is nobody else's."
+        )
+    if values[unit] != values[unit].strip():
+        raise InvalidArgument(
+            f"Expected a person without spaces around in the column {unit!r} {where}: with and "
+            "without them a name would be two people."
+        )
     return values
 
 
@@ -150,20 +159,6 @@ def _text(row: Mapping[str, Any], column: str, may_be_list: bool, where: str) ->
         raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
     texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
     return json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
-
-
-def _check_unit(value: object, column: str, where: str) -> None:
-    """Check the value that says whose record a row is: what two spellings hide would be protected as two people."""
-    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise InvalidArgument(
-            f"Expected a person in the column {column!r} {where}: a text that is not empty, or a whole number. "
-            "Leave the row out, or give it a name of its own if it is nobody else's."
-        )
-    if str(value) != str(value).strip():
-        raise InvalidArgument(
-            f"Expected a person without spaces around in the column {column!r} {where}: with and "
-            "without them a name would be two people."
-        )
 
 
 def _hint(row: Mapping[Any, Any], column: str) -> str:
@@ -185,8 +180,7 @@ def split(
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Training and held-out rows; each row's side is decided by the row alone, or, with `unit`, by whose it is.
 
-    A shuffle of the whole table would let one row more move all others; here it moves none, so that neighbouring tables
-    have neighbouring training parts. The number of held-out rows varies as that of coin flips
+    So neighbouring tables have neighbouring training parts, which a shuffle of the whole table would not give
     (tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there).
     """
     sides: tuple[list[Row], list[Row]] = [], []
@@ -195,6 +189,14 @@ def split(
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         sides[int.from_bytes(digest) / 2**64 < fraction].append(row)
     return tuple(sides[0]), tuple(sides[1])
+
+
+def number_of(text: str) -> float:
+    """The number in a text; nan where there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def json_values(path: Path) -> dict[str, Any]:
@@ -214,3 +216,33 @@ def same_file(one: Path, other: Path) -> bool:
         return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
     except OSError:
         return False
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images below a folder, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGES)
+
+
+def read_images(folder: Path, labels: Sequence[str], label_column: str, *, deduplicate: bool) -> Table:
+    """The images of `folder/class/*.png|jpg`: a row has the path below the folder, a digest of the file, the class.
+
+    Files are numbered class by class, in the order of their names; equal files of one class are duplicates.
+    """
+    there = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+    lacking, others = [label for label in labels if label not in there], there - {*labels}
+    if lacking or others:
+        raise InvalidArgument(
+            f"Expected a folder with a folder for each of data.labels ({', '.join(labels)}), and no other, got "
+            f"data.train={str(folder)!r} without {', '.join(lacking) or 'none of them'}, with {len(others)} others. "
+            "Classes are public; one that has no image has an empty folder."
+        )
+    rows: dict[int, Row] = {}
+    for label in labels:
+        for path in image_files(folder / label):
+            digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+            rows[len(rows) + 1] = {"image": path.relative_to(folder).as_posix(), "digest": digest, label_column: label}
+    if not rows:
+        raise InvalidArgument(f"Expected images (.png, .jpg) in the folders of {str(folder)!r}, got none.")
+    first = {(row["digest"], row[label_column]): number for number, row in reversed(rows.items())}
+    kept = sorted(first.values()) if deduplicate else [*rows]
+    return Table(tuple(rows[number] for number in kept), tuple(kept), len(rows) - len(kept))

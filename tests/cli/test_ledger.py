@@ -62,23 +62,6 @@ def test_a_record_as_json(folder):
     assert run("show", folder, "--method", "tilted").exit_code == 0
 
 
-def test_a_journal_needs_a_delta(folder):
-    (folder / "privacy_accounting.json").unlink()
-    result = run("show", folder)
-    assert result.exit_code == 2
-    assert "privacy_journal.jsonl' has no delta of its own" in words(result)
-    assert "2.594" in run("show", folder, "--delta", 1e-5).stdout
-
-
-def test_a_folder_of_no_run(tmp_path):
-    result = run("show", tmp_path)
-    assert result.exit_code == 1
-    assert "Expected the folder of a run" in result.stderr
-    for name in ("a", "b"):
-        written(tmp_path / f"{name}_journal.jsonl", line(0))
-    assert "with 2 of them. Name the file." in run("show", tmp_path).stderr
-
-
 @pytest.mark.parametrize("command", ["show", "check"])
 def test_a_changed_record_is_refused(folder, command):
     """Also one that is older than digests."""
@@ -126,6 +109,7 @@ def test_what_does_not_agree(folder, name):
     assert [row["check"] for row in values["checks"] if not row["agrees"]] == [name.partition(" ")[0]]
     assert values["agrees"] is False
     assert "Do not publish the claim" in run("check", folder).stdout
+    assert ("guess" in run("show", folder).output) == (name == "key")
 
 
 def test_a_journal_with_more_steps_than_the_record(folder):
@@ -136,34 +120,32 @@ def test_a_journal_with_more_steps_than_the_record(folder):
     assert "2 of its steps are not counted" in words(result)
 
 
-def test_a_larger_claim_is_an_upper_bound(folder):
+def test_claims_that_are_larger_smaller_or_infinite(folder):
     result = run("check", folder, "--epsilon", 3.0)
     assert result.exit_code == 0
     assert "the claim is an upper bound" in words(result)
     assert run("check", folder, "--epsilon", 2.5).exit_code == 1
     assert run("check", folder, "--delta", 1e-6).exit_code == 1  # its epsilon at a smaller delta is larger
-
-
-def test_an_infinite_claim(folder):
     rewrite(folder, epsilon=math.inf, target_epsilon=None)
     assert json.loads(run("check", folder, "--json").stdout)["claimed_epsilon"] is None
     assert json.loads(run("show", folder, "--json").stdout)["epsilon"] is None
 
 
-def test_the_claim_about_a_journal(folder):
+def test_a_journal_has_no_claim_and_no_delta_of_its_own(folder, tmp_path):
     path = folder / "privacy_journal.jsonl"
     assert run("check", path, "--epsilon", 2.6, "--delta", 1e-5).exit_code == 0
     assert run("check", path, "--epsilon", 2.5, "--delta", 1e-5).exit_code == 1
     for options in ((), ("--epsilon", 2.6)):
         assert run("check", path, *options).exit_code == 2
-
-
-@pytest.mark.parametrize("command", ["show", "check"])
-def test_a_guessable_key_is_warned_about(folder, command):
-    rewrite(folder, noise_key="guessable")
-    result = run(command, folder)
-    assert "guess" in result.output
-    assert result.exit_code == (1 if command == "check" else 0)
+    (folder / "privacy_accounting.json").unlink()
+    result = run("show", folder)
+    assert result.exit_code == 2
+    assert "privacy_journal.jsonl' has no delta of its own" in words(result)
+    assert "2.594" in run("show", folder, "--delta", 1e-5).stdout
+    written(folder / "other_journal.jsonl", line(0))
+    assert "with 2 of them. Name the file." in run("show", folder).stderr
+    result = run("show", tmp_path)
+    assert (result.exit_code, "Expected the folder of a run" in result.stderr) == (1, True)
 
 
 def test_a_record_cannot_write_to_the_terminal(folder):

@@ -134,21 +134,18 @@ REFUSED = {
     "little noise": (["--private", "--mean-runs", 2, "--score-noise", 0.01], "Add more noise to the score"),
     "nothing to resume": ([*PRIVATE, "--resume"], "Expected an interrupted search"),
     "a grid": ([*PRIVATE, "--grid", "rate=1"], "--grid"),
+    "several processes": (PRIVATE, "without torchrun"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_anything_is_written(here, name):
+def test_refused_before_anything_is_written(here, monkeypatch, name):
     before, (arguments, message) = files(), REFUSED[name]
+    if name == "several processes":
+        monkeypatch.setenv("WORLD_SIZE", "2")
     result = tune(*arguments)
     assert (result.exit_code, message in result.stderr) == (1, True), result.output
     assert files() == before
-
-
-def test_several_processes_are_refused(here, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = tune(*PRIVATE)
-    assert (result.exit_code, "without torchrun" in result.stderr) == (1, True), result.output
 
 
 def test_ctrl_c_says_what_was_spent_and_the_search_goes_on(here, monkeypatch):

@@ -1,4 +1,4 @@
-"""The main job in small: it runs, writes what it promises, can be resumed, and explains bad input."""
+"""The main job in small: it runs, writes what it promises, can be resumed, and explains bad input; and its parts."""
 
 from __future__ import annotations
 
@@ -35,46 +35,21 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_table_is_printed(finished):
-    _, output = finished
+def test_a_run_leaves_what_it_promises(finished):
+    """The table, all files, a certificate that holds, and an accounting that is that of its ledger."""
+    folder, output = finished
     for line in ("majority class", "non-private twin", "DP head only", "DP-LoRA", "Layers 1-5 are frozen"):
         assert line in output
-
-
-@pytest.mark.slow
-def test_the_run_folder_is_complete(finished):
-    folder, _ = finished
-    names = {path.name for path in folder.iterdir()}
     assert {
-        "privacy_accounting.json",
-        "ledger.json",
-        "journal.jsonl",
-        "adapter.safetensors",
-        "metrics.json",
-        "certificate.json",
-        "certificate.html",
-        "run.png",
-        "UNRELEASED_norms.png",
-        "checkpoint",
-    } <= names
+        "privacy_accounting.json", "ledger.json", "journal.jsonl", "adapter.safetensors", "metrics.json",
+        "certificate.json", "certificate.html", "run.png", "UNRELEASED_norms.png", "checkpoint",
+    } <= {path.name for path in folder.iterdir()}  # fmt: skip
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-def test_the_certificate_is_named_and_holds(finished):
-    folder, output = finished
     assert f"Certificate: {folder / 'certificate.json'}" in output.replace("\n", " ")
     findings = check(folder / "certificate.json")
     assert all(finding.agrees for finding in findings)
     assert f"All {len(findings)} checks of it agree." in " ".join(output.split())
-
-
-@pytest.mark.slow
-def test_the_accounting_is_that_of_the_ledger(finished):
-    folder, _ = finished
     values = json.loads((folder / "privacy_accounting.json").read_text())
-    names = {"epsilon", "delta", "target_epsilon", "max_grad_norm", "noise_multiplier", "global_step", "epoch"}
-    assert names <= values.keys()
     ledger = Ledger.from_json((folder / "ledger.json").read_text())
     assert values["epsilon"] == ledger.epsilon(values["delta"]).epsilon <= values["target_epsilon"]
     assert values["global_step"] == ledger.num_steps == 4
@@ -104,18 +79,14 @@ def test_two_processes_give_the_same(finished, tmp_path):
 
 @pytest.mark.slow
 def test_a_finished_run_resumes_to_the_same_result_at_no_cost(finished):
+    """And no run of another plan."""
     folder, _ = finished
-    before = contents(folder)
-    result = ran(JOB / "train.py", "--smoke", "--insecure-seed", 5, "--resume", folder)
+    before, options = contents(folder), ("--smoke", "--insecure-seed", 5, "--resume", folder)
+    result = ran(JOB / "train.py", *options)
     assert result.exit_code == 0, result.stderr[-2000:]
     assert "Resumed at step 4; 4 steps are in the ledger." in result.stdout
     assert before == contents(folder)
-
-
-@pytest.mark.slow
-def test_another_plan_is_not_resumed(finished):
-    folder, _ = finished
-    result = ran(JOB / "train.py", "--smoke", "--insecure-seed", 5, "--epsilon", 5, "--resume", folder)
+    result = ran(JOB / "train.py", *options, "--epsilon", 5)
     assert result.exit_code != 0
     assert "another plan: plan.epsilon: saved 3.0, now 5.0" in result.stderr
 
@@ -149,6 +120,11 @@ def test_csv_and_jsonl(tmp_path):
     assert (len(data.train.texts), len(data.validation.texts), len(data.test.texts)) == (29, 3, 8)
     parts = [set(part.texts) for part in (data.train, data.validation, data.test)]
     assert sum(len(part) for part in parts) == len(set.union(*parts)) == 40
+    lines = [json.dumps({"text": f"t{i % 20}", "label": str(i % 2)}) for i in range(60)]
+    (tmp_path / "twice.jsonl").write_text("\n".join(lines))
+    data = load(str(tmp_path / "twice.jsonl"), seed=0)  # duplicates are removed before the split
+    texts = data.train.texts + data.validation.texts + data.test.texts
+    assert (data.duplicates, len(texts), len(set(texts))) == (40, 20, 20)
     (tmp_path / "bad.csv").write_text("text,class\nx,y\n")
     with pytest.raises(DataError, match="Expected a text in the column 'label' in row 1 of bad.csv"):
         read_file(tmp_path / "bad.csv")
@@ -156,36 +132,87 @@ def test_csv_and_jsonl(tmp_path):
         read_file(csv_path.rename(tmp_path / "d.tsv"))
 
 
-def test_duplicates_are_removed_before_the_split(tmp_path):
-    from data import load
-
-    path = tmp_path / "d.jsonl"
-    lines = [json.dumps({"text": f"t{i % 20}", "label": str(i % 2)}) for i in range(60)]
-    path.write_text("\n".join(lines))
-    data = load(str(path), seed=0)
-    assert data.duplicates == 40
-    texts = data.train.texts + data.validation.texts + data.test.texts
-    assert len(texts) == len(set(texts)) == 20
-
-
-def test_mail_text_has_no_headers_and_no_markup():
+def test_small_parts(tmp_path):
+    """A mail without its headers and markup; an interval; a download that was changed; no norms, no picture."""
+    import plots
     from data import mail_text
+    from fetch import FetchError, verify
+    from report import wilson
 
     raw = "From: a@b.c\nReceived: by spamassassin.taint.org\nSubject: Hello\nContent-Type: text/html\n\n<b>Buy</b> now"
     assert mail_text(raw) == "Hello. Buy now"
-
-
-def test_wilson_interval():
-    from report import wilson
-
-    low, high = wilson(0.5, 100)
-    assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
+    assert wilson(0.5, 100) == pytest.approx((0.404, 0.596), abs=5e-4)
     assert wilson(1.0, 10)[1] == pytest.approx(1.0)
-
-
-def test_a_changed_download_is_refused(tmp_path):
-    from fetch import FetchError, verify
-
     (tmp_path / "x.whl").write_bytes(b"other")
     with pytest.raises(FetchError, match=r"Expected x.whl with sha256 abc, got"):
         verify(tmp_path / "x.whl", "abc")
+    plots.plot_norms(tmp_path, [], 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.whl"]
+    plots.plot_norms(tmp_path, [1.0], 1.0)
+    assert (tmp_path / "UNRELEASED_norms.png").exists()
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    from fetch import fetch_model
+    from model import load_encoder
+
+    return load_encoder(fetch_model())
+
+
+def test_cached_layers_are_those_of_the_encoder(encoder):
+    """And a cached text does not depend on its neighbours."""
+    from model import lower_part, tokenize
+
+    texts = ["a short text", "a rather longer text, about football and money"]
+    tokens = tokenize(encoder, texts, 16)
+    with torch.no_grad():
+        expected = encoder.model(**tokens, output_hidden_states=True).hidden_states[5]
+    cached = lower_part(encoder, texts, 5, 16)
+    real = cached["mask"]
+    assert torch.equal(real, tokens["attention_mask"].bool())
+    torch.testing.assert_close(cached["hidden"].float()[real], expected[real], rtol=2e-3, atol=5e-3)
+    alone = lower_part(encoder, texts[:1], 5, 16)["hidden"]
+    torch.testing.assert_close(alone[0].float(), cached["hidden"][0].float(), rtol=2e-3, atol=5e-3)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_secret_key_resumes_with_the_same_adapter(tmp_path):
+    # A is frozen and not in the checkpoint: drawn from the secret key, it would differ in the resumed run.
+    assert ran(JOB / "train.py", "--smoke", "--out", tmp_path).exit_code == 0
+    before = load_file(tmp_path / "adapter.safetensors")
+    names = ("run.png", "UNRELEASED_norms.png")
+    pictures = [(tmp_path / name).read_bytes() for name in names]
+    assert ran(JOB / "train.py", "--smoke", "--resume", tmp_path).exit_code == 0
+    after = load_file(tmp_path / "adapter.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [(tmp_path / name).read_bytes() for name in names] == pictures
+
+
+def test_the_picture_to_share_has_no_private_number(tmp_path, monkeypatch):
+    """What is drawn into run.png, and what only into the file whose name and title say UNRELEASED."""
+    import plots
+    from matplotlib.axes import Axes
+
+    drawn = []
+    for name in ("plot", "hist", "axhline", "axvline", "set"):
+        real = getattr(Axes, name)
+
+        def kept(self, *args, _real=real, _name=name, **kwargs):
+            drawn.append((_name, args, kwargs))
+            return _real(self, *args, **kwargs)
+
+        monkeypatch.setattr(Axes, name, kept)
+    plots.plot_run(tmp_path / "run.png", [(1, 0.5), (2, 0.75)], [(1, 1.0), (2, 2.0)], 3.0, 0.9)
+    names = [name for name, _, _ in drawn]
+    assert "hist" not in names
+    assert [args for name, args, _ in drawn if name == "axhline"] == [(0.9,), (3.0,)]  # the twin, the budget
+    assert not any("UNRELEASED" in str(options) for _, _, options in drawn)
+    drawn.clear()
+    plots.plot_norms(tmp_path, [0.01, 0.5, 20.0, float("nan"), 0.0], 1.5)
+    assert {path.name for path in tmp_path.iterdir()} == {"run.png", "UNRELEASED_norms.png"}
+    (options,) = [options for name, _, options in drawn if name == "set" and "xscale" in options]
+    assert options["title"].startswith("UNRELEASED")
+    assert options["xscale"] == "log"
+    assert [args for name, args, _ in drawn if name == "axvline"] == [(1.5,)]  # the clip bound

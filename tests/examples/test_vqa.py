@@ -65,15 +65,10 @@ def model(encoder, data):
 
 
 @pytest.mark.slow
-def test_the_four_lines_are_printed(finished):
-    _, output = finished
+def test_a_run_says_and_writes_what_was_spent(finished):
+    folder, output = finished
     for line in ("majority answer", "question only", "non-private twin", "DP training", "one image with all"):
         assert line in output
-
-
-@pytest.mark.slow
-def test_what_was_spent_is_written(finished):
-    folder, _ = finished
     values = json.loads((folder / "privacy_accounting.json").read_text())
     ledger = Ledger.from_json((folder / "ledger.json").read_text())
     assert values["epsilon"] == ledger.epsilon(values["delta"]).epsilon <= values["target_epsilon"] == 8.0
@@ -99,11 +94,7 @@ def test_a_finished_vqa_run_resumes_to_the_same_result(finished):
     assert adapter.keys() == again.keys()
     assert all(torch.equal(adapter[name], again[name]) for name in adapter)
     assert records == written(folder)
-
-
-@pytest.mark.slow
-def test_a_bad_delta_is_explained(tmp_path):
-    result = ran(FOLDER / "train.py", "--smoke", "--delta", "0.5", "--out", tmp_path / "out")
+    result = ran(FOLDER / "train.py", "--smoke", "--delta", "0.5", "--out", folder / "out")
     assert result.exit_code != 0
     assert "Expected delta < 1 / dataset_size" in result.stderr
 
@@ -125,9 +116,9 @@ def test_the_vision_network_knows_a_photograph(network):
 def test_features_are_a_function_of_each_image_alone(network, data):
     from vision import image_features
 
-    together, alone = (image_features(network, pixels) for pixels in (data.train.pixels[:5], data.train.pixels[:1]))
+    together, alone = (image_features(network, pixels) for pixels in (data.train.pixels[:2], data.train.pixels[:1]))
     torch.testing.assert_close(together[:1].float(), alone.float(), rtol=2e-3, atol=5e-3)
-    torch.testing.assert_close(together.float().mean(1).norm(dim=1), torch.ones(5), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(together.float().mean(1).norm(dim=1), torch.ones(2), rtol=1e-2, atol=1e-2)
 
 
 def test_the_last_layer_is_that_of_the_language_model(model, encoder, data):
@@ -171,6 +162,7 @@ def test_the_loss_of_an_image_is_the_mean_over_its_questions():
     torch.testing.assert_close(per_image_loss(changed, answer, asked), losses)
 
 
+@pytest.mark.slow
 def test_a_record_is_an_image_with_its_questions(data):
     import downloads
     from questions import NUM_VALIDATION, PER_IMAGE, by_image, load

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -50,9 +52,6 @@ def run_block(kind, text, names):
     if kind == "bash":
         return "\n".join(run_command(line) for line in text.splitlines() if line.strip())
     assert kind == "python", f"a block of kind {kind} that nobody runs"
-    from contextlib import redirect_stdout
-    from io import StringIO
-
     printed = StringIO()
     with redirect_stdout(printed):
         exec(compile(text, "llava.md", "exec"), names)
@@ -68,8 +67,10 @@ def run_command(line):
         return check_extras(words)
     if words[0] == "torchrun":
         return torchrun(words[1:])
-    if "--resume" in words:
-        interrupt(Path("runs/shapes"))
+    if "--resume" in words:  # leave of the run what a kill after its fourth step leaves
+        Path("runs/shapes/privacy_accounting.json").unlink()
+        for part in ("model", "checkpoint-6"):
+            shutil.rmtree(Path("runs/shapes", part))
     if words[:3] == ["python", "-m", "dpfunc.hf.vision_language.tiny_llava"]:
         result = CliRunner().invoke(tiny.main, words[3:])
     else:
@@ -107,13 +108,6 @@ def torchrun(words):
     return result.stdout
 
 
-def interrupt(run):
-    """Leave of a run what a kill after its fourth step leaves."""
-    shutil.rmtree(run / "model")
-    (run / "privacy_accounting.json").unlink()
-    shutil.rmtree(run / "checkpoint-6")
-
-
 def block_with(outputs, text):
     found = [output for (_, block), output in zip(BLOCKS, outputs, strict=True) if text in block]
     assert len(found) == 1
@@ -122,54 +116,23 @@ def block_with(outputs, text):
 
 @pytest.mark.slow
 def test_L20_the_whole_guide_runs(outputs):
+    """And prints what the page says: L8 the table, L9 dry run and training, L10 metrics, L11 what was spent, L17, L21."""
     assert len(outputs) == len(BLOCKS) >= 18
-
-
-@pytest.mark.slow
-def test_L8_the_table_is_that_of_the_command(outputs):
     for line in block_with(outputs, "print(strategy_table(").splitlines():
         assert f"\n{line}\n" in GUIDE
-
-
-@pytest.mark.slow
-def test_L9_dry_run_and_training(outputs):
-    printed = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
-    assert "Nothing was trained" in printed
-    assert "Spent: epsilon=" in printed
-
-
-@pytest.mark.slow
-def test_L11_what_was_spent(outputs):
+    trained = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
+    assert "Nothing was trained" in trained
+    spent = re.compile(r"Spent: epsilon=([\d.]+)")
+    assert spent.search(block_with(outputs, "--resume")).group(1) == spent.search(trained).group(1)
     printed = dict(line.split() for line in block_with(outputs, 'for name in ("epsilon", "delta"').splitlines())
     assert 0 < float(printed["epsilon"]) <= float(printed["target_epsilon"]) == 8.0
-    assert printed["global_step"] == "6"
-    assert float(printed["max_grad_norm"]) == 0.1
-
-
-@pytest.mark.slow
-def test_L21_resume_spends_what_the_run_spends(outputs):
-    before = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
-    spent = re.compile(r"Spent: epsilon=([\d.]+)")
-    assert spent.search(block_with(outputs, "--resume")).group(1) == spent.search(before).group(1)
-
-
-@pytest.mark.slow
-def test_L10_metrics_of_the_trainer(outputs):
-    printed = block_with(outputs, "trainer.train()")
+    assert (printed["global_step"], float(printed["max_grad_norm"])) == ("6", 0.1)
+    logged = block_with(outputs, "trainer.train()")
     for name in ("epsilon", "delta", "max_grad_norm", "remaining_epsilon"):
-        assert f"'privacy/{name}'" in printed
-
-
-@pytest.mark.slow
-def test_L17_length_grouping(outputs):
+        assert f"'privacy/{name}'" in logged
     assert "train_sampling_strategy" in block_with(outputs, "group_by_length")
-
-
-@pytest.mark.slow
-def test_a_loop_of_your_own(outputs):
     assert block_with(outputs, "dp_step.decision.engine").startswith("one pass ")
 
 
-@pytest.mark.parametrize("row", COVERED)
-def test_the_guide_answers_every_row(row):
-    assert COVERED[row] in GUIDE
+def test_the_guide_answers_every_row():
+    assert [row for row, text in COVERED.items() if text not in GUIDE] == []

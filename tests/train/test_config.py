@@ -103,7 +103,7 @@ def test_bad_values_are_refused(name):
 CONTRADICTIONS = {  # section -> values; top -> value; message
     "one physical batch size": {"privacy": {"dp_physical_batch_size": 4}, "training": {"physical_batch_size": 8}},
     "no section lora with strategy='full'": {"lora": {"rank": 4}, "strategy": "full"},
-    "prompts with task='causal_lm' or 'seq2seq' only": {
+    "data.prompt_template with task causal_lm or seq2seq only": {
         "data": {"prompt_template": "{label}"}, "task": "text_classification",
     },
 }  # fmt: skip

@@ -10,10 +10,11 @@ import traceback
 import click
 import pytest
 import yaml
+from text_job import write_job
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.train._config_file import parse_flags, read_job, read_yaml
+from dpfunc.train._config_file import FACTORS, Grid, parse_flags, parse_grid, read_job, read_yaml, trials
 from dpfunc.train.config import SECTIONS, TOP, job_from_dict, job_to_dict
 
 JOB = """
@@ -67,26 +68,24 @@ def test_flags_override_the_file(config):
 
 
 def test_a_flag_replaces_its_alternative(config):
+    """Also in the words of another library."""
     job = read_job(config, ["--steps", "7", "--noise_multiplier", "1.5"])
     assert (job.training.steps, job.training.epochs) == (7, None)
     assert (job.privacy.dp_noise_multiplier, job.privacy.dp_epsilon) == (1.5, None)
-
-
-@pytest.mark.parametrize("value", [False, 0, "", [], "tiny"])
-def test_a_flag_does_not_replace_what_is_no_section(tmp_path, value):
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB.replace("lora: {rank: 4}", f"lora: {json.dumps(value)}"))
-    with pytest.raises(InvalidArgument, match="Expected keys under lora, got lora"):
-        read_job(path, ["--lora.rank", "2"])
-    path.write_text(JOB.replace("lora: {rank: 4}", "lora:"))
-    assert read_job(path, ["--lora.rank", "2"]).lora.rank == 2
-
-
-def test_a_flag_in_another_librarys_words_replaces_the_file(config):
     assert read_job(config, ["--target_epsilon", "2"]).privacy.dp_epsilon == 2.0
     assert read_job(config, ["--disable_dp"]).privacy.dp_enabled is False
     with pytest.raises(InvalidArgument, match="contradict"):
         read_job(config, ["--target_epsilon", "2", "--dp_epsilon", "3"])
+
+
+def test_a_flag_does_not_replace_what_is_no_section(tmp_path):
+    path = tmp_path / "job.yaml"
+    for value in (False, 0, "", [], "tiny"):
+        path.write_text(JOB.replace("lora: {rank: 4}", f"lora: {json.dumps(value)}"))
+        with pytest.raises(InvalidArgument, match="Expected keys under lora, got lora"):
+            read_job(path, ["--lora.rank", "2"])
+    path.write_text(JOB.replace("lora: {rank: 4}", "lora:"))
+    assert read_job(path, ["--lora.rank", "2"]).lora.rank == 2
 
 
 @pytest.mark.parametrize("name", ["dp_epsilom", "privacy.dp_epsilom", "dp-delt", "training.epoch", "lerning_rate"])
@@ -143,7 +142,7 @@ TOO_LARGE = {
     "an alias of itself": "data: &a [*a]\n",
     "a mapping in itself": "data: &a {labels: *a}\n",
     "merged keys": "".join(f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 9)}]}}\n" if i else "m0: &m0 {a: 1}\n" for i in range(9)),
-    "many values": f"data: [{'x, ' * 20_000}]\n",
+    "many values": f"data: [{'x, ' * 11_000}]\n",
     "aliases of a long text": f"task: &a {'x' * 200_000}\ndata: [{'*a, ' * 20}]\n",
     "many bytes": f"data: {'x' * 2**21}\n",
 }  # fmt: skip
@@ -161,14 +160,8 @@ def test_a_file_that_multiplies_itself_is_refused(tmp_path, name):
     assert time.process_time() - begun < 20
 
 
-def test_an_alias_of_a_value_is_allowed(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text("task: &name causal_lm\noutput_dir: *name\n")
-    assert read_yaml(path) == {"task": "causal_lm", "output_dir": "causal_lm"}
-
-
 UNREADABLE = {
-    "deep": ("[" * 5000, "Expected a YAML file, got .*: its values are nested too deeply"),
+    "deep": ("[" * 600, "Expected a YAML file, got .*: its values are nested too deeply"),
     "no day": ("task: 2001-99-99", "Expected a YAML file"),
     "a long number": (f"task: {'7' * 5000}", "Expected a YAML file"),
     "half a pair": ('task: causal_lm\noutput_dir: x\nmodel: {path: "\\uD800"}\ndata: {}\nprivacy: {}\ntraining: {}', "half of a surrogate pair"),
@@ -220,20 +213,17 @@ def test_errors_show_no_value_of_the_file(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_that_are_labels_are_texts(tmp_path, config):
-    path = tmp_path / "labels.yaml"
+def test_values_as_people_write_them(tmp_path, config):
+    """Numbers that are labels are texts, and 1e-5 is a number, which it is not for PyYAML itself."""
+    path = tmp_path / "other.yaml"
     path.write_text(JOB.replace("train: mails.jsonl", "train: mails.jsonl, labels: [0, 1]"))
-    assert read_job(path).data.labels == ("0", "1")
-    assert read_job(config, ["--labels", "0, 1"]).data.labels == ("0", "1")
-
-
-@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "1e-05", "0.00001", "+1e-5"])
-def test_numbers_as_people_write_them(tmp_path, config, text):
-    path = tmp_path / "number.yaml"
-    path.write_text(JOB.replace("1e-5", text))
-    assert read_job(path).privacy.dp_delta == 1e-5
-    assert read_job(config, ["--dp-delta", text]).privacy.dp_delta == 1e-5
-    assert yaml.safe_load("1e-5") == "1e-5"  # PyYAML itself is as it was
+    assert read_job(path).data.labels == read_job(config, ["--labels", "0, 1"]).data.labels == ("0", "1")
+    for text in ("1e-5", "1E-5", "1.0e-5", "1e-05", "0.00001", "+1e-5"):
+        path.write_text(JOB.replace("1e-5", text))
+        assert read_job(path).privacy.dp_delta == read_job(config, ["--dp-delta", text]).privacy.dp_delta == 1e-5
+    assert yaml.safe_load("1e-5") == "1e-5"
+    path.write_text("task: &name causal_lm\noutput_dir: *name\n")
+    assert read_yaml(path) == {"task": "causal_lm", "output_dir": "causal_lm"}
 
 
 FLAGS = {  # as text -> place and value
@@ -250,11 +240,10 @@ FLAGS = {  # as text -> place and value
 }
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_flags_have_the_type_of_their_key(config, name):
-    flags, (section, key, value) = FLAGS[name]
-    found = dataclasses.asdict(read_job(config, flags))[section][key]
-    assert (found, type(found)) == (value, type(value))
+def test_flags_have_the_type_of_their_key(config):
+    for flags, (section, key, value) in FLAGS.values():
+        found = dataclasses.asdict(read_job(config, flags))[section][key]
+        assert (found, type(found)) == (value, type(value)), flags
 
 
 BAD_VALUES_OF_FLAGS = {
@@ -276,3 +265,27 @@ def test_values_of_flags_that_are_refused(config, name):
     flags, message = BAD_VALUES_OF_FLAGS[name]
     with pytest.raises(InvalidArgument, match=message):
         read_job(config, flags)
+
+
+WRONG = {
+    "unknown key": (["rate=1"], None), "no value": (["steps="], None), "no key": (["steps"], None),
+    "a value twice": (["steps=1,1"], None), "a key twice": (["steps=1", "training.steps=2"], None),
+    "another section": (["lora.steps=1"], None), "two ways": (["learning_rate=1"], "1,2"),
+    "factors in words": ([], "one"), "factor 0": ([], "0,1"), "factors twice": ([], "1,1"), "factor inf": ([], "inf"),
+    "too many": (["steps=" + ",".join(map(str, range(1, 500)))], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_grids_are_refused(name):
+    with pytest.raises(InvalidArgument, match="Expected"):
+        parse_grid(*WRONG[name])
+
+
+def test_values_of_the_grid_are_those_of_a_job(tmp_path):
+    assert parse_grid([], None) == Grid({}, FACTORS)
+    assert parse_grid(["learning-rate=1e-3, 2e-3"], None).factors == (1.0,)
+    values = read_yaml(write_job(tmp_path))
+    for flags, grid, message in (([], "steps=many", "steps"), (["--strategy", "full"], "rank=2", "no section lora")):
+        with pytest.raises(InvalidArgument, match=message):
+            trials(values, parse_flags(flags), parse_grid([grid], None))

@@ -1,16 +1,312 @@
-"""Records of a job: prompts and responses, what is held out, and batches of few lengths."""
+"""Records of a job: prompts and responses, words, numbers, pairs, translations, several images; and batches of few
+lengths."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from text_job import write_job, write_table
+import torch
+from text_job import TOPICS, rows, train, write_job, write_model, write_table
+from transformers import AutoTokenizer
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.tasks import make_loss_fn
+from dpfunc.hf.vision_language.tiny_llava import write as write_llava
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import PadRight, read_records
-from dpfunc.train._model import load_processing
+from dpfunc.train._dataset import PadRight, collator, language_record, prompt_ids, read_records
+from dpfunc.train._metrics import classification
+from dpfunc.train._model import choose_parameters, load_base, load_processing
+from dpfunc.train._recipe import with_shape
+from dpfunc.train.config import DataSection
+from dpfunc.train.run import LOSSES
+
+
+def write(path, table):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+def words_of(row):
+    return row["text"].split()
+
+
+TABLES = {  # task -> the rows of its table
+    "token_classification": lambda row, i: {
+        "text": words_of(row), "label": ["TOPIC" if word in TOPICS[row["label"]] else "O" for word in words_of(row)],
+    },
+    "text_regression": lambda row, i: {"text": row["text"], "label": 1.0 if row["label"] == "sport" else -0.5},
+    "text_classification": lambda row, i: {**row, "other": f"the market {i}"},
+    "seq2seq": lambda row, i: row,
+    "causal_lm": lambda row, i: row,
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A function that writes the job of a task, with its model and its table, into the present folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(task, kind):
+        write_job(tmp_path, task, kind)
+        write("mails.jsonl", [TABLES[task](row, i) for i, row in enumerate(rows(120))])
+        if kind == "bert":
+            Path("job.yaml").write_text(Path("job.yaml").read_text().replace(", init: random", ""))
+        return tmp_path
+
+    return made
+
+
+def prepared(*flags):
+    job = with_shape(read_job("job.yaml", flags))
+    processing = load_processing(job)
+    return job, processing, read_records(job, processing)
+
+
+RUNS = {  # task -> model, flags, lines of the report, and what is in metrics.json
+    "token_classification": (
+        "bert", ["--strategy", "head"], ["eval_accuracy: 0.", "most frequent class of the evaluation records: 0.5"],
+        {"eval_loss", "eval_accuracy", "eval_majority"},
+    ),
+    "text_regression": (
+        "bert", ["--strategy", "head"],
+        ["Frozen layers were computed once", "eval_rmse: ", "eval_rmse of their mean as the prediction for all: 0.7"],
+        {"eval_loss", "eval_rmse", "eval_rmse_of_mean"},
+    ),
+    "seq2seq": ("t5", [], ["eval_loss: ", "for PeftModel.from_pretrained(base model, path)"], {"eval_loss"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", RUNS)
+def test_a_run_of_each_task(place, task):
+    kind, flags, lines, names = RUNS[task]
+    place(task, kind)
+    result = train(*flags, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert [line for line in lines if line not in result.stdout] == []
+    measured = json.loads(Path("run/metrics.json").read_text())
+    assert names <= measured.keys()
+    if task == "text_regression":
+        assert measured["eval_loss"] == pytest.approx(measured["eval_rmse"] ** 2, rel=1e-3)
+
+
+def test_a_table_of_texts_alone(place):
+    """The records of a .txt are those of a .jsonl with one object a line."""
+    place("causal_lm", "llama")
+    table = rows(60)
+    Path("mails.txt").write_text("".join(f"{row['text']}\n\n" for row in table))
+    write("texts.jsonl", [{"text": row["text"]} for row in table])
+    flags = ["--prompt_template", "null", "--data.train"]
+    assert prepared(*flags, "mails.txt")[2].train == prepared(*flags, "texts.jsonl")[2].train
+    result = train(*flags, "mails.txt", "--steps", 1, "--batch_size", 8)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_tokenizer_without_an_end_token_gets_one(place):
+    """The advice of the error is followed, word for word."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    place("causal_lm", "llama")
+    PreTrainedTokenizerFast(tokenizer_file="tiny/tokenizer.json", unk_token="<unk>").save_pretrained("endless")
+    advice = re.escape(
+        "Expected an end-of-text token in the tokenizer of 'endless', which has none. Name one of its tokens, by "
+        "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."
+    )
+    with pytest.raises(InvalidArgument, match=advice):
+        prepared("--model.tokenizer", "endless")
+    tokenizer = AutoTokenizer.from_pretrained("endless")
+    tokenizer.eos_token = "</s>"
+    tokenizer.save_pretrained("ending")
+    _, processing, records = prepared("--model.tokenizer", "ending")
+    assert {record["input_ids"][-1] for record in records.train} == {processing.eos_token_id} == {2}
+    assert processing.pad_token == "</s>"
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"), [("token_classification", "bert"), ("text_regression", "gpt2"), ("seq2seq", "t5")]
+)
+def test_the_loss_of_a_record_is_the_models_own(place, task, kind):
+    """Of a batch of this record alone; the records are as the task says."""
+    place(task, kind)
+    job, processing, records = prepared("--init", "random")
+    model = choose_parameters(load_base(job, processing), job).eval()
+    loss_fn = make_loss_fn(lambda params, **inputs: model(**inputs), LOSSES[task])
+    with torch.no_grad():
+        for record in records.train[:3]:
+            batch = collator(job, processing)([record])
+            own = {name: value for name, value in batch.items() if name != "labels"}
+            if task == "seq2seq":  # shifted to the right by the model
+                own["decoder_input_ids"] = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
+            torch.testing.assert_close(loss_fn({}, {**own, "labels": batch["labels"]})[0], model(**batch).loss)
+
+
+def test_metrics_of_classes():
+    """Words without a label count in none; and a rare class counts as much as another one."""
+    logits = np.zeros((1, 4, 2))
+    logits[0, :, 1] = [1, -1, 1, 1]
+    measured = classification(SimpleNamespace(predictions=logits, label_ids=np.array([[1, 1, -100, -100]])))
+    assert measured == {"accuracy": 0.5, "majority": 1.0, "balanced_accuracy": 0.5, "loss_of_shares": 0.0}
+    assert classification(SimpleNamespace(predictions=logits, label_ids=np.full((1, 4), -100))) == {}
+    measured = classification(SimpleNamespace(predictions=np.array([[1, 0]] * 4), label_ids=np.array([0, 0, 0, 1])))
+    entropy = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
+    expected = {"accuracy": 0.75, "majority": 0.75, "balanced_accuracy": 0.5, "loss_of_shares": entropy}
+    assert measured == pytest.approx(expected)
+
+
+def test_a_label_is_at_the_first_token_of_its_word(place):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    place("token_classification", "bert")
+    pieces = {word: i for i, word in enumerate(["<pad>", "<unk>", "</s>", "play", "##ing", "goal", "the"])}
+    known = Tokenizer(models.WordPiece(pieces, unk_token="<unk>"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>", eos_token="</s>").save_pretrained("pieces")
+    write("mails.jsonl", [
+        {"text": ["the", "playing", "goal"], "label": ["O", "TOPIC", "TOPIC"]}, {"text": "goal the", "label": "TOPIC O"},
+        {"text": ["the"] * 15 + ["playing", "goal"], "label": ["O"] * 16 + ["TOPIC"]},
+    ])  # fmt: skip
+    _, _, records = prepared("--model.tokenizer", "pieces", "--eval_fraction", "0")
+    first, second, long = records.train
+    assert first == {"input_ids": [6, 3, 4, 5], "labels": [0, 1, -100, 1]}
+    assert second == {"input_ids": [5, 6], "labels": [1, 0]}
+    assert long["labels"] == [0] * 16
+    assert len(long["input_ids"]) == 16
+
+
+def test_the_decoder_learns_where_a_response_ends(place):
+    place("seq2seq", "t5")
+    job, tokenizer, records = prepared("--max_length", "8")
+    for record in records.train[:20]:
+        assert record["labels"][-1] == tokenizer.eos_token_id
+        assert len(record["labels"]) <= 8
+        assert tokenizer.decode(record["input_ids"][:3]) in ("label : sport", "label : money")
+    batch = collator(job, tokenizer)([{"input_ids": [5, 6], "labels": [7] * 5}, {"input_ids": [5] * 3, "labels": [2]}])
+    assert batch["labels"].shape == (2, 8)
+    assert batch["input_ids"].shape == (2, 8)
+    assert batch["labels"][1].tolist() == [2] + [-100] * 7
+
+
+def test_pairs_have_two_kinds_of_tokens(place):
+    from transformers import PreTrainedTokenizerFast
+
+    place("text_classification", "bert")
+    words = {"pad_token": "<pad>", "eos_token": "</s>", "model_input_names": ["input_ids", "token_type_ids"]}
+    PreTrainedTokenizerFast(tokenizer_file="tiny/tokenizer.json", **words).save_pretrained("kinds")
+    flags = ["--text_pair_column", "other", "--model.tokenizer", "kinds"]
+    job, processing, records = prepared(*flags)
+    assert job.model.pooling == "model"
+    first = records.train[0]
+    assert sorted(set(first["token_type_ids"])) == [0, 1]
+    batch = collator(job, processing)(records.train[:2])
+    assert batch["token_type_ids"].shape == batch["input_ids"].shape
+    assert train(*flags, "--dry-run").exit_code == 0
+    mean = train(*flags, "--pooling", "mean", "--dry-run")
+    assert "Expected model.pooling: mean with classes or numbers of single texts" in mean.stderr
+
+
+BAD_ROWS = {  # task, the second row, message
+    "another label": ("token_classification", {"text": ["secret"], "label": ["secret"]}, "Expected one of data.labels (O, TOPIC) in row 2"),
+    "too few labels": ("token_classification", {"text": ["secret", "a"], "label": ["O"]}, "in row 2 of mails.jsonl, got 2 words and 1 labels"),
+    "no words": ("token_classification", {"text": [], "label": []}, "in row 2 of mails.jsonl, got 0 words"),
+    "nested words": ("token_classification", {"text": [["secret"]], "label": ["O"]}, "in row 2 of mails.jsonl"),
+    "a missing word": ("token_classification", {"text": ["secret", None], "label": "O O"}, "in row 2 of mails.jsonl"),
+    "no number": ("text_regression", {"text": "a", "label": "secret"}, "Expected a finite number in the column 'label' in row 2"),
+    "nan": ("text_regression", {"text": "secret", "label": float("nan")}, "Expected a finite number in the column 'label' in row 2"),
+    "true": ("text_regression", {"text": "secret", "label": True}, "Expected a finite number in the column 'label' in row 2"),
+    "a list of texts": ("text_regression", {"text": ["secret"], "label": 1.0}, "Expected a text in the column 'text' in row 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_rows_that_cannot_be_used_are_named_by_number(place, name):
+    task, row, message = BAD_ROWS[name]
+    place(task, "gpt2")
+    write("mails.jsonl", [TABLES[task](rows(1)[0], 0), row])
+    with pytest.raises(InvalidArgument, match=re.escape(message)) as caught:
+        prepared()
+    assert "secret" not in str(caught.value)
+
+
+REFUSED = {  # task, flags -> message
+    "labels of numbers": ("text_regression", ["--labels", "a,b"], "Expected data.labels with task text_classification or token_classification or"),
+    "pairs of words": ("token_classification", ["--text_pair_column", "b"], "data.text_pair_column with task text_classification or text_regression only"),
+    "nothing to read": ("seq2seq", ["--prompt_template", "null"], "Expected what the encoder reads with task='seq2seq'"),
+    "loss of the encoder": ("seq2seq", ["--loss_on", "all"], "no loss on the prompt of a seq2seq job"),
+    "images of texts": ("seq2seq", ["--max_images", "2"], "data.max_images with task vqa only"),
+    "a size of texts": ("seq2seq", ["--image_size", "4,4"], "data.image_size with task vqa or image_classification only"),
+    "one size": ("seq2seq", ["--image_size", "4"], "data.image_size to be [height, width], both >= 1"),
+    "no size": ("seq2seq", ["--image_size", "4,0"], "data.image_size to be [height, width], both >= 1"),
+    "no number as a size": ("seq2seq", ["--image_size", "4,x"], "Expected an integer, got --image_size='x'"),
+    "no image": ("seq2seq", ["--max_images", "0"], "data.max_images >= 1"),
+    "no labels": ("token_classification", ["--labels", "null"], "Expected data.labels, the list of classes"),
+    "a head of a translator": ("seq2seq", ["--strategy", "head"], "Expected strategy to be one of 'lora', 'full', 'bitfit'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_the_task_is_refused(place, name):
+    task, flags, message = REFUSED[name]
+    place(task, "gpt2")
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        prepared(*flags)
+
+
+def test_L7_L8_vqa_with_several_images(tmp_path, monkeypatch):
+    """Several images, one as a text, and none; sizes that are fitted; how many there may be is public."""
+    write_llava(tmp_path, 24)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(
+        "task: vqa\nstrategy: projector\noutput_dir: run\nmodel: {path: llava}\n"
+        "data: {train: data.jsonl, max_length: 32, image_size: [24, 16], max_images: 2}\n"
+        "privacy: {dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}\n"
+        "training: {learning_rate: 1e-2, batch_size: 8, steps: 1, physical_batch_size: 4}\n"
+    )
+    result = train("--max_images", 1, "--eval_fraction", 0.2, "--output_dir", "single")
+    assert result.exit_code == 0, result.output
+    assert "eval_loss" in result.stdout
+    table = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
+    table[0]["image"] = [table[0]["image"], table[1]["image"]]
+    table[2]["image"] = []
+    write("data.jsonl", table)
+    job, processing, records = prepared()
+    assert job.data.image_size == (24, 16)
+    assert [len(record["images"]) for record in records.train[:4]] == [2, 1, 0, 1]
+    collate = collator(job, processing)
+    assert (collate.image_size, collate.max_images) == ((24, 16), 2)
+    assert collate(records.train[:3])["pixel_values"].shape[:2] == (3, 2)
+    result = train()
+    assert result.exit_code == 0, result.output
+    assert "(lora)" in train("--strategy", "lora", "--output_dir", "other", "--dry-run").stdout
+    one = train("--max_images", 1, "--output_dir", "other")
+    assert "Expected a text in the column 'image' in row 1" in one.stderr
+    table[1]["image"] = [table[1]["image"]] * 3
+    write("data.jsonl", table)
+    assert "at most data.max_images=2 images in row 2 of data.jsonl, got 3" in train("--output_dir", "other").stderr
+    Path(table[1]["image"][0]).unlink()
+    assert "Expected an image file for row 1 of data.jsonl" in train("--output_dir", "other").stderr
+    with pytest.raises(InvalidArgument, match="max_length >= 10"):
+        collator(read_job("job.yaml", ["--max_length", "9"]), processing)
+
+
+def test_prompts_are_not_learnt_and_ends_are(tmp_path):
+    """A long prompt leaves room for the response."""
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
+    data = DataSection("t.jsonl", max_length=16)
+    record = language_record(tokenizer, "label : sport", "the goal", data)
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert words == ["<s>", "label", ":", "sport", "the", "goal", "</s>"]
+    assert record["labels"] == [-100] * 4 + record["input_ids"][4:]
+    everything = language_record(tokenizer, "a", "b", DataSection("t.jsonl", loss_on="all"))
+    assert everything["labels"] == [-100, *everything["input_ids"][1:]]
+    record = language_record(tokenizer, "a " * 50 + "sport", "goal " * 50, data)
+    words = tokenizer.convert_ids_to_tokens(record["input_ids"])
+    assert len(words) == 16
+    assert words[7:9] == ["sport", "goal"]
+    assert prompt_ids(tokenizer, "a " * 50 + "sport", 8) == record["input_ids"][:8]
 
 
 def test_batches_have_few_lengths():

@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 from text_job import train
-from train_runs import MODES, files, finished_job
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return finished_job(tmp_path_factory.mktemp("job"))
-
-
-@pytest.fixture
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder[0])
-    return folder[0]
+from train_runs import MODES, files
 
 
 def test_dry_run_writes_nothing(here):
@@ -28,7 +17,7 @@ def test_dry_run_writes_nothing(here):
     for line in (
         "records: 120 to train on, 0 to evaluate on", "steps: 4", "logical batch: 32 expected, physical batch: 16",
         "sampling probability: 0.2667 (Poisson)", "noise multiplier: 0.5489, ", "at delta = 0.001, add_remove",
-        "trained parameters: 512 of 3,504 (lora)", "memory: about", "one forward pass of 2 records",
+        "trained parameters: 512 of 3,504 (lora)", "memory: about", "what one more record at full length adds",
         "Nothing was trained, written or spent.",
     ):  # fmt: skip
         assert line in result.stdout

@@ -41,7 +41,7 @@ FLAGS = {"head": ["--strategy", "head"], "lora": ["--strategy", "lora", "--top_l
 def test_logits_are_those_of_the_whole_model(prepared, strategy):
     job, model, processing, records = prepared(*FLAGS[strategy])
     computed, told = compute_frozen(job, model, records, shows=False)
-    assert "computed once for each record" in told
+    assert "computed once for each record" in told[0]
     for before, after in zip((records.train, records.evaluation), (computed.train, computed.evaluation), strict=True):
         assert "input_ids" not in after[0]
         whole, kept = (collator(job, processing)(each) for each in (before, after))
@@ -62,24 +62,16 @@ def test_a_record_is_computed_alone(prepared, strategy):
 
 
 def test_the_limit(prepared):
-    job, model, _, records = prepared(*FLAGS["lora"])
-    long = tuple({**record, "input_ids": [4] * 16} for record in records.train)
-    many = dataclasses.replace(records, train=long * 25)  # 2,400 records, 16 tokens, 16 numbers of 2 bytes: 1.2 MiB
-    for limit, kept in ((0, False), (1, False), (2, True)):
+    """By the most that the texts could need: no text decides how the hidden states of others are rounded."""
+    job, model, _, records = prepared(*FLAGS["lora"], "--max_length", "64")
+    for length, limit, kept in ((16, 0, False), (1, 1, False), (16, 1, False), (16, 2, True)):
+        # 600 records, 64 tokens at most, 16 numbers of 2 bytes: 1.2 MiB
+        texts = tuple({**record, "input_ids": [4] * length} for record in records.train) * 6
+        many = dataclasses.replace(records, train=texts)
         limited = dataclasses.replace(job, training=dataclasses.replace(job.training, cache_mib=limit))
         computed, told = compute_frozen(limited, model, many, shows=False)
         assert ("hidden" in computed.train[0]) is kept
-        assert (told is None) is (limit == 0)
-
-
-def test_no_text_decides_how_others_are_rounded(prepared):
-    """Hidden states are kept in 16 bits or computed anew: by the most that the texts could need, not by their lengths."""
-    job, model, _, records = prepared(*FLAGS["lora"])
-    limited = dataclasses.replace(job, training=dataclasses.replace(job.training, cache_mib=1))
-    for length in (1, 16):
-        texts = tuple({**record, "input_ids": [4] * length} for record in records.train) * 25
-        computed, _ = compute_frozen(limited, model, dataclasses.replace(records, train=texts), shows=False)
-        assert "hidden" not in computed.train[0]
+        assert (told == []) is (limit == 0)
 
 
 @pytest.mark.parametrize("flags", [["--strategy", "lora"], ["--strategy", "head", "--pooling", "model"]])
@@ -87,7 +79,7 @@ def test_what_cannot_be_cut_is_left_as_it_is(prepared, flags):
     job, model, _, records = prepared(*flags)
     computed, told = compute_frozen(job, model, records, shows=False)
     assert computed is records
-    assert told is None
+    assert told == []
 
 
 def test_nothing_that_is_trained_is_cut_off(prepared):

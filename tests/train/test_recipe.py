@@ -11,7 +11,6 @@ from text_job import at_events, interrupt_at, train, write_job
 
 from benchmarks.recipes import trainer as benchmark
 from dpfunc import Event, Ledger, recipes
-from dpfunc.errors import InvalidArgument
 from dpfunc.train import run as train_job
 from dpfunc.train._config_file import read_job
 from dpfunc.train._recipe import with_recipe, with_shape
@@ -31,53 +30,54 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_first_run_says_what_it_derives_and_what_to_compare_with(here):
-    result = train()
+def test_a_first_run_says_what_it_derives_and_what_to_compare_with(here, monkeypatch):
+    monkeypatch.setattr(recipes, "_HEAD_STEPS", (20, 20))
+    result = train("--eval_steps", 10)
     assert result.exit_code == 0, result.output
+    assert json.loads(Path("run/model/config.json").read_text())["id2label"] == {"0": "sport", "1": "money"}
     size = next(line for line in result.stdout.splitlines() if line.startswith("recipe head, from "))
     assert "epsilon=8 and delta=0.001, which are public" in size
     for text in (
-        "  learning_rate = ", "  batch_size = ", "  steps = 200: ", "Frozen layers were computed once", "eval_accuracy: ",
+        "  learning_rate = ", "  batch_size = ", "  steps = 20: ", "Frozen layers were computed once", "eval_accuracy: ",
         "most frequent class of the evaluation records: 0.", "non-private reference: none. --no-dp trains the twin",
         "Not covered by epsilon: metrics on the evaluation records", "dpfunc.hf.pooled.load_mean_pooled(path)",
     ):  # fmt: skip
         assert text in result.stdout, text
     content = json.loads(Path("run/job.json").read_text())
     assert content["job"]["training"]["learning_rate"] is None
-    assert content["filled"]["training"]["steps"] == 200
+    assert content["filled"]["training"]["steps"] == 20
     assert content["filled"]["privacy"]["dp_clip"] == "flat"
     assert content["job"]["privacy"]["dp_clip"] is None
     assert content["filled"]["model"]["pooling"] == "mean"
     assert content["recipe"]["learning_rate"].startswith(f"{content['filled']['training']['learning_rate']:.3g} ")
     accounting = json.loads(Path("run/privacy_accounting.json").read_text())
-    assert (accounting["global_step"], accounting["epsilon"] <= 8.0) == (200, True)
+    assert (accounting["global_step"], accounting["epsilon"] <= 8.0) == (20, True)
     measured = json.loads(Path("run/metrics.json").read_text())
     assert 0 <= measured["eval_accuracy"] <= 1
     assert 0.5 <= measured["eval_majority"] < 0.6
 
 
-def test_the_twin_is_the_reference(here):
+def test_the_twin_is_the_reference_and_a_damaged_record_no_new_recipe(here):
     Path("run-no-dp").mkdir()
     Path("run-no-dp/metrics.json").write_text('{"eval_accuracy": 0.875}')
-    assert "non-private reference, eval_accuracy of the twin in run-no-dp: 0.875" in train("--steps", 2).stdout
+    flags = ["--steps", 2, "--save_steps", 1]
+    assert "non-private reference, eval_accuracy of the twin in run-no-dp: 0.875" in train(*flags).stdout
+    content = json.loads(Path("run/job.json").read_text())
+    del content["filled"]
+    Path("run/job.json").write_text(json.dumps(content))
+    result = train(*flags, "--resume")
+    assert result.exit_code == 1
+    assert "cannot be read: it does not hold a job" in result.stderr
 
 
-def test_the_twin_takes_the_same_values(here):
-    private, twin = (train(*flags, "--dry-run").stdout for flags in ([], ["--no-dp"]))
-    lines = [line for line in private.splitlines() if line.startswith(("  ", "steps", "logical", "recipe"))]
-    assert [line for line in lines if line not in twin] == []
-    assert "  steps = 200" in private
-
-
-GIVEN = {"learning_rate": 0.25, "batch_size": 7, "steps": 9, "epochs": 2.5}
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_what_is_given_stays(here, name):
-    job = prepare(read_job("job.yaml", [f"--{name}", str(GIVEN[name])])).job
-    assert getattr(job.training, name) == GIVEN[name]
-    assert job.training.missing == ()
-    assert (job.training.steps is None) is (name == "epochs")
+def test_what_is_given_stays(here):
+    given = {"learning_rate": 0.25, "batch_size": 7, "steps": 9, "epochs": 2.5}
+    for name, value in given.items():
+        job = prepare(read_job("job.yaml", [f"--{name}", str(value)])).job
+        assert getattr(job.training, name) == value
+        assert job.training.missing == ()
+        assert (job.training.steps is None) is (name == "epochs")
+    assert prepare(read_job("job.yaml", ["--learning_rate", "1", "--batch_size", "8", "--epochs", "1"])).recipe is None
 
 
 def test_a_recipe_is_for_what_is_left_of_the_budget(here):
@@ -93,12 +93,9 @@ def test_a_recipe_is_for_what_is_left_of_the_budget(here):
     assert left.learning_rate < whole.learning_rate
     outputs = [train(*flags, *more, "--dry-run").stdout for more in ([], ["--no-dp"])]
     assert all(f"  learning_rate = {left.learning_rate:.3g} " in output for output in outputs)
-    assert "this will hardly learn" in outputs[0]
-
-
-def test_a_job_that_leaves_nothing_out_has_no_recipe(here):
-    flags = ["--learning_rate", "0.1", "--batch_size", "8", "--epochs", "1", "--dry-run"]
-    assert "recipe" not in train(*flags).stdout
+    assert "WARNING: this will hardly learn. Expected noise_to_signal <= 0.25" in outputs[0]
+    lines = [line for line in outputs[0].splitlines() if line.startswith(("  ", "steps", "logical", "recipe"))]
+    assert [line for line in lines if line not in outputs[1] and "noise" not in line] == []
 
 
 def test_adapters_in_the_highest_layer_and_a_rate_for_the_head(here):
@@ -132,33 +129,21 @@ def test_the_trainer_with_the_recipe_is_the_run_of_the_command(here, strategy):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--strategy", "bitfit"], "there is no recipe for strategy='bitfit'"),
-        (["--dp_noise_multiplier", "1.0"], "the recipe needs privacy.dp_epsilon and privacy.dp_delta"),
-        (
-            ["--strategy", "full", "--pooling", "mean"],
-            "Expected model.pooling: mean with classes or numbers of single texts",
-        ),
-        (["--strategy", "lora", "--top_layers", "3"], "Expected lora.top_layers <= 2"),
-    ],
-)
-def test_what_has_no_recipe_is_refused_before_anything_is_written(here, flags, message):
-    result = train(*flags)
+REFUSED = {
+    "there is no recipe for strategy='bitfit'": ["--strategy", "bitfit"],
+    "the recipe needs privacy.dp_epsilon and privacy.dp_delta": ["--dp_noise_multiplier", "1.0"],
+    "model.pooling: mean with classes or numbers of single texts": ["--strategy", "full", "--pooling", "mean"],
+    "Expected lora.top_layers <= 2": ["--strategy", "lora", "--top_layers", "3"],
+    "Expected no dp_recipe in a job": ["--dp_recipe", "head"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_has_no_recipe_is_refused_before_anything_is_written(here, message):
+    result = train(*REFUSED[message])
     assert result.exit_code == 1
     assert message in result.stderr
     assert not Path("run/job.json").exists()
-
-
-def test_a_dp_recipe_in_a_job_is_refused(here):
-    with pytest.raises(InvalidArgument, match="Expected no dp_recipe in a job"):
-        read_job("job.yaml", ["--dp_recipe", "head"])
-
-
-def test_noise_that_hides_everything_is_told(here):
-    said = train("--dp_epsilon", "0.05", "--dry-run").stdout
-    assert "WARNING: this will hardly learn. Expected noise_to_signal <= 0.25" in said
 
 
 def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
@@ -182,6 +167,7 @@ def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
 def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     """A version of the library with other recipes goes on with the old values."""
     flags = ["--batch_size", 20, "--save_steps", 2, "--insecure-seed", 61001]
+    monkeypatch.setattr(recipes, "_HEAD_STEPS", (20, 20))
     with monkeypatch.context() as patch:
         at_events(patch, on_step_end=interrupt_at(3))
         assert train(*flags).exit_code == 1
@@ -193,18 +179,8 @@ def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     result = train(*flags, "--resume", "--logging_steps", 50)
     assert result.exit_code == 0, result.output
     assert "recipe head" not in result.stdout
-    assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 200
+    assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 20
     assert json.loads(Path("run/job.json").read_text()) == begun
-
-
-def test_a_damaged_record_is_not_replaced_by_a_new_recipe(here):
-    assert train("--steps", 2, "--save_steps", 1).exit_code == 0
-    content = json.loads(Path("run/job.json").read_text())
-    del content["filled"]
-    Path("run/job.json").write_text(json.dumps(content))
-    result = train("--steps", 2, "--save_steps", 1, "--resume")
-    assert result.exit_code == 1
-    assert "cannot be read: it does not hold a job" in result.stderr
 
 
 def test_shape_and_recipe_are_pure(here):

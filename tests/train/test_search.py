@@ -1,23 +1,45 @@
-"""A search: scores between 0 and 1 of each record alone, public runs with the noise of the private one, and its job."""
+"""A search: scores of each record alone, public runs with the noise of the private one, and private runs, of which
+one is released: what they cost, what they keep to themselves, and how they go on after a kill."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import math
+import re
+import sys
+import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from search_cases import MadeUpRuns
 from text_job import write_job, write_table
 
-from dpfunc.accounting import Ledger
-from dpfunc.errors import InvalidArgument
-from dpfunc.rng import fold_in, insecure_key
+from dpfunc.accounting import Ledger, RunCount, selection_epsilon
+from dpfunc.accounting.record import ONE_RECORD, SelectionRecord
+from dpfunc.budget import Budget
+from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, InvalidArgument, NotWritten
+from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import _search as searches
 from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._search import MEANING, noise_of, noisy, prepare_search, run_public, score, tuned
+from dpfunc.train._search import (
+    MEANING,
+    check_search_folder,
+    interrupted_search,
+    noise_of,
+    noisy,
+    prepare_search,
+    run_public,
+    run_search,
+    score,
+    search_lines,
+    tuned,
+)
 from dpfunc.train.config import TASKS, job_from_dict
 from dpfunc.train.run import prepare
 from dpfunc.types import Event
@@ -46,13 +68,9 @@ def test_one_record_changes_the_score_by_at_most_one(prepared):
         total += value
     assert score(prepared, prepared.model, rows) == total
     assert score(prepared, prepared.model, []) == 0.0
-
-
-def test_frozen_features_give_the_same_score(prepared):
-    job, held_out = prepared.job, prepared.records.evaluation
-    if job.task == "text_classification":
-        head = dataclasses.replace(job, strategy="head")
-        kept = compute_frozen(head, prepared.model, prepared.records, shows=False)[0].evaluation
+    if prepared.job.task == "text_classification":  # and on features that were computed before
+        job, held_out = dataclasses.replace(prepared.job, strategy="head"), prepared.records.evaluation
+        kept = compute_frozen(job, prepared.model, prepared.records, shows=False)[0].evaluation
         assert score(prepared, prepared.model, kept) == score(prepared, prepared.model, held_out)
 
 
@@ -171,3 +189,272 @@ def test_each_candidate_gets_its_mean_score(here, monkeypatch):
     monkeypatch.setattr(searches, "score", lambda prepared, model, records: 0.25 * len(records) * len(keys))
     assert list(run_public(searched(factors="1,2,3"))) == [0.25, 0.5, 0.75]
     assert len({bytes(key.secret) for key in keys}) == 3
+
+
+# private records
+
+RUNS, NOISE = RunCount(4.0, 1.0), 3.0
+SETTINGS = {"runs": RUNS, "score_noise": NOISE}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a job that holds out a fifth of its table, and its search."""
+    folder = tmp_path_factory.mktemp("search")
+    write_job(folder, "text_classification", "bert")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder, prepare_search(all_trials(factors=None), **SETTINGS)
+
+
+@pytest.fixture
+def search(place, tmp_path, monkeypatch):
+    """The search, into a new folder."""
+    monkeypatch.chdir(place[0])
+    job = dataclasses.replace(place[1].job, output_dir=str(tmp_path / "run"))
+    return dataclasses.replace(place[1], job=job)
+
+
+def runs_of(seed, search):
+    return search.runs.quantile(float(stream(fold_in(insecure_key(seed), "number of runs")).random()))
+
+
+def files(search):
+    folder = Path(search.job.output_dir)
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_whole_search_costs_the_budget(search):
+    """Each candidate has more noise than without a search; training and score together cost what the job allows."""
+    assert len(search.candidates) == 3
+    rates = [candidate.prepared.job.training.learning_rate for candidate in search.candidates]
+    assert rates == pytest.approx([0.003, 0.01, 0.03])
+    for candidate in search.candidates:
+        assert noise_of(candidate.plan) > candidate.alone
+        job = candidate.prepared.job  # of which the Trainer makes its own plan: it must be the one that was counted
+        again = job.privacy.plan(search.size, job.batch_size, job.training.steps)
+        assert again.ledger() == candidate.plan.ledger()
+        assert (job.training.report_to, job.training.eval_steps) == (None, None)
+    assert 7.9 < search.cost.epsilon <= 8.0
+    assert selection_epsilon(RUNS, search.ledgers, 1e-3).epsilon <= search.cost.epsilon
+    text = "\n".join(search_lines(search))
+    for words in (
+        "runs: 4 on average, with probability 0.99 at most 17",
+        "steps: 16 on average",
+        "epsilon=8 at delta=0.001",
+    ):
+        assert words in text
+    with pytest.raises(InvalidArgument, match="a search on private records, got one on public records"):
+        search_lines(dataclasses.replace(search, runs=None, cost=None))
+
+
+def test_earlier_runs_are_counted(search, place):
+
+    (place[0] / "earlier.json").write_text(Ledger((Event(1.0, 2.0, 1),)).to_json())
+    again = prepare_search(all_trials("--spent", "earlier.json", factors=None), **SETTINGS)
+    assert noise_of(again.candidates[0].plan) > noise_of(search.candidates[0].plan)
+    assert again.cost.epsilon <= 8.0
+    with pytest.raises(DPFuncError, match="Expected a budget that some noise can meet"):
+        prepare_search(all_trials("--spent", "earlier.json", factors=None), runs=RUNS, score_noise=0.1)
+
+
+def test_the_best_run_alone_is_released(search, monkeypatch):
+    made = MadeUpRuns(monkeypatch)
+    outcome = run_search(dataclasses.replace(search, score_noise=1e-9), insecure_seed=2101)
+    best = max(range(len(made.scores)), key=made.scores.__getitem__)
+    assert len(made.keys) == runs_of(2101, search) > 1
+    assert len(set(made.keys)) == len(made.keys)
+    assert (Path(search.job.output_dir) / "model" / "weights").read_text() == made.keys[best].hex()
+    assert outcome.record.chosen_score == pytest.approx(made.scores[best], abs=1e-6)
+    assert outcome.nothing is None
+    assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
+    written = (Path(search.job.output_dir) / "privacy_accounting.json").read_text()
+    assert SelectionRecord.from_json(written) == outcome.record
+    left = "".join(path.read_text() for path in Path(search.job.output_dir).rglob("*") if path.is_file())
+    assert [key for key in made.keys if key.hex() in left] == [made.keys[best]]
+
+
+def test_the_score_has_its_noise(search, monkeypatch):
+    """What is compared and written has noise of the declared size, from a key of its own."""
+    made = MadeUpRuns(monkeypatch)
+    found = run_search(dataclasses.replace(search, runs=RunCount(1.0, 1.0)), insecure_seed=2130).record.chosen_score
+    key = fold_in(insecure_key(2130), "run", 0)
+    assert found == noisy(made.scores[0], NOISE, fold_in(key, "score"))
+    assert found != made.scores[0]
+    assert noisy(0.0, 1.0, fold_in(key, "training")) != noisy(0.0, 1.0, fold_in(key, "score"))
+
+
+def test_nothing_tells_how_many_runs_there_were(search, monkeypatch, capfd):
+    seen = []
+    for seed in (2101, 2102):
+        MadeUpRuns(monkeypatch)
+        job = dataclasses.replace(search.job, output_dir=f"{search.job.output_dir}-{seed}")
+        one = dataclasses.replace(search, job=job)
+        before = time.time()
+        run_search(one, insecure_seed=seed)
+        folder = Path(job.output_dir)
+        shape = {str(p.relative_to(folder)): len(p.read_text()) for p in (folder / "model").rglob("*")}
+        assert min(path.stat().st_mtime for path in folder.rglob("*")) > before - 1
+        record = json.loads((folder / "privacy_accounting.json").read_text())
+        hidden = {k: v for k, v in record.items() if k not in ("chosen", "chosen_score", "date", "digest")}
+        seen.append((shape, hidden, capfd.readouterr()))
+    assert runs_of(2101, search) != runs_of(2102, search)
+    assert seen[0] == seen[1]
+
+
+def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwarn):
+    """Whatever libraries print, log or warn of in a run: a line for each would be the number of runs."""
+
+    def loud(prepared, key):
+        logging.getLogger("transformers").error("trained")
+        warnings.warn("trained", stacklevel=1)
+        print("trained")
+        print("trained", file=sys.stderr)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searches, "make_trainer", loud)
+    with pytest.raises(KeyboardInterrupt):
+        searches.train_candidate(search.candidates[0], tmp_path / "run", None)
+    assert (caplog.records, recwarn.list, capfd.readouterr()) == ([], [], ("", ""))
+    logging.getLogger("dpfunc").error("after it")
+    assert [each.message for each in caplog.records] == ["after it"]
+
+
+@pytest.mark.parametrize("failing", [range(0, 1), range(1, 100)], ids=["first", "all but the first"])
+def test_a_run_that_fails_is_a_run(search, monkeypatch, failing):
+    made = MadeUpRuns(monkeypatch, failing=failing)
+    outcome = run_search(search, insecure_seed=2108)
+    assert len(made.keys) == runs_of(2108, search) > 2
+    assert outcome.record.chosen is not None
+
+
+def test_a_full_disk_is_no_run_that_fails(search, monkeypatch):
+    """The search goes on from before that run, with the result of one whose disk was never full."""
+    MadeUpRuns(monkeypatch, failing=[1], error=NotWritten("No space left on device"))
+    with pytest.raises(NotWritten):
+        run_search(search, insecure_seed=2108)
+    made = MadeUpRuns(monkeypatch)
+    run_search(search, resume=True, insecure_seed=2108)
+    assert len(made.keys) == runs_of(2108, search) - 1
+
+
+@pytest.mark.parametrize(
+    ("runs", "why"), [(RUNS, "FloatingPointError: no number"), (RunCount(1.0, math.inf), "no run was drawn")]
+)
+def test_no_run_is_released(search, monkeypatch, runs, why):
+    MadeUpRuns(monkeypatch, failing=range(100))
+    own = dataclasses.replace(search, runs=runs)
+    seed = 2104 if runs is RUNS else next(seed for seed in range(3000, 3100) if not runs_of(seed, own))
+    outcome = run_search(own, insecure_seed=seed)
+    assert (outcome.record.chosen, outcome.nothing) == (None, why)
+    assert files(search) == ["privacy_accounting.json"]
+
+
+@pytest.mark.parametrize("interrupted", [0, 2])
+def test_a_killed_search_goes_on_with_the_same_result(search, monkeypatch, interrupted):
+    whole = MadeUpRuns(monkeypatch)
+    other = dataclasses.replace(search.job, output_dir=f"{search.job.output_dir}-whole")
+    expected = run_search(dataclasses.replace(search, job=other), insecure_seed=2112).record
+    assert len(whole.keys) > 2
+    first = MadeUpRuns(monkeypatch, interrupted=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_search(search, insecure_seed=2112)
+    assert set(files(search)) & {"model", "privacy_accounting.json", "job.json"} == set()
+    assert "Nothing was released" in interrupted_search(search.job)
+    with pytest.raises(InvalidArgument, match="Expected an empty output_dir"):
+        run_search(search, insecure_seed=2112)
+    rest = MadeUpRuns(monkeypatch)
+    found = run_search(search, resume=True, insecure_seed=2112).record
+    assert first.keys + rest.keys[1:] == whole.keys
+    assert dataclasses.replace(found, date="") == dataclasses.replace(expected, date="")
+    assert (Path(search.job.output_dir) / "model" / "weights").read_text() == (
+        Path(other.output_dir) / "model" / "weights"
+    ).read_text()
+    with pytest.raises(CheckpointError, match="Expected an interrupted search"):
+        check_search_folder(search.job, resume=True)
+
+
+def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
+    MadeUpRuns(monkeypatch)
+    write = searches.folders.write_job
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searches.folders, "write_job", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_search(search, insecure_seed=2106)
+    assert "the whole budget counts as spent" in interrupted_search(search.job)
+    monkeypatch.setattr(searches.folders, "write_job", write)
+    delete = searches.shutil.rmtree
+    monkeypatch.setattr(searches.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_search(search, resume=True, insecure_seed=2106)
+    assert "search/state.json" in files(search)
+    monkeypatch.setattr(searches.shutil, "rmtree", delete)
+    assert run_search(search, resume=True, insecure_seed=2106).nothing is None
+    assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
+
+
+CHANGED = {
+    "another score": (lambda s: dataclasses.replace(s, score_noise=4.0), "score_noise"),
+    "more runs": (lambda s: dataclasses.replace(s, runs=RunCount(5.0, 1.0)), "mean_runs"),
+    "fewer candidates": (lambda s: dataclasses.replace(s, candidates=s.candidates[:2]), "candidates"),
+    "other records": (
+        lambda s: dataclasses.replace(s, records=dataclasses.replace(s.records, train=s.records.train[1:])), "train",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_search_is_not_resumed(search, monkeypatch, name):
+    MadeUpRuns(monkeypatch, interrupted=0)
+    with pytest.raises(KeyboardInterrupt):
+        run_search(search, insecure_seed=2107)
+    change, named = CHANGED[name]
+    with pytest.raises(CheckpointError, match=f"{named}.* differ"):
+        run_search(change(search), resume=True, insecure_seed=2107)
+    with pytest.raises(CheckpointError, match="insecure_seed differ"):
+        run_search(search, resume=True)
+    state = Path(search.job.output_dir) / "search" / "state.json"
+    assert state.stat().st_mode & 0o077 == 0
+    state.write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run_search(search, resume=True, insecure_seed=2107)
+
+
+NOT_PRIVATE = {  # flags, settings, message
+    "no part to compare on": (["--eval_fraction", "0"], {}, "eval_fraction > 0"),
+    "another table": (["--data.eval", "mails.jsonl"], {}, "eval_fraction > 0"),
+    "replaced records": (["--dp-adjacency", "replace_one"], {}, "add_remove or zero_out"),
+    "a noise multiplier": (["--dp-noise-multiplier", "1"], {}, "budget of the whole search"),
+    "a logger": (["--report-to", "tensorboard"], {}, "shows each run"),
+    "a logged loss": (["--dp-log-unreleased"], {}, "dp_log_unreleased"),
+    "no noise of a score": ([], {"score_noise": 0.0}, "score_noise"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_PRIVATE)
+def test_jobs_that_are_not_private_are_refused(place, monkeypatch, name):
+    monkeypatch.chdir(place[0])
+    flags, changes, message = NOT_PRIVATE[name]
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        prepare_search(all_trials(*flags, factors=None), **{**SETTINGS, **changes})
+
+
+def test_a_search_takes_the_rest_of_a_budget(place, tmp_path, monkeypatch):
+    """It counts what others are charged, reserves before its first run, and nothing fits after it."""
+
+    budget = Budget(place[0] / "budget.db", run="later", spender="ana").create(
+        epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"],
+        earlier=Ledger((Event(1.0, 2.0, 1),)),
+    )  # fmt: skip
+    monkeypatch.chdir(place[0])
+    flags = ("--budget", "budget.db", "--budget_run", "search", "--budget_spender", "ana")
+    again = prepare_search(all_trials(*flags, "--output_dir", str(tmp_path / "run"), factors=None), **SETTINGS)
+    assert again.spent == budget.account().charged()
+    MadeUpRuns(monkeypatch)
+    run_search(again, insecure_seed=2101)
+    assert budget.account().closed
+    with pytest.raises(BudgetExhausted, match="A search has reserved all"):
+        budget.reserve(Ledger((Event(1.0, 100.0, 1),)), "later", unit=ONE_RECORD)

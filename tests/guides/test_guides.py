@@ -1,0 +1,240 @@
+"""The guides that are scripts: each block and each command runs, in its order, and what it prints is what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from certified import plan_of, trained
+from jobs import document
+from text_job import run
+from tiny_models import NAME, write_model
+from workers import run as on_processes
+
+from dpfunc import sampling
+from dpfunc.budget import Budget
+from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.cli._tune import tune
+
+ROOT = Path(__file__).parents[2]
+PEER = ROOT / ".cache" / "dp_accounting"
+
+
+def blocks(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "guides" / page).read_text("utf-8"), re.DOTALL)
+
+
+def execute(code, names=None):
+    """The names after the last line of a block."""
+    names = {"__name__": "guide"} if names is None else names
+    exec(compile(code, "guide.md", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_budget(here):
+    create, *others = re.findall(r"(?m)^dpfunc (.*?)(?: +#.*)?$", (ROOT / "docs/guides/budget.md").read_text())
+    assert run(*shlex.split(create)).exit_code == 0
+    names = execute(*blocks("budget.md"))
+    account = Budget("patients.db").account()
+    assert account.entries["first model"].charged == names["state"].ledger == names["plan"].ledger()
+    assert 2.9 < account.charged().epsilon(1e-6).epsilon <= 3.0
+    assert len(others) == 2
+    for command in others:  # to settle once more changes nothing
+        result = run(*shlex.split(command))
+        assert result.exit_code == 0, result.output
+    assert Budget("patients.db").account().number == 2
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificate")
+    plan = plan_of(sampling.Poisson(1000, 0.1), adjacency="add_remove", delta=1e-5, noise_multiplier=0.8)
+    trained(folder / "run", plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        execute(blocks("certificate.md")[0])
+    return folder / "run" / "certificate.json"
+
+
+def test_certificate_an_outsider_finds_the_same(certificate, capsys):
+    """With Opacus alone."""
+    outside, values = blocks("certificate.md")[1], json.loads(certificate.read_text())
+    assert len([line for line in outside.splitlines() if line]) <= 40
+    assert "import dpfunc" not in outside
+    opened = "json.load(open(sys.argv[1]))"
+    assert outside.count(opened) == 1
+    execute(outside.replace(opened, "content"), {"content": json.loads(certificate.read_text())})
+    told = re.match(r"claimed ([\d.]+); Opacus, by Renyi: ([\d.]+)", capsys.readouterr().out)
+    claimed, found = map(float, told.groups())
+    assert found == pytest.approx(values["result"]["accountants"][1]["epsilon"], abs=1e-4)
+    assert values["claim"]["epsilon"] == pytest.approx(claimed, abs=1e-4)
+    assert claimed <= found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PEER / "dp_accounting").is_dir(), reason="needs `make downloads`")
+def test_certificate_the_losses_of_another_library_say_the_same(certificate):
+    environment = {**os.environ, "PYTHONPATH": str(PEER)}
+    command = [sys.executable, "-c", blocks("certificate.md")[1], certificate]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    by_losses = float(re.search(r"by privacy loss distributions: ([\d.]+)", done.stdout).group(1))
+    assert by_losses == pytest.approx(json.loads(certificate.read_text())["claim"]["epsilon"], rel=1e-3)
+
+
+def test_certificate_commands(here):
+    """In order, in a folder with a run."""
+    (here / "runs").mkdir()
+    trained(here / "runs" / "mails")
+    commands = [line for block in blocks("certificate.md", "bash") for line in block.splitlines()]
+    assert len(commands) == 6
+    for command in commands:
+        words = command.replace("--check certificate.json", "--check runs/mails/certificate.json").split()
+        if words[0] == "dpfunc":
+            assert run(*words[1:]).exit_code == 0, command
+        else:
+            subprocess.run(words, check=True)
+
+
+def test_distributed(capsys):
+    """In one process and in two."""
+    (code,) = blocks("distributed.md")
+    alone, ledger = document(code)
+    assert "epsilon=2.99" in capsys.readouterr().out
+    first, second = on_processes(2, "jobs:document", code)
+    assert first[1] == second[1] == ledger
+    for name, value in alone.items():
+        assert torch.equal(first[0][name], second[0][name])
+        assert first[0][name].shape == value.shape
+
+
+def test_evidence(capsys):
+    replayed, loop, audited, exposed = blocks("evidence.md")
+    names = execute(replayed)
+    told = capsys.readouterr().out
+    assert "DOES NOT HOLD" in told
+    assert "rows of other records" in told
+    execute(replayed.replace(" - data.mean(0)", ""), names)
+    assert "Replay(holds" in capsys.readouterr().out
+    execute(loop, names)
+    execute(audited, names)
+    assert "claim" in capsys.readouterr().out
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        execute(exposed, names)
+    assert 5 < float(re.search(r"\[([\d.]+)\]", capsys.readouterr().out).group(1)) <= 10
+
+
+def test_evidence_commands(here):
+    """On the loop of the guide, beside a run of the same plan; a loop with a fault ends in 1."""
+    loop, (commands,) = blocks("evidence.md")[1], blocks("evidence.md", "bash")
+    (here / "loop.py").write_text(loop)
+    trained(here / "run", plan_of(sampling.Poisson(50, 0.2), adjacency="add_remove", noise_multiplier=1.0))
+    for command in commands.splitlines():
+        done = run(*command.split()[1:])
+        assert done.exit_code == 0, (command, done.output)
+    assert (here / "audit.png").stat().st_size > 1000
+    evidence = json.loads((here / "run" / "certificate.json").read_text())["evidence"]
+    assert [(each["kind"], each["holds"]) for each in evidence] == [("replay", True), ("audit", True)]
+    (here / "loop.py").write_text(loop.replace("indices), state)", "indices) - data.mean(0), state)"))
+    again = run("verify", "loop.py", "--json")
+    assert (again.exit_code, json.loads(again.stdout)["holds"]) == (1, False)
+    refused = run("verify", "loop.py", "--out", "replay.json")
+    assert (refused.exit_code, "exists" in refused.output) == (1, True)
+
+
+def test_loop(here, capsys):
+    train, resume, stream, people, several, publish = blocks("loop.md")
+    names = execute(train)
+    assert "epsilon=2.9" in capsys.readouterr().out
+    assert names["state"].step == 20
+    assert dict(names["trained"].named_parameters()).keys() == names["params"].keys()
+    newest = sorted(path for path in (here / "run").iterdir() if path.is_dir())[-1]
+    for path in newest.iterdir():  # as after a crash between the checkpoints of step 15 and 20
+        path.unlink()
+    newest.rmdir()
+    before, spent = dict(names["params"]), names["state"].ledger
+    execute(resume, names)
+    assert names["saved"].state.step == 15
+    execute(f"from pathlib import Path\n{publish}", names)
+    assert '"one patient"' in (here / "privacy_accounting.json").read_text()
+    assert names["state"].ledger == spent == journal_ledger(here / "run" / "journal.jsonl")
+    assert all(torch.equal(p, before[name]) for name, p in names["params"].items())
+    execute(stream, names)
+    assert names["state"].step == 20
+    assert [event.num_steps for event in names["state"].ledger.events] == [2]
+    assert names["state"].ledger.epsilon(1e-5).epsilon <= 3.0
+    before = names["model"][0].weight.clone()
+    execute(people, names)
+    assert names["state"].step == 10
+    assert torch.equal(names["model"][0].weight, before)
+    assert not torch.equal(names["model_of_people"][0].weight, before)
+    execute(several, names)
+    assert "torch.Size([60])" in capsys.readouterr().out
+
+
+def test_peft(here, capsys):
+    """L7, K6: the own loop, saving, several adapters, prefix tuning, checkpointing; with a tiny model."""
+    write_model(here / "model")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable. is deprecated")  # PEFT calls it
+        names = execute("\n".join(blocks("peft.md")).replace(NAME, str(here / "model")))
+    assert names["state"].step == 30
+    saved = sorted(path.name for path in (here / "adapter").iterdir())
+    assert saved == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert float(names["plan"].epsilon) == 8.0
+    assert "causal_lm" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_sharded(tmp_path):
+    """In two processes and with a tiny model."""
+    write_model(tmp_path / "model")
+    code = "\n".join(blocks("sharded.md"))
+    assert NAME in code
+    code = code.replace(NAME, str(tmp_path / "model")).replace("num_steps=4", "num_steps=2")
+    first, second = on_processes(2, "fsdp_jobs:guide", code, tmp_path)
+    for step, held, trained_there in (first, second):
+        assert step == 2
+        for name, value in trained_there.items():
+            assert torch.equal(value, first[2][name])
+            assert held[name][0] == tuple(value.shape)
+
+
+def test_telemetry(capsys):
+    names = execute(*blocks("telemetry.md"))
+    assert len(capsys.readouterr().out.splitlines()) == 21
+    errors, state = names["plan"].telemetry_errors(), names["state"]
+    assert abs(state.telemetry["accuracy"] - 1 / 3) < 6 * errors["accuracy"] + 0.2
+    assert len(state.telemetry["norm"]) == 4
+
+
+def test_tune():
+    """Its options are those of the command, and its numbers those of the committed result."""
+    guide = (ROOT / "docs" / "guides" / "tune.md").read_text("utf-8")
+    result = json.loads((ROOT / "benchmarks" / "results" / "tune.json").read_text("utf-8"))
+    options = {name for option in tune.params for name in option.opts if name.startswith("--") and "_" not in name}
+    assert set(re.findall(r"^\| `(--[a-z-]+)", guide, re.MULTILINE)) == options
+    for each in (result["private_search"], result["public_search"], *result["without_search"].values()):
+        assert f"| {each['mean']:.3f} ({each['low']:.3f} - {each['high']:.3f}) |" in guide
+    for kind in ("private_search", "public_search"):
+        assert f"| {', '.join(f'{factor:g}' for factor in result[kind]['chosen'])} |" in guide
+    for text in (
+        f"{result['n']} private texts", f"{result['test']} to test on", f"noise multiplier {result['noise_in_search']:.2f}",
+        f"instead of {result['noise_alone']:.2f}", f"epsilon {result['epsilon_of_one_run_in_search']:.2f}",
+        f"at most {result['most_runs_99']} runs",
+    ):  # fmt: skip
+        assert text in guide, text

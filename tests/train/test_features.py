@@ -1,0 +1,284 @@
+"""Features of rows and of images: nothing is fitted, each record is encoded alone, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from feature_jobs import IMAGES, TABLE, people, write_csv, write_encoder, write_photos
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from yaml import safe_load
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.train import _features as features
+from dpfunc.train._dataset import read_records
+from dpfunc.train._feature_model import load_front
+from dpfunc.train._features import CHANNELS, MISSING, ScatteringFeatures, TableFeatures, load_encoder, scattering
+from dpfunc.train._model import load_processing
+from dpfunc.train.config import job_from_dict
+from dpfunc.train.tables import Table, image_files, read_images
+
+
+def job(source, model=None, text=TABLE, **data):
+    values = safe_load(text)
+    values["data"] |= {"train": str(source), **data}
+    if model is not None:
+        del values["data"]["image_size"]
+        values["model"] = {"path": str(model)}
+    return job_from_dict(values)
+
+
+def read(one):
+    return read_records(one, load_front(one, {}))
+
+
+def check_neighbours(one, other):
+    """All records of one are in the other, on the same side and bit for bit, and one more is."""
+    before, after = ([(r["features"].tolist(), r["labels"]) for r in (*e.train, *e.evaluation)] for e in (one, other))
+    for record in before:
+        after.remove(record)
+    assert len(after) == 1
+    assert abs(len(other.train) - len(one.train)) + abs(len(other.evaluation) - len(one.evaluation)) == 1
+
+
+# Tables
+
+FRONT = TableFeatures({"age": (0.0, 100.0), "hours": (-8.0, 8.0)}, {"work": ("a", "b")}, missing="feature")
+texts = st.one_of(st.floats(-1e6, 1e6).map(repr), st.sampled_from(MISSING))
+rows = st.fixed_dictionaries({"age": texts, "hours": texts, "work": st.sampled_from(["a", "b", " a ", "c", ""])})
+
+
+@given(row=rows, missing=st.sampled_from(["feature", "refuse"]))
+@settings(derandomize=True, deadline=None)
+def test_rows_have_a_public_norm(row, missing):
+    front = TableFeatures(FRONT.numbers, FRONT.categories, missing)
+    if missing == "refuse":
+        row = {name: "5" if text in MISSING and name != "work" else text for name, text in row.items()}
+    found = front.encode(row)
+    assert found.shape == (front.size,)
+    assert float(found.norm()) == pytest.approx(math.sqrt(3), rel=1e-6)
+
+
+def test_what_each_value_becomes():
+    found = FRONT.encode({"age": "150", "hours": " na", "work": "x"}).tolist()
+    assert found == pytest.approx([1, 0, 0, 0, 0, 1, 0, 0, 1], abs=1e-7)  # clipped; missing; unknown
+    found = FRONT.encode({"age": "25", "hours": "-8", "work": "b"}).tolist()
+    assert found == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5), 0, -1, 0, 0, 0, 1, 0], abs=1e-7)
+
+
+def check_one_more_row(folder, seed, count, age, work):
+    table, more = people(count, seed), {"age": age, "hours": 3, "work": work, "income": "low"}
+    both = {"one.csv": table, "other.csv": [*table[:7], more, *table[7:]]}
+    check_neighbours(*(read(job(write_csv(folder / name, each))) for name, each in both.items()))
+
+
+@given(seed=st.integers(0, 99), count=st.integers(20, 40), age=st.integers(-500, 500), work=st.sampled_from("abc"))
+@settings(derandomize=True, deadline=None, max_examples=15)
+def test_one_row_more_changes_no_other_row(tmp_path_factory, seed, count, age, work):
+    """Whatever the row: one that fitted scales, levels, or a shuffle over the table would move the others."""
+    check_one_more_row(tmp_path_factory.mktemp("neighbours"), seed, count, age, work)
+
+
+def test_a_fitted_scale_would_be_seen(monkeypatch, tmp_path):
+    """The property above is one that can fail."""
+    real, encode, top = TableFeatures.check_table, TableFeatures.encode, []
+
+    def fitted(self, table, name):
+        real(self, table, name)
+        top[:] = [max(float(row["age"]) for row in table.rows)]
+
+    monkeypatch.setattr(TableFeatures, "check_table", fitted)
+    monkeypatch.setattr(TableFeatures, "encode", lambda self, row, where="": encode(self, row, where) / (top or [1])[0])
+    with pytest.raises(ValueError, match="not in list"):
+        check_one_more_row(tmp_path, 0, 20, 500, "a")
+
+
+BAD_ROWS = {  # change of the rows -> message
+    "a text for a number": ({"age": "old"}, "finite number in the column 'age' in row 3 of people.csv, got another"),
+    "infinity": ({"age": "inf"}, "Expected a finite number in the column 'age' in row 3"),
+    "missing": ({"hours": "NA"}, r"column 'hours' in row 3 of people.csv, which has none. .* data.missing: feature"),
+    "another class": ({"income": "middle"}, r"one of data.labels \(low, high\) in row 3 of people.csv, got another."),
+    "another class in capitals": ({"income": "High"}, "which differs in capitals"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_row_that_does_not_fit_is_refused_by_number(tmp_path, name):
+    change, message = BAD_ROWS[name]
+    table = people(30)
+    table[2] |= change
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        read(job(write_csv(tmp_path / "people.csv", table)))
+    assert not any(str(value) in str(caught.value) for value in change.values() if value not in ("NA", "High"))
+
+
+COLUMNS = {  # change of the job -> message
+    "all unknown": ({"categories": {"work": ["Private", "Public"]}}, "in the column 'work' of people.csv, got none of them in any row"),
+    "another unit": ({"numbers": {"age": [0, 1]}}, r"in the range data.numbers.age: \[0, 1\] in the column 'age' .* unit of the table"),
+    "no such column": ({"numbers": {"Age": [0, 99]}}, r"Expected a text in the column 'Age' in row 1 of people.csv, got none. There is 'age'"),
+    "no rows left": ({"labels": ["low", "high"], "eval_fraction": 0.99}, "Expected records"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_public_facts_that_are_not_of_this_table_are_refused(tmp_path, name):
+    change, message = COLUMNS[name]
+    with pytest.raises(InvalidArgument, match=message):
+        read(job(write_csv(tmp_path / "people.csv", people(30)), **change))
+
+
+def test_rows_of_the_check_are_those_of_the_table():
+    with pytest.raises(InvalidArgument, match="in row 9 of t"):
+        FRONT.check_table(Table(({"age": "x", "hours": "1", "work": "a"},), (9,)), "t")
+
+
+def test_equal_rows_are_two_records(tmp_path):
+    table = people(30)
+    path = write_csv(tmp_path / "people.csv", [*table, table[0]])
+    for deduplicate, count in ((None, 31), (False, 31), (True, 30)):
+        found = read(job(path, deduplicate=deduplicate))
+        assert len(found.train) + len(found.evaluation) == count
+
+
+# Images
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return write_photos(tmp_path_factory.mktemp("photos") / "photos", 24)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.mark.parametrize("grey", [False, True])
+def test_an_image_is_encoded_alone(photos, grey):
+    """In each group of three channels the mean is 0 and the variance at most 1, over the positions of this image."""
+    front = ScatteringFeatures(12, 8, grey)
+    found = front.encode(image_files(photos)[0])
+    assert found.shape == (front.size,) == ((1 if grey else 3) * 81 * 6,)
+    groups = found.reshape(-1, 18)
+    torch.testing.assert_close(groups.mean(1), torch.zeros(len(groups)), atol=1e-4, rtol=0)
+    spread = groups.var(1, correction=0)
+    assert float(spread.max()) <= 1 + 1e-4
+    assert float(spread[0]) > 0.99
+    assert torch.equal(front.encode(image_files(photos)[0]), found)
+
+
+def test_pooled_features_of_an_encoder(photos, encoder):
+    front = load_encoder(str(encoder), {"local_files_only": True})
+    one, other = (front.encode(path) for path in image_files(photos)[:2])
+    assert one.shape == (front.size,) == (16,)
+    assert float(one.mean()) == pytest.approx(0, abs=1e-5)
+    assert not torch.equal(one, other)
+    assert not front.model.training
+
+
+@pytest.mark.parametrize("model", [False, True], ids=["scattering", "encoder"])
+def test_one_image_more_changes_no_other_one(tmp_path, photos, encoder, model):
+    more = shutil.copytree(photos, tmp_path / "more")
+    extra = write_photos(tmp_path / "others", 2, seed=9)
+    shutil.copy(image_files(extra / "bars")[0], more / "bars" / "0.png")  # the first of its class
+    check_neighbours(*(read(job(folder, encoder if model else None, IMAGES)) for folder in (photos, more)))
+
+
+def test_names_decide_nothing_and_copies_are_left_out(tmp_path, photos):
+    renamed, copied = (shutil.copytree(photos, tmp_path / name) for name in ("renamed", "copied"))
+    for number, path in enumerate(image_files(renamed)):
+        path.rename(path.with_name(f"x{number:03}{path.suffix}"))
+    (copied / "flat" / "deep").mkdir()
+    shutil.copy(image_files(copied / "flat")[0], copied / "flat" / "deep" / "a.PNG")
+    found = [read(job(folder, text=IMAGES)) for folder in (photos, renamed, copied)]
+    sets = [[{tuple(r["features"].tolist()) for r in part} for part in (each.train, each.evaluation)] for each in found]
+    assert sets[0] == sets[1] == sets[2]
+    assert [len(each.train) + len(each.evaluation) for each in found] == [24] * 3
+    assert len(read_images(copied, ["flat", "bars"], "label", deduplicate=False).rows) == 25
+
+
+def damage(folder):
+    path = image_files(folder / "flat")[0]
+    path.write_bytes(path.read_bytes()[:60])
+
+
+def emptied(folder):
+    for path in image_files(folder):
+        path.unlink()
+
+
+BAD_FOLDERS = {
+    "damaged": (damage, r"The image of row 1 of photos cannot be used. Expected an image that can be read"),
+    "another class": (lambda folder: (folder / "dots").mkdir(), r"each of data.labels \(flat, bars\), and no other, got .* with 1 others"),
+    "a class less": (lambda folder: shutil.rmtree(folder / "bars"), r"without bars, with 0 others. .* has an empty folder"),
+    "no folder": (shutil.rmtree, "Expected a folder with a folder for each of data.labels"),
+    "no image": (emptied, r"Expected images \(.png, .jpg\) in the folders"),
+    "one class alone": (lambda folder: emptied(folder / "bars"), "got one class alone"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_folders_that_are_not_those_of_the_job_are_refused(tmp_path, photos, name):
+    change, message = BAD_FOLDERS[name]
+    folder = shutil.copytree(photos, tmp_path / "photos")
+    change(folder)
+    with pytest.raises(InvalidArgument, match=message):
+        read(job(folder, text=IMAGES))
+
+
+def test_a_model_that_is_none_and_features_that_do_not_fit_into_memory(tmp_path, photos):
+    with pytest.raises(InvalidArgument, match=r"got model.path='.*nowhere': there is no such folder here"):
+        load_processing(job(photos, tmp_path / "nowhere", IMAGES))
+    text = IMAGES.replace("training: {", "training: {cache_mib: 0, ")
+    with pytest.raises(InvalidArgument, match=r"at most training.cache_mib=0 MiB, got 24 records of 972 features"):
+        read(job(photos, text=text))
+
+
+# The scattering transform
+
+# Means over positions of each channel by kymatio 0.3 (Scattering2D(J=2, shape=(16, 16))), of the image below.
+KYMATIO = """
+0.5377 0.0693 0.0577 0.058 0.0514 0.0588 0.0579 0.0675 0.0792 0.0321 0.0348 0.0336 0.0311 0.0298 0.0253 0.0361 0.0373
+0.0069 0.0054 0.0063 0.0067 0.0043 0.0039 0.0057 0.0062 0.0042 0.0045 0.0044 0.0048 0.003 0.004 0.0046 0.0045 0.0045
+0.0045 0.0059 0.0072 0.0053 0.0034 0.0034 0.0034 0.0049 0.0048 0.0067 0.0093 0.0062 0.0045 0.0057 0.0057 0.0031 0.0032
+0.0049 0.0078 0.0066 0.0064 0.0059 0.0044 0.0037 0.0043 0.0037 0.0041 0.0048 0.0042 0.0064 0.005 0.0071 0.0042 0.0049
+0.0078 0.0062 0.0059 0.0073 0.0062 0.0094 0.008 0.0067 0.0072 0.0077 0.0073 0.0067 0.0089
+"""
+PLACE = [0.5159, 0.1053, 0.0636, 0.0344, 0.0291, 0.0488, 0.0613, 0.077, 0.0601, 0.0374, 0.0436, 0.0186, 0.019, 0.0288]
+"""The first channels at position (1, 2)."""
+
+
+def picture(side=16):
+    i, j = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    return ((7 * i * i + 3 * i * j + 5 * j) % 32 / 31.0)[None]
+
+
+def test_the_numbers_are_those_of_kymatio():
+    """Kymatio throws pixels away between the two wavelets, which costs it up to 1 % of a mean."""
+    found, means = scattering(picture())[0], torch.tensor([float(text) for text in KYMATIO.split()])
+    assert found.shape == (CHANNELS, 4, 4)
+    torch.testing.assert_close(found.mean((1, 2)), means, rtol=0.02, atol=1e-4)
+    torch.testing.assert_close(found[: len(PLACE), 1, 2], torch.tensor(PLACE), rtol=0.06, atol=1e-4)
+
+
+def test_other_filters_would_be_seen(monkeypatch):
+    fine, coarse = features._wavelets(24, 24)
+    monkeypatch.setattr(features, "_wavelets", lambda *shape: (fine.roll(1, 0), coarse))
+    with pytest.raises(AssertionError):
+        test_the_numbers_are_those_of_kymatio()
+
+
+def test_a_constant_has_no_moduli_and_colours_are_apart():
+    found = scattering(torch.stack([torch.full((8, 12), 0.5), picture(12)[0, :8]]))
+    torch.testing.assert_close(found[0, 0], torch.full((2, 3), 0.5))
+    assert found[0, 1:].abs().max() < 1e-5
+    assert torch.equal(found[1:], scattering(picture(12)[:, :8]))
+
+
+def test_it_is_homogeneous_and_blind_to_added_light_beyond_the_mean():
+    x, found = picture(), scattering(picture())
+    torch.testing.assert_close(scattering(3 * x), 3 * found)
+    torch.testing.assert_close(scattering(x + 1)[:, 1:], found[:, 1:], rtol=1e-4, atol=1e-5)
