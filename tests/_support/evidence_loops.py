@@ -83,7 +83,7 @@ def drawn_divisor(dp_step, data, carry):
 
 
 def private_stop(dp_step, data, carry):
-    """Patience of one step for the mean loss of the batch."""
+    """A target for the mean loss of the batch."""
     carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
     loss = float(unreleased.losses_B.mean())
     return carry if loss < 0.72 else None

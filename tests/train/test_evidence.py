@@ -41,12 +41,12 @@ def loop(job):
 def test_an_honest_job_holds_and_is_the_recorded_one(honest):
     path, told = honest
     values = json.loads(path.read_text())
-    assert (values["steps"], values["reproduced"], values["same_model"], values["moved"]) == (4, 4, True, [])
+    assert (values["steps"], values["reproduced"], values["same_model"], values["moved"]) == (8, 8, True, [])
     assert (
         values["not_compared"] == []
     )  # a date or a time that is the same in two runs by chance is no alarm in a third
     assert 0.5 < values["ratio"] <= 1.001
-    assert "4 of 4 releases are those of the journal" in told
+    assert "8 of 8 releases are those of the journal" in told
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_faults_of_a_job_are_found(loop, fault, monkeypatch):
     """`python -m benchmarks.evidence` does it with 20 seeds each."""
     step, words = JOB_FAULTS[fault]
     monkeypatch.setattr(DPTrainer, "training_step", step)
-    found, _ = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 4, 1)
+    found, _ = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 8, 1)
     assert any(words in moved for moved in found.moved), found
 
 
@@ -90,7 +90,7 @@ def other_rate(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(other_table, "of 4 releases"), (other_model, "NOT the one"), (other_rate, "NOT the one")],
+    [(other_table, "of 8 releases"), (other_model, "NOT the one"), (other_rate, "NOT the one")],
 )
 def test_a_folder_that_is_not_of_this_job_is_found(job, tmp_path, change, words):
     """Made by hand: records, model or settings are not those of the run in the journal."""
@@ -104,7 +104,7 @@ def test_a_folder_that_is_not_of_this_job_is_found(job, tmp_path, change, words)
 
 @pytest.mark.slow
 def test_a_journal_that_was_cut_is_found(job, tmp_path):
-    """With its end: the folder says of three steps what it was for four."""
+    """With its end: the folder says of seven steps what it was for eight."""
     from dpfunc.checkpoint import _chain
 
     folder = copied(job, tmp_path)
@@ -117,7 +117,7 @@ def test_a_journal_that_was_cut_is_found(job, tmp_path):
     _chain.write_head(journal, ends[-2])
     done = command("verify", folder, "--candidates", "1")
     assert done.exit_code == 1
-    assert "3 of 4 releases" in done.output
+    assert "7 of 8 releases" in done.output
 
 
 def test_results_of_the_job_are_in_its_certificate(job, honest, tmp_path):
