@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -39,24 +38,25 @@ def certify(
 
     Example: dpfunc certify runs/mails
     """
-    if (run is None) == (checked is None):
-        raise click.UsageError("Expected either RUN, to make a certificate, or --check FILE.")
-    if checked is None and not (public_key is None and model is None):
-        raise click.UsageError("Expected --public-key and --model together with --check.")
-    if checked is not None and not (out is None and private_key is None and not evidence):
-        raise click.UsageError("Expected --out, --sign and --evidence without --check.")
-    if run is not None:
-        _make(run, out, private_key, evidence, as_json)
-    elif checked is not None:
+    wrong = {
+        "either RUN, to make a certificate, or --check FILE": (run is None) == (checked is None),
+        "--public-key and --model together with --check": run is not None and any((public_key, model)),
+        "--out, --sign and --evidence without --check": checked is not None and any((out, private_key, evidence)),
+    }
+    for expected, found in wrong.items():
+        if found:
+            raise click.UsageError(f"Expected {expected}.")
+    if checked is not None:
         _check(checked, public_key, model, as_json)
+    elif run is not None:
+        _make(run, out, private_key, evidence, as_json)
 
 
 def _make(run: Path, out: Path | None, private_key: Path | None, evidence: tuple[Path, ...], as_json: bool) -> None:
     from dpfunc.evidence.certificate import certify as made
-    from dpfunc.evidence.certificate import read
 
     path = made(run, out=out, private_key=private_key, evidence=evidence)
-    values = read(path.read_bytes())
+    values = json.loads(path.read_bytes())
     unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
     if as_json:
         print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
@@ -76,8 +76,7 @@ def _check(path: Path, public_key: Path | None, model: Path | None, as_json: boo
     else:
         print_rows("Checks", ("", "", "found"), [(f.name, "ok" if f.agrees else "WRONG", f.found) for f in findings])
         click.echo("All agrees." if agrees else "Do not rely on it: see WRONG.")
-    if not agrees:
-        sys.exit(1)
+    sys.exit(0 if agrees else 1)
 
 
 @click.command()
@@ -97,36 +96,14 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
     """
     if out is not None:
         check_new(out)
-    values = _verify_job(source, steps, candidates) if source.is_dir() else _verify_script(source, steps, candidates)
-    same = values["reproduced"]
-    recorded = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
+    found, values = _run("verify", source, steps=steps, candidates=candidates)
+    verdict, same = "Holds" if values["holds"] else "DOES NOT HOLD", values["reproduced"]
+    line = f"{verdict}: {repr(found).partition(': ')[2][:-1]}."
+    if same is not None:
+        line += f" {same} of {found.steps} releases are those of the journal, bit for bit."
     if values["same_model"] is not None:
-        recorded += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
-    moved = "; ".join(values["moved"]) or "nothing else moves"
-    rest = f" Not compared: {'; '.join(values['not_compared'])}." if values["not_compared"] else ""
-    _report(values, out, as_json, (
-        f"{'Holds' if values['holds'] else 'DOES NOT HOLD'}: {values['steps']} steps; record {values['record']} moves "
-        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{recorded}{rest}"
-    ))  # fmt: skip
-
-
-def _verify_script(source: Path, steps: int, candidates: int) -> dict[str, Any]:
-    from dpfunc.evidence._neighbours import replay
-    from dpfunc.evidence._result import replay_values
-    from dpfunc.evidence._script import read_script
-
-    own = read_script(source)
-    found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
-    return replay_values(found, source, own.dp_step.plan, {})
-
-
-def _verify_job(run: Path, steps: int, candidates: int) -> dict[str, Any]:
-    with importing(), without_noise():
-        from dpfunc.evidence._result import replay_values
-        from dpfunc.train._evidence import replay_job
-
-        found, recorded, plan = replay_job(run, steps=steps, candidates=candidates)
-        return replay_values(found, run / "job.json", plan, dataclasses.asdict(recorded))
+        line += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
+    _report(values, out, as_json, line)
 
 
 @click.command()
@@ -160,7 +137,7 @@ def audit(
     if out is not None:
         check_new(out)
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
-    found, values = (_audit_job if source.is_dir() else _audit_script)(source, key, canaries, steps, score)
+    found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
     if picture is not None:
         from dpfunc.evidence._one_run import plot
 
@@ -168,27 +145,18 @@ def audit(
     _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
 
 
-def _audit_script(source: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
-    from dpfunc.evidence._canary_run import Planted, audit_loop
-    from dpfunc.evidence._result import audit_values
-    from dpfunc.evidence._script import read_script
+def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The result of a script, or of the job of a run folder; and its values."""
+    if not source.is_dir():
+        from dpfunc.evidence import _canary_run
 
-    own = read_script(source)
-    planted = Planted(key, count, own.canaries)
-    found, taken, plan = audit_loop(
-        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
-    )
-    space = "gradient" if own.canaries is None else "input"
-    return found, audit_values(found, source, plan, taken, {"space": space, "score": score})
-
-
-def _audit_job(run: Path, key: Any, count: int, steps: int, score: Any) -> tuple[Any, dict[str, Any]]:
+        found: tuple[Any, dict[str, Any]] = getattr(_canary_run, what)(source, **options)
+        return found
     with importing(), without_noise():
-        from dpfunc.evidence._result import audit_values
-        from dpfunc.train._evidence import audit_job
+        from dpfunc.train import _evidence
 
-        found, taken, plan = audit_job(run, key=key, count=count, steps=steps, score=score)
-    return found, audit_values(found, run / "job.json", plan, taken, {"space": "gradient", "score": score})
+        found = getattr(_evidence, what)(source, **options)
+        return found
 
 
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:
@@ -199,5 +167,4 @@ def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) 
         print_json(values)
     else:
         click.echo(line)
-    if not values["holds"]:
-        sys.exit(1)
+    sys.exit(0 if values["holds"] else 1)

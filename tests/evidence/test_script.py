@@ -8,7 +8,7 @@ from evidence_scripts import LOOP, PLAIN, written
 import dpfunc
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import replay
-from dpfunc.evidence._script import read_script
+from dpfunc.evidence._canary_run import read_script
 
 
 @pytest.mark.parametrize("form", [LOOP, PLAIN])
