@@ -5,6 +5,7 @@ first run in each later one; so everything else must be the same bit for bit: nu
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import tempfile
@@ -24,7 +25,9 @@ from dpfunc._utils.digests import digest
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
+from dpfunc.evidence._result import replay_values
 from dpfunc.evidence._watch import Release, Tape, WatchedStep, described, watched
+from dpfunc.plan import Plan
 from dpfunc.rng import Key, cpu_seeds, fold_in, insecure_key
 from dpfunc.step import DPStep
 from dpfunc.types import Batch
@@ -65,6 +68,15 @@ class Replay:
     def holds(self) -> bool:
         """Nothing was found."""
         return not self.moved
+
+    def save(self, path: Path | str, source: Path | str, plan: Plan) -> None:
+        """Write a file that `certify(..., evidence=[path])` takes, as `dpfunc verify --out` does. UNRELEASED.
+
+        Args:
+            path: of the JSON file. source: the script with the loop, of which the file has a digest. plan: its plan.
+        """
+        values = replay_values(self, Path(source), plan, {})
+        Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
     def __repr__(self) -> str:
         """The verdict in one line."""

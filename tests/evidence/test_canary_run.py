@@ -8,8 +8,7 @@ from evidence_scripts import IN_DATA, LOOP, NO_NOISE, PLAIN, written
 
 import dpfunc
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence._canary_run import Planted, audit_loop
-from dpfunc.evidence._canary_run import read_script
+from dpfunc.evidence._canary_run import Planted, audit_loop, read_script
 
 
 def audited(path, seed, count=300, steps=50, score="sum", step=None):

@@ -44,19 +44,11 @@ def test_the_table_is_printed(finished):
 @pytest.mark.slow
 def test_the_run_folder_is_complete(finished):
     folder, _ = finished
-    names = {path.name for path in folder.iterdir()}
-    assert {
-        "privacy_accounting.json",
-        "ledger.json",
-        "journal.jsonl",
-        "adapter.safetensors",
-        "metrics.json",
-        "certificate.json",
-        "certificate.html",
-        "run.png",
-        "UNRELEASED_norms.png",
-        "checkpoint",
-    } <= names
+    names = {
+        "privacy_accounting.json", "ledger.json", "journal.jsonl", "adapter.safetensors", "metrics.json", "run.png",
+        "certificate.json", "certificate.html", "UNRELEASED_norms.png", "UNRELEASED_replay.json", "checkpoint",
+    }  # fmt: skip
+    assert names <= {path.name for path in folder.iterdir()}
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -67,6 +59,9 @@ def test_the_certificate_is_named_and_holds(finished):
     findings = check(folder / "certificate.json")
     assert all(finding.agrees for finding in findings)
     assert f"All {len(findings)} checks of it agree." in " ".join(output.split())
+    evidence = json.loads((folder / "certificate.json").read_text())["evidence"]
+    assert [(each["kind"], each["holds"], each["steps"]) for each in evidence] == [("replay", True, 2)]
+    assert "Replay on neighbouring texts: holds." in output
 
 
 @pytest.mark.slow
