@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer
 from dpfunc.batches import batch_size, tree_map
-from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Replay, Step, replay
@@ -33,7 +32,6 @@ from dpfunc.step import DPStep, StepResult
 from dpfunc.types import Batch, Params
 
 Score = Literal["sum", "spread"]
-_NAMES = "dp_step, data, and either init and step or train"
 
 
 @dataclass
@@ -121,12 +119,8 @@ class PlantedStep(DPStep):
     def _whole(self) -> DPStep:
         """The step that takes canaries beside records."""
         sampler: Any = self.plan.sampler
-        inner, canaries = self.clipped_grad, self.planted.canaries
-        loss_fn = inner.loss_fn if canaries is None else canaries.loss(inner.loss_fn)
-        clipped = make_clipped_grad(
-            loss_fn, inner.clip, engine=inner.engine, microbatch_size=inner.microbatch_size,
-            adjacency=self.plan.adjacency, telemetry=inner.telemetry,
-        )  # fmt: skip
+        canaries: Any = self.planted.canaries
+        clipped = dataclasses.replace(self.clipped_grad, loss_fn=canaries.loss(self.clipped_grad.loss_fn))
         plan = dataclasses.replace(self.plan, sampler=sampler.sampler)
         return DPStep(**settings_of(self) | {"plan": plan, "clipped_grad": clipped})
 
@@ -186,17 +180,17 @@ def read_script(path: Path) -> Script:
         InvalidArgument: a name is missing, or is something else.
     """
     names = runpy.run_path(str(path), run_name="__dpfunc__")
-    dp_step, data, canaries = names.get("dp_step"), names.get("data"), names.get("canaries")
-    if not isinstance(dp_step, DPStep) or data is None:
+    own: dict[str, Any] = {name: names.get(name) for name in ("dp_step", "data", "init", "step", "train")}
+    (dp_step, data, init, step, train), canaries = own.values(), names.get("canaries")
+    functions = callable(init) and callable(step)
+    if not isinstance(dp_step, DPStep) or data is None or not (functions or callable(train)):
+        kinds = ", ".join(f"{name}={type(value).__name__}" for name, value in own.items())
         raise InvalidArgument(
-            f"Expected {_NAMES} in {path.name}; dp_step is that of dpfunc.make_dp_step, got "
-            f"dp_step={type(dp_step).__name__}, data={type(data).__name__}."
+            f"Expected dp_step, data, and either init and step or train in {path.name}; dp_step is that of "
+            f"dpfunc.make_dp_step, got {kinds}."
         )
-    init, step, train = names.get("init"), names.get("step"), names.get("train")
-    if callable(init) and callable(step):
+    if functions:
         return Script(dp_step, data, init, step, canaries)
-    if not callable(train):
-        raise InvalidArgument(f"Expected {_NAMES} in {path.name}, got neither.")
 
     def begin(dp_step: Any, data: Batch, key: Key) -> tuple[Any, Any]:
         rest = iter(train(dp_step, data, key))

@@ -126,7 +126,7 @@ def test_both_forms_are_the_same_loop(tmp_path, form):
     [
         (("dp_step = ", "other = "), "dp_step=NoneType"),
         (("data = ", "other = "), "data=NoneType"),
-        (("def train", "def other"), "got neither"),
+        (("def train", "def other"), "train=NoneType"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path, change, words):
