@@ -51,6 +51,12 @@ class Planted:
             self.count = batch_size(self.records)
             self.present = coins(self.count, self.key)
 
+    def draw(self, params: Params) -> None:
+        """Draw canaries in gradients at the start of a run: they need its parameters."""
+        if self.records is None:
+            self.canaries = Canaries.draw(params, self.count, self.key)
+            self.present = self.canaries.present
+
     def verdict(self, plan: Plan, score: Score) -> Audit:
         """The audit of the run, at the claim of the steps that it took."""
         if not self.reads:
@@ -83,15 +89,8 @@ class PlantedStep(DPStep):
             raise InvalidArgument("Expected a step of one process, got ranks. Audit the step with ranks=None.")
 
     def init(self, params: Params, key: Key, *_: Any, **options: Any) -> StepState:
-        self.draw(params)
+        self.planted.draw(params)
         return super().init(params, key)
-
-    def draw(self, params: Params) -> None:
-        """Draw canaries in gradients at the start of a run: they need its parameters."""
-        planted = self.planted
-        if planted.records is None:
-            planted.canaries = Canaries.draw(params, planted.count, planted.key)
-            planted.present = planted.canaries.present
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None

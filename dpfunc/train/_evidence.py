@@ -49,6 +49,9 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
     tape: Tape | None = None
     trainer: Any = None
 
+    def join(self, trainer: Any) -> None:
+        self.trainer = trainer
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Note what there is."""
         run, trainer = self.trainer._run, self.trainer
@@ -67,7 +70,7 @@ class _Watched(DPTrainer):
         args = dataclasses.replace(args, save_strategy="no", disable_tqdm=True)
         own = {"args": args, "data_name": _DATA, "callbacks": [watch], "train_dataset": data.rows}
         super().__init__(**options | own)
-        watch.trainer = self
+        watch.join(self)
 
     @property
     def plan(self) -> Plan:
@@ -178,9 +181,8 @@ def audit(run: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple
     planted = Planted(key, count)
 
     def begin(run: runs.Run) -> runs.Run:
-        step = PlantedStep(**settings_of(run.dp_step), planted=planted)
-        step.draw(run.params)
-        return dataclasses.replace(run, dp_step=step)
+        planted.draw(run.params)
+        return dataclasses.replace(run, dp_step=PlantedStep(**settings_of(run.dp_step), planted=planted))
 
     with tempfile.TemporaryDirectory() as name:
         prepared, _ = _prepared(run, Path(name) / "run")

@@ -13,22 +13,20 @@ from click.testing import CliRunner
 from dpfunc import sampling
 from dpfunc.cli.main import main
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "evidence.md").read_text()
-
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "evidence.md").read_text()
 
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+FAULTY = BLOCKS[0].replace("dpfunc.take(data, indices)", "dpfunc.take(data, indices) - data.mean(0)")
 
 
 def test_blocks_run_in_their_order(capsys):
     names = {}
-    replayed, loop, audited, exposed = BLOCKS
-    exec(compile(replayed, "evidence.md", "exec"), names)
-    told = capsys.readouterr().out
-    assert "DOES NOT HOLD" in told
-    assert "rows of other records" in told
-    exec(compile(replayed.replace(" - data.mean(0)", ""), "evidence.md", "exec"), names)
-    assert "Replay(holds" in capsys.readouterr().out
-    exec(compile(loop, "evidence.md", "exec"), names)
+    loop, replayed, audited, exposed = BLOCKS
+    for text, words in ((loop, ["Replay(holds"]), (FAULTY, ["DOES NOT HOLD", "rows of other records"])):
+        exec(compile(text + replayed, "evidence.md", "exec"), names)
+        told = capsys.readouterr().out
+        assert [word for word in words if word not in told] == []
     exec(compile(audited, "evidence.md", "exec"), names)
     assert "claim" in capsys.readouterr().out
     with torch.random.fork_rng():
@@ -41,7 +39,7 @@ def test_blocks_run_in_their_order(capsys):
 def test_the_commands_of_the_guide(tmp_path, monkeypatch):
     """On its loop, beside a run of the same plan; a loop with a fault ends in 1."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop.py").write_text(BLOCKS[1])
+    (tmp_path / "loop.py").write_text(BLOCKS[0])
     trained(tmp_path / "run", plan_of(sampling.Poisson(50, 0.2), adjacency="add_remove", noise_multiplier=1.0))
     (commands,) = re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
     for command in commands.splitlines():
@@ -50,8 +48,23 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch):
     assert (tmp_path / "audit.png").stat().st_size > 1000
     evidence = json.loads((tmp_path / "run" / "certificate.json").read_text())["evidence"]
     assert [(each["kind"], each["holds"]) for each in evidence] == [("replay", True), ("audit", True)]
-    (tmp_path / "loop.py").write_text(BLOCKS[1].replace("indices), state)", "indices) - data.mean(0), state)"))
+    (tmp_path / "loop.py").write_text(FAULTY)
     again = CliRunner().invoke(main, ["verify", "loop.py", "--json"])
     assert (again.exit_code, json.loads(again.stdout)["holds"]) == (1, False)
     refused = CliRunner().invoke(main, ["verify", "loop.py", "--out", "replay.json"])
     assert (refused.exit_code, "exists" in refused.output) == (1, True)
+
+
+def test_the_table_is_that_of_the_benchmark():
+    found = json.loads((ROOT / "benchmarks" / "results" / "evidence.json").read_text())
+    for part, faults in (("loops", 10), ("jobs", 8), ("runs", 5)):
+        counts = [count for name, count in found[part].items() if not name.startswith("none")]
+        assert counts == ["20 of 20"] * faults
+        assert {count for name, count in found[part].items() if name.startswith("none")} == {"0 of 20"}
+    for each in found["calibration"].values():
+        shares = [100 * share for share in (each["refuted"], *each["interval"])]
+        shown = [f"{share:.2f}" for share in shares]
+        assert re.search(rf"{shown[0]} % of {each['audits']} audits.* \[{shown[1]}, {shown[2]}\]", GUIDE)
+    for column in range(2):
+        figures = [str(both[column]).removesuffix(".0") for both in found["figures"].values()]
+        assert ", ".join(figures) in GUIDE
