@@ -88,7 +88,7 @@ class PlantedStep(DPStep):
         if self.ranks is not None:
             raise InvalidArgument("Expected a step of one process, got ranks. Audit the step with ranks=None.")
 
-    def init(self, params: Params, key: Key, *_: Any, **options: Any) -> StepState:
+    def init(self, params: Params, key: Key, ledger: Any = None, *, num_records: int | None = None) -> StepState:
         self.planted.draw(params)
         return super().init(params, key)
 

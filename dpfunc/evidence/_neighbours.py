@@ -110,9 +110,8 @@ def lines_of() -> Iterator[Callable[[], str]]:
     root.addHandler(handler)
     try:
         with redirect_stdout(text), redirect_stderr(text), warnings.catch_warnings():
-            # keys protect nothing; the runs are one run; where all records are one, gradients may be NaN
             for known in (InsecureKeyWarning, RunWarning, NoGradientWarning):
-                warnings.simplefilter("ignore", known)
+                warnings.simplefilter("ignore", known)  # one run with a test's key; alike records may give NaN
             yield text.getvalue
     finally:
         root.removeHandler(handler)
@@ -204,9 +203,9 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
         unsteady.add(_SUM)
     everything = torch.arange(len(data.rows) if isinstance(data, Rows) else batch_size(data))
 
-    def on(index: Tensor, steps: int, **changes: Any) -> Tape:
+    def on(index: Tensor, steps: int, gone: Tensor | None = None) -> Tape:
         """Another run, on the records of these numbers; an error in it is something that only it has."""
-        tape = Tape(forced=first, **changes)
+        tape = Tape(forced=first, without=gone)
         try:
             loop(_chosen(data, index), steps, tape)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -216,7 +215,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     def without(gone: Tensor, steps: int = steps) -> Tape:
         index = everything.clone()
         index[gone] = (gone + 1) % len(index)
-        return on(index, steps, without=gone if removed else None)
+        return on(index, steps, gone if removed else None)
 
     record, ratio = _largest(first, candidates, without)
     one, most = torch.tensor([record]), everything[everything % _KEPT != 0]
@@ -224,7 +223,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     others = {
         "without the record": neighbour,
         "without most of the records": fewer,
-        "without records": on(everything, steps, without=everything),
+        "without records": on(everything, steps, everything),
         "with other records": on(torch.full_like(everything, record), steps),
     }
     moved = [f"{_SUM} (on the same data: the loop keeps something from run to run)"] if _SUM in unsteady else []

@@ -116,8 +116,8 @@ class WatchedStep(DPStep):
 
     tape: Tape = field(default_factory=Tape, repr=False, compare=False)
 
-    def init(self, *args: Any, **options: Any) -> StepState:
-        return replay(super().init(*args, **options))
+    def init(self, params: Params, key: Key, ledger: Any = None, *, num_records: int | None = None) -> StepState:
+        return replay(super().init(params, key, ledger, num_records=num_records))
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None

@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import torch
 from certified import plan_of, trained
 from click.testing import CliRunner
 
@@ -29,11 +28,8 @@ def test_blocks_run_in_their_order(capsys):
         assert [word for word in words if word not in told] == []
     exec(compile(audited, "evidence.md", "exec"), names)
     assert "claim" in capsys.readouterr().out
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        exec(compile(exposed, "evidence.md", "exec"), names)
-    bits = float(re.search(r"\[([\d.]+)\]", capsys.readouterr().out).group(1))
-    assert 5 < bits <= 10
+    exec(compile(exposed, "evidence.md", "exec"), names)
+    assert "[10.]" in capsys.readouterr().out
 
 
 def test_the_commands_of_the_guide(tmp_path, monkeypatch):
