@@ -52,14 +52,15 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
     def join(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Note what there is."""
+    def _noted(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         run, trainer = self.trainer._run, self.trainer
         own = {"params": run.params, "state": run.state, "log": state.log_history}
         optimizers = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if self.tape is not None:
             self.tape.seen.append(described({**own, **optimizers}))
         return dataclasses.replace(control, should_training_stop=True) if state.global_step >= self.steps else control
+
+    on_step_end = _noted
 
 
 class _Watched(DPTrainer):
