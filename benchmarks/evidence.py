@@ -11,7 +11,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from scipy.stats import binomtest, norm
 
 from benchmarks.measure import ROOT
-from benchmarks.results import FOLDER, write
+from benchmarks.results import FOLDER, read, write
 from dpfunc.accounting import Ledger
 from dpfunc.evidence import audit, replay
 from dpfunc.rng import insecure_key
@@ -77,30 +77,26 @@ def power(seeds: int) -> dict[str, str]:
     """Runs with a fault that their audit refutes; without one, none."""
     from evidence_loops import RUNS, audited
 
-    found = {}
-    for number, fault in enumerate(track(RUNS, "faults of runs", transient=True)):
-        counts = [bool(audited(1000 * number + seed, *RUNS[fault]).exceeds) for seed in range(seeds)]
-        found[fault] = f"{sum(counts)} of {seeds}"
-    return found
+    firsts = {fault: 1000 * number for number, fault in enumerate(RUNS)}
+    return counted(RUNS, seeds, lambda fault, seed: bool(audited(firsts[fault] + seed, *RUNS[fault]).exceeds))
 
 
 def replays(seeds: int) -> dict[str, str]:
     """Loops with a fault that their replay finds, by what moves; without one, none."""
     from evidence_loops import FAULTS, init, make_step, records, step
 
-    found = {}
-    for fault, (loop, words) in track(({"none": (step, "")} | FAULTS).items(), "faults of loops", transient=True):
-        results = [
-            replay(make_step(), init, loop, records(seed), candidates=2, key=insecure_key(seed))
-            for seed in range(seeds)
-        ]
-        counts = [any(words in moved for moved in result.moved) for result in results]
-        found[fault] = f"{sum(counts)} of {seeds}"
-    return found
+    faults = {"none": (step, "")} | FAULTS
+
+    def found(fault: str, seed: int) -> bool:
+        loop, words = faults[fault]
+        moved = replay(make_step(), init, loop, records(seed), candidates=2, key=insecure_key(seed)).moved
+        return any(words in what for what in moved)
+
+    return counted(faults, seeds, found)
 
 
 def jobs(seeds: int) -> dict[str, str]:
-    """Jobs of `dpfunc train` with a fault that their replay finds; without one, none. Four steps each."""
+    """Jobs of `dpfunc train` with a fault that their replay finds; without one, none. Eight steps each."""
     import pytest
     from job_faults import JOB_FAULTS, finished
 
@@ -108,42 +104,56 @@ def jobs(seeds: int) -> dict[str, str]:
     from dpfunc.hf.trainer.trainer import DPTrainer
     from dpfunc.train._evidence import _JobLoop, _prepared
 
-    found = {}
-    honest = (DPTrainer.training_step, "")
+    faults = {"none": (DPTrainer.training_step, "")} | JOB_FAULTS
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        prepared, _ = _prepared(finished(Path(name), patch), Path(name) / "again")
+        folder = Path(name) / "again"
+        prepared, _ = _prepared(finished(Path(name), patch), folder)
         data = Rows(tuple(prepared.records.units))
-        for fault, (step, words) in track(({"none": honest} | JOB_FAULTS).items(), "faults of jobs", transient=True):
+
+        def found(fault: str, seed: int) -> bool:
+            step, words = faults[fault]
             patch.setattr(DPTrainer, "training_step", step)
-            counts = [
-                any(
-                    words in moved
-                    for moved in compare(_JobLoop(prepared, key, Path(name) / "again"), data, 4, 1)[0].moved
-                )
-                for key in map(insecure_key, range(100, 100 + seeds))
-            ]
-            found[fault] = f"{sum(counts)} of {seeds}"
-    return found
+            moved = compare(_JobLoop(prepared, insecure_key(100 + seed), folder), data, 8, 1)[0].moved
+            return any(words in what for what in moved)
+
+        return counted(faults, seeds, found)
+
+
+def counted(faults: Iterable[str], seeds: int, found: Callable[[str, int], bool]) -> dict[str, str]:
+    """Number of seeds with which each fault is found."""
+    counts = {}
+    for fault in track(list(faults), "faults", transient=True):
+        counts[fault] = f"{sum(found(fault, seed) for seed in range(seeds))} of {seeds}"
+        print(f"{fault}: {counts[fault]}", flush=True)
+    return counts
+
+
+PARTS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "figures": lambda seeds, audits: figures(),
+    "calibration": lambda seeds, audits: calibration(audits),
+    "runs": lambda seeds, audits: power(seeds),
+    "loops": lambda seeds, audits: replays(seeds),
+    "jobs": lambda seeds, audits: jobs(seeds),
+}
 
 
 @click.command(help=(__doc__ or "").split("\n\n")[0])
 @click.option("--seeds", default=20, show_default=True, type=click.IntRange(min=1), help="Of each fault.")
-@click.option("--job-seeds", default=20, show_default=True, type=click.IntRange(min=1), help="Of each fault of a job.")
 @click.option("--audits", default=400, show_default=True, type=click.IntRange(min=1), help="Of what holds.")
+@click.option("--part", "parts", multiple=True, type=click.Choice([*PARTS]), help="All by default; others are kept.")
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(dir_okay=False, path_type=Path))
-def main(seeds: int, job_seeds: int, audits: int, out: Path) -> None:
-    """Measure, write the result file, print the tables."""
+def main(seeds: int, audits: int, parts: tuple[str, ...], out: Path) -> None:
+    """Measure, write the result file after each part, print the tables."""
     warnings.simplefilter("ignore")  # keys that everybody knows, on data that are made up
     logging.disable(logging.WARNING)  # parameters of a run of one step do not change
-    found = {"figures": figures(), "calibration": calibration(audits), "runs": power(seeds), "loops": replays(seeds)}
-    found["jobs"] = jobs(job_seeds)
-    write(out, found, digits=7)
-    console = Console(width=120)
-    for what, rows in found.items():
-        table = Table(what, "found")
-        for name, value in rows.items():
+    found = {part: rows for part, rows in read(out).items() if part in PARTS}
+    for part in parts or PARTS:
+        found[part] = PARTS[part](seeds, audits)
+        write(out, found, digits=7)
+        table = Table(part, "found")
+        for name, value in found[part].items():
             table.add_row(name, str(value))
-        console.print(table)
+        Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -39,12 +38,14 @@ def certify(
 
     Example: dpfunc certify runs/mails
     """
-    if (run is None) == (checked is None):
-        raise click.UsageError("Expected either RUN, to make a certificate, or --check FILE.")
-    if checked is None and not (public_key is None and model is None):
-        raise click.UsageError("Expected --public-key and --model together with --check.")
-    if checked is not None and not (out is None and private_key is None and not evidence):
-        raise click.UsageError("Expected --out, --sign and --evidence without --check.")
+    wrong = {
+        "either RUN, to make a certificate, or --check FILE": (run is None) == (checked is None),
+        "--public-key and --model together with --check": run is not None and any((public_key, model)),
+        "--out, --sign and --evidence without --check": checked is not None and any((out, private_key, evidence)),
+    }
+    for expected, found in wrong.items():
+        if found:
+            raise click.UsageError(f"Expected {expected}.")
     from dpfunc.evidence import certificate
 
     if checked is not None:
@@ -53,7 +54,7 @@ def certify(
         print_checks([(f.name, f.agrees, f.found) for f in findings], checks, as_json, "Do not rely on it")
     elif run is not None:
         path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence)
-        values = certificate.read(path.read_bytes())
+        values = json.loads(path.read_bytes())
         unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
         if as_json:
             print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
@@ -80,32 +81,14 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
     """
     if out is not None:
         check_new(out)
-    if source.is_dir():
-        with importing():
-            from dpfunc.train._evidence import replay_job
-
-            found, recorded, plan = replay_job(source, steps=steps, candidates=candidates)
-            about, more = source / "job.json", dataclasses.asdict(recorded)
-    else:
-        from dpfunc.evidence._neighbours import replay
-        from dpfunc.evidence._script import read_script
-
-        own = read_script(source)
-        found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
-        plan, about, more = own.dp_step.plan, source, {}
-    from dpfunc.evidence._result import replay_values
-
-    values = replay_values(found, about, plan, more)
-    same = values["reproduced"]
-    told = "" if same is None else f" {same} of {values['steps']} releases are those of the journal, bit for bit."
+    found, values = _run("verify", source, steps=steps, candidates=candidates)
+    verdict, same = "Holds" if values["holds"] else "DOES NOT HOLD", values["reproduced"]
+    line = f"{verdict}: {repr(found).partition(': ')[2][:-1]}."
+    if same is not None:
+        line += f" {same} of {found.steps} releases are those of the journal, bit for bit."
     if values["same_model"] is not None:
-        told += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
-    moved = "; ".join(values["moved"]) or "nothing else moves"
-    rest = f" Not compared: {'; '.join(values['not_compared'])}." if values["not_compared"] else ""
-    _report(values, out, as_json, (
-        f"{'Holds' if values['holds'] else 'DOES NOT HOLD'}: {values['steps']} steps; record {values['record']} moves "
-        f"the clipped sum by {values['ratio']:.3g} of its sensitivity; {moved}.{told}{rest}"
-    ))  # fmt: skip
+        line += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
+    _report(values, out, as_json, line)
 
 
 @click.command()
@@ -132,34 +115,31 @@ def audit(
 
     Example: dpfunc audit loop.py --canaries 1000 --plot audit.png
     """
-    from dpfunc.evidence._result import audit_values
     from dpfunc.rng import insecure_key, secure_key
 
     if out is not None:
         check_new(out)
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
-    space, about = "gradient", source
-    if source.is_dir():
-        with importing():
-            from dpfunc.train._evidence import audit_job
-
-            found, taken, plan = audit_job(source, key=key, count=canaries, steps=steps, score=score)
-        about = source / "job.json"
-    else:
-        from dpfunc.evidence._canary_run import Planted, audit_loop
-        from dpfunc.evidence._script import read_script
-
-        own = read_script(source)
-        planted, space = Planted(key, canaries, own.canaries), "gradient" if own.canaries is None else "input"
-        found, taken, plan = audit_loop(
-            own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
-        )
+    found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
     if picture is not None:
         from dpfunc.evidence._one_run import plot
 
         plot([found], picture)
-    values = audit_values(found, about, plan, taken, {"space": space, "score": score})
-    _report(values, out, as_json, f"{taken} steps, canaries in {space} space: {found!r}")
+    _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
+
+
+def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The result of a script, or of the job of a run folder; and its values."""
+    if not source.is_dir():
+        from dpfunc.evidence import _canary_run
+
+        found: tuple[Any, dict[str, Any]] = getattr(_canary_run, what)(source, **options)
+        return found
+    with importing():
+        from dpfunc.train import _evidence
+
+        found = getattr(_evidence, what)(source, **options)
+        return found
 
 
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:

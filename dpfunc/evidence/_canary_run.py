@@ -1,24 +1,28 @@
-"""An audit of a loop as it is: canaries join its batches, or its records, and are scored by what is released."""
+"""An audit of a loop as it is: canaries join its batches, or its records, and are scored by what is released. A loop in
+a Python file, as `dpfunc verify` and `dpfunc audit` take it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import runpy
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer
-from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, tree_map
-from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
-from dpfunc.evidence._neighbours import Init, Step
-from dpfunc.evidence._one_run import Audit, audit
+from dpfunc.evidence._neighbours import Init, Replay, Step, replay
+from dpfunc.evidence._one_run import Audit
+from dpfunc.evidence._one_run import audit as bound
+from dpfunc.evidence._result import audit_values, replay_values
 from dpfunc.evidence._watch import Tape, WatchedSampler, settings_of
 from dpfunc.evidence.canaries import Canaries, coins
 from dpfunc.plan import Plan
@@ -32,12 +36,7 @@ Score = Literal["sum", "spread"]
 
 @dataclass
 class Planted:
-    """Canaries of a run, and what its releases say of them.
-
-    Args:
-        key: of the run, from which that of coins and coordinates is made. count: of canaries.
-        records: canaries that are records, as the loss takes them; None: canaries in gradients.
-    """
+    """Canaries of a run, records as the loss takes them or else in gradients, and what its releases say of them."""
 
     key: Key = field(repr=False)
     count: int
@@ -65,7 +64,7 @@ class Planted:
         reads = torch.stack(self.reads)
         scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
         claim = plan.ledger(len(self.reads))
-        return audit(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
+        return bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
 
 
 def planted_plan(plan: Plan, planted: Planted) -> Plan:
@@ -85,9 +84,11 @@ class PlantedStep(DPStep):
 
     planted: Planted = field(kw_only=True, repr=False, compare=False)
 
-    def init(
-        self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
-    ) -> StepState:
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            raise InvalidArgument("Expected a step of one process, got ranks. Audit the step with ranks=None.")
+
+    def init(self, params: Params, key: Key, ledger: Any = None, *, num_records: int | None = None) -> StepState:
         self.planted.draw(params)
         return super().init(params, key)
 
@@ -102,15 +103,14 @@ class PlantedStep(DPStep):
             planted.reads.append(self._alignment(params, result.grads))
             return result
         sampler: Any = self.plan.sampler
-        drawn = sampler.sampler.indices(state.key, state.step)
         n = sampler.dataset_size - planted.count
+        drawn = sampler.sampler.indices(state.key, state.step)
         own = drawn[drawn >= n] - n
         rows = tree_map(lambda leaf: torch.cat([leaf, _stand_ins(leaf, len(own))]), batch)
         numbers = torch.cat([torch.full((batch_size(batch),), -1), own])
         if mask_B is not None:
             mask_B = torch.cat([mask_B, mask_B.new_ones(len(own))])
-        device = next(iter(params.values())).device
-        result = self._whole(params, (rows, numbers.to(device)), state, mask_B=mask_B)
+        result = self._whole(params, (rows, numbers.to(next(iter(params.values())).device)), state, mask_B=mask_B)
         planted.reads.append(planted.canaries.read(result.grads))
         return result
 
@@ -118,14 +118,10 @@ class PlantedStep(DPStep):
     def _whole(self) -> DPStep:
         """The step that takes canaries beside records."""
         sampler: Any = self.plan.sampler
-        inner, canaries = self.clipped_grad, self.planted.canaries
-        loss_fn = inner.loss_fn if canaries is None else canaries.loss(inner.loss_fn)
-        clipped = make_clipped_grad(
-            loss_fn, inner.clip, engine=inner.engine, microbatch_size=inner.microbatch_size,
-            adjacency=self.plan.adjacency, telemetry=inner.telemetry,
-        )  # fmt: skip
+        canaries: Any = self.planted.canaries
+        clipped = dataclasses.replace(self.clipped_grad, loss_fn=canaries.loss(self.clipped_grad.loss_fn))
         plan = dataclasses.replace(self.plan, sampler=sampler.sampler)
-        return DPStep(plan, clipped, self.reduction, self.noise_source, self.verify_batch, self.journal, None)
+        return DPStep(**settings_of(self) | {"plan": plan, "clipped_grad": clipped})
 
     def _alignment(self, params: Params, grads: dict[str, Tensor]) -> Tensor:
         """Inner products of a release with the gradients of all canaries, each of norm 1: float64, (m,)."""
@@ -144,33 +140,83 @@ def _stand_ins(leaf: Tensor, count: int) -> Tensor:
     return first.expand(count, *leaf.shape[1:])
 
 
-def planting(dp_step: DPStep, plan: Plan, planted: Planted) -> PlantedStep:
-    """The step of a loop with canaries."""
-    if dp_step.ranks is not None:
-        raise InvalidArgument("Expected a step of one process, got ranks. Audit the step with ranks=None.")
-    return PlantedStep(**settings_of(dp_step) | {"plan": plan}, planted=planted)
-
-
 def audit_loop(
     dp_step: DPStep, init: Init, step: Step, data: Batch, planted: Planted, *, key: Key, steps: int,
     score: Score = "sum",
 ) -> tuple[Audit, int, Plan]:  # fmt: skip
-    """Run a loop once with canaries: the audit, the number of steps that it took, and its plan.
-
-    Args:
-        dp_step, init, step, data: as in `replay`. planted: the canaries. key: of the run.
-        steps: at most so many. score: chosen before the run.
-    """
+    """Run a loop, see `replay`, once with canaries: the audit, the number of steps that it took, and its plan."""
     integer("steps", steps, minimum=1)
     n = dp_step.plan.sampler.dataset_size
     if planted.records is not None and batch_size(data) != n:
         raise fail(f"data of {n} records, the plan's dataset_size, before canaries are added", "data", batch_size(data))
     plan = planted_plan(dp_step.plan, planted)
-    own = planting(dataclasses.replace(dp_step, journal=None), plan, planted)
+    own: Any = PlantedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, planted=planted)
     if planted.records is not None:
         data = torch.utils._pytree.tree_map(lambda a, b: torch.cat([a, b]), data, planted.records)
-    carry = init(own, data, key)  # type: ignore[arg-type]  # a step like another
+    carry = init(own, data, key)
     with suppress(BudgetExhausted):  # an end like None
         while carry is not None and len(planted.reads) < steps:
-            carry = step(own, data, carry)  # type: ignore[arg-type]  # a step like another
+            carry = step(own, data, carry)
     return planted.verdict(plan, score), len(planted.reads), plan
+
+
+@dataclass(frozen=True)
+class Script:
+    """The loop of a file, and canaries among the records if it has some."""
+
+    dp_step: DPStep
+    data: Batch = field(repr=False)
+    init: Init
+    step: Step
+    canaries: Batch | None = field(default=None, repr=False)
+
+
+def read_script(path: Path) -> Script:
+    """Run a file, and take its loop: `init(dp_step, data, key)` and `step(dp_step, data, carry)`, as in `replay`; or
+    `train(dp_step, data, key)`, a plain loop that yields what it has, before its first step and after each.
+
+    Raises:
+        InvalidArgument: a name is missing, or is something else.
+    """
+    names = runpy.run_path(str(path), run_name="__dpfunc__")
+    own: dict[str, Any] = {name: names.get(name) for name in ("dp_step", "data", "init", "step", "train")}
+    (dp_step, data, init, step, train), canaries = own.values(), names.get("canaries")
+    functions = callable(init) and callable(step)
+    if not isinstance(dp_step, DPStep) or data is None or not (functions or callable(train)):
+        kinds = ", ".join(f"{name}={type(value).__name__}" for name, value in own.items())
+        raise InvalidArgument(
+            f"Expected dp_step, data, and either init and step or train in {path.name}; dp_step is that of "
+            f"dpfunc.make_dp_step, got {kinds}."
+        )
+    if functions:
+        return Script(dp_step, data, init, step, canaries)
+
+    def begin(dp_step: Any, data: Batch, key: Key) -> tuple[Any, Any]:
+        rest = iter(train(dp_step, data, key))
+        return rest, next(rest)
+
+    def go_on(dp_step: Any, data: Batch, carry: tuple[Any, Any]) -> tuple[Any, Any] | None:
+        try:
+            return carry[0], next(carry[0])
+        except StopIteration:
+            return None
+
+    return Script(dp_step, data, begin, go_on, canaries)
+
+
+def verify(path: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str, Any]]:
+    """The replay of a script, and its values."""
+    own = read_script(path)
+    found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
+    return found, replay_values(found, path, own.dp_step.plan, {})
+
+
+def audit(path: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
+    """The audit of a script, and its values."""
+    own = read_script(path)
+    planted = Planted(key, count, own.canaries)
+    found, taken, plan = audit_loop(
+        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
+    )
+    space = "gradient" if own.canaries is None else "input"
+    return found, audit_values(found, path, plan, taken, {"space": space, "score": score})

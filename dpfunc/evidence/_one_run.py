@@ -1,8 +1,4 @@
-"""Lower bounds on epsilon from one run, by guesses which canaries were in: exact tails, and an error that is kept.
-
-Each of m canaries is in the data or not by its own fair coin. An attacker sees a score of each, guesses of some that
-they were in and of others that they were out, and is right too often for a claim that does not hold.
-"""
+"""Lower bounds on epsilon from one run: who guesses which canaries were in is right too often for a false claim."""
 
 from __future__ import annotations
 
@@ -29,15 +25,10 @@ _BOTH = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TOP = (0.01, 0.05, 0.2)
 _ROOT_BITS = 40  # of the search for a bound: far below what a number of canaries can tell
 _LARGEST = 700.0  # e^epsilon within float64
-_LEDGER_DELTAS = np.concatenate([np.geomspace(1e-8, 0.2, 20), np.linspace(0.25, 0.95, 12)])
 
 
 class Guesses(NamedTuple):
-    """Guesses about the highest scores (in) and the lowest ones (out).
-
-    Args:
-        highest, lowest: numbers of guesses. correct: how many of both were right.
-    """
+    """Numbers of guesses about the highest scores (in) and the lowest ones (out), and how many of both are right."""
 
     highest: int
     lowest: int
@@ -45,7 +36,7 @@ class Guesses(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of guesses; the other canaries are passed over."""
+        """Of guesses; the other canaries are passed over."""
         return self.highest + self.lowest
 
 
@@ -87,14 +78,9 @@ class Audit:
 
 
 def audit(
-    scores_in: Any,
-    scores_out: Any,
-    *,
-    delta: float,
-    confidence: float = 0.95,
-    claim: float | Ledger | None = None,
+    scores_in: Any, scores_out: Any, *, delta: float, confidence: float = 0.95, claim: float | Ledger | None = None,
     guesses: Literal["grid", "hull"] | Sequence[tuple[int, int]] = "grid",
-) -> Audit:
+) -> Audit:  # fmt: skip
     """Lower bounds on epsilon, and a verdict on a claim, from the scores of canaries in one run.
 
     With m canaries, r guesses and v right ones, epsilon is refuted at level alpha if
@@ -110,10 +96,10 @@ def audit(
         claim: None; an epsilon at delta, judged by the bound on (epsilon, delta) mechanisms; or the ledger of the run,
             judged by its whole trade-off curve, which refutes more.
         guesses: pairs (highest, lowest) that were fixed before the run; or "grid", ten pairs that follow from the
-            number of canaries alone. With several pairs alpha is divided by their number, so that the best one may be
-            taken. "hull" is the rule of the `auditing` module of JAX Privacy, to compare figures: guesses "in" above
-            each threshold on the convex hull of the scores, alpha divided by their number. That hull is chosen with
-            the coins known, so no theorem bounds its error; measured by `python -m benchmarks.evidence`.
+            number of canaries alone. Alpha is divided by the number of pairs, so that the best one may be taken.
+            "hull" is the rule of the `auditing` module of JAX Privacy, to compare figures: guesses "in" above each
+            threshold on the convex hull of the scores. It is chosen with the coins known, so no theorem bounds its
+            error, which `python -m benchmarks.evidence` measures.
 
     Returns:
         Released as far as the scores are: the bounds follow from them and the coins.
@@ -135,30 +121,27 @@ def audit(
     tried = _tried(inside, outside, guesses)
     m, level = len(inside) + len(outside), alpha / len(tried)
 
-    def refutes(epsilon: float, made: Guesses) -> bool:
-        return _p_value(m, made, epsilon, delta) <= level
-
-    def refutes_gaussian(mu: float, made: Guesses) -> bool:
-        return _refutes_curve(m, made, level, _gaussian_curve(mu))
-
-    epsilon, best = _largest(refutes, tried)
-    mu, _ = _largest(refutes_gaussian, tried)
+    epsilon, best = _largest(lambda epsilon, made: _p_value(m, made, epsilon, delta) <= level, tried)
+    mu, _ = _largest(lambda mu, made: _refutes_curve(m, made, level, _gaussian_curve(mu)), tried)
     claimed, exceeds = None, None
     if isinstance(claim, Ledger):
         claimed = claim.epsilon(delta).epsilon
-        exceeds = math.isfinite(claimed) and _refutes_ledger(claim, m, tried, level)
+        exceeds = math.isfinite(claimed)
+        if exceeds:
+            curve = _ledger_curve(claim)
+            exceeds = any(_refutes_curve(m, made, level, curve) for made in tried)
     elif claim is not None:
         claimed = non_negative("claim", claim)
         exceeds = epsilon > claimed
-    return Audit(
-        epsilon, gaussian_epsilon(mu, delta), delta, confidence, m, len(tried), best, claim=claimed, exceeds=exceeds
-    )
+    bounds = (epsilon, gaussian_epsilon(mu, delta))
+    return Audit(*bounds, delta, confidence, m, len(tried), best, claim=claimed, exceeds=exceeds)
 
 
 def _scores(name: str, values: Any) -> Array:
     scores = np.asarray(values, dtype=np.float64)
-    if scores.ndim != 1 or not len(scores) or not np.isfinite(scores).all():
-        shape = f"shape {scores.shape}{'' if np.isfinite(scores).all() else ' with numbers that are not finite'}"
+    finite = np.isfinite(scores).all()
+    if scores.ndim != 1 or not len(scores) or not finite:
+        shape = f"shape {scores.shape}{'' if finite else ' with numbers that are not finite'}"
         raise InvalidArgument(f"Expected {name} to be a list of at least one finite number, got {shape}.")
     return scores
 
@@ -185,40 +168,32 @@ def _right(order: Array, was: Array) -> Array:
 
 
 def grid(num_canaries: int) -> list[tuple[int, int]]:
-    """The pairs (highest, lowest) of guesses that `audit` tries; a function of the number of canaries alone.
-
-    >>> grid(1000)[:3]
-    [(5, 0), (5, 5), (10, 10)]
-    """
+    """The pairs (highest, lowest) of guesses that `audit` tries; a function of the number of canaries alone."""
     counts = [round(share * num_canaries) for share in _BOTH]
-    top = [round(share * num_canaries / 2) for share in _TOP]
-    pairs = {(count // 2, count - count // 2) for count in counts} | {(count, 0) for count in top}
+    pairs = {(count // 2, count - count // 2) for count in counts} | {(round(s * num_canaries / 2), 0) for s in _TOP}
     return sorted(pair for pair in pairs if sum(pair)) or [(num_canaries, 0)]
 
 
 def _hull(inside: Array, outside: Array) -> list[Guesses]:
     """Guesses "in" above each threshold that is a corner of the convex hull of (true, false) positives."""
     values = np.unique(np.concatenate([inside, outside]))[::-1]
-    true = np.searchsorted(np.sort(-inside), -values, side="right")
-    false = np.searchsorted(np.sort(-outside), -values, side="right")
+    true, false = (np.searchsorted(np.sort(-own), -values, side="right").tolist() for own in (inside, outside))
     corners: list[tuple[int, int]] = [(0, 0)]
-    for point in zip(false.tolist(), true.tolist(), strict=True):
-        while len(corners) > 1 and _turns_left(corners[-2], corners[-1], point):
+    for x, y in zip(false, true, strict=True):
+        while len(corners) > 1:
+            (x1, y1), (x2, y2) = corners[-2:]
+            if (y2 - y1) * (x - x2) > (y - y2) * (x2 - x1):  # it lies above the line from the one before to this one
+                break
             corners.pop()
-        corners.append(point)
+        corners.append((x, y))
     return [Guesses(a + b, 0, b) for a, b in corners]
-
-
-def _turns_left(first: tuple[int, int], second: tuple[int, int], third: tuple[int, int]) -> bool:
-    """True if the second point lies on or below the line from the first to the third."""
-    (x1, y1), (x2, y2), (x3, y3) = first, second, third
-    return (y2 - y1) * (x3 - x2) <= (y3 - y2) * (x2 - x1)
 
 
 def _largest(refutes: Callable[[float, Guesses], bool], tried: Sequence[Guesses]) -> tuple[float, Guesses]:
     """The largest parameter that some guesses refute, from below, and these guesses."""
-    bound, best = 0.0, max(tried, key=lambda made: made.correct / max(made.total, 1))
-    for made in sorted(tried, key=lambda made: -made.correct / max(made.total, 1)):
+    ordered = sorted(tried, key=lambda made: -made.correct / max(made.total, 1))
+    bound, best = 0.0, ordered[0]
+    for made in ordered:
         if not made.total or not refutes(bound, made):
             continue
         low, high = bound, max(1.0, 2.0 * bound)
@@ -250,15 +225,13 @@ def _gaussian_curve(mu: float) -> Curve:
     return lambda true: float(ndtr(ndtri(true) - mu))
 
 
-def _refutes_ledger(ledger: Ledger, m: int, tried: Sequence[Guesses], level: float) -> bool:
-    """True if some guesses refute the curve of a ledger, taken from below: the best of its epsilon at many delta."""
-    deltas = _LEDGER_DELTAS
+def _ledger_curve(ledger: Ledger) -> Curve:
+    """The curve of a ledger, taken from below: the best of its epsilon at many delta."""
+    deltas = np.concatenate([np.geomspace(1e-8, 0.2, 20), np.linspace(0.25, 0.95, 12)])
     ratio = np.exp(np.minimum([ledger.epsilon(float(delta)).epsilon for delta in deltas], _LARGEST))
-
-    def false(true: float) -> float:
-        return max(0.0, float(np.max((true - deltas) / ratio)), float(np.max(1.0 - deltas - (1.0 - true) * ratio)))
-
-    return any(_refutes_curve(m, made, level, false) for made in tried)
+    return lambda true: max(
+        0.0, float(np.max((true - deltas) / ratio)), float(np.max(1.0 - deltas - (1.0 - true) * ratio))
+    )
 
 
 def _refutes_curve(m: int, made: Guesses, level: float, curve: Curve) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -21,35 +21,37 @@ _PLAIN = ("kind", "sampling_prob", "noise_multiplier", "num_steps")
 
 def page(values: Mapping[str, Any]) -> str:
     """The page of the values of a certificate."""
-    claim, how, result = values["claim"], values["mechanism"], values["result"]
+    claim, result, budget = values["claim"], values["result"], values.get("budget")
     attack = [
         (f"{each['false_positives']:.1%}", f"at most {each['true_positives']:.2%}") for each in result["attacker"]
     ]
-    sections = [
-        ("The claim", _table([
+    steps = [(f"{row['first']} to {row['last']} of {row['run']}", _events(row["events"])) for row in values["steps"]]
+    earlier = [(f"{event['num_steps']} steps of earlier runs", _events([event])) for event in values["earlier"]]
+    sections = {
+        "The claim": _table([
             ("protected", claim["unit"]),
             ("epsilon, delta", f"epsilon {claim['epsilon']:.6g} at delta {claim['delta']:g}"),
             ("neighbours", f"{claim['neighbours']} ({claim['adjacency']})"),
             ("covered", "; ".join(claim["covered"])),
             ("not covered", "; ".join(claim["not_covered"])),
-        ])),
-        ("Assumptions", _table((each["says"], _MET[each["met"]]) for each in values["assumptions"])),
-        ("Epsilon by two accountants", _table(
+        ]),
+        "Assumptions": _table((each["says"], _MET[each["met"]]) for each in values["assumptions"]),
+        "Epsilon by two accountants": _table(
             (each["name"], f"{each['epsilon']:.6g}: {each['error']}") for each in result["accountants"]
-        )),
-        ("What an attacker can reach", "<p>An attacker who knows all other records guesses whether one unit was "
-         "there. Whatever the attack is:</p>" + _table(attack, ("false positives", "true positives"))
-         + _picture([(delta, epsilon) for delta, epsilon in result["curve"]])),
-        ("Replays and audits", _table((each["kind"], _evidence(each)) for each in values["evidence"])),
-        *([("Budget of the data set", _table(_place(values["budget"])))] if "budget" in values else []),
-        ("How it was done", _table(_words(how))),
-        ("Steps", _table(map(_step, values["steps"]), ("steps", "sampling probability, noise multiplier"))
-         + _earlier(values["earlier"])),
-        ("Digests", _table((name.replace("_", " "), _listed(value)) for name, value in values["digests"].items())),
-        ("Versions", _table(values["versions"].items())),
-        ("Signature", _table([("digest", values["digest"]), *values.get("signature", {"signed": "no"}).items()])),
-    ]  # fmt: skip
-    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections)
+        ),
+        "What an attacker can reach": (
+            "<p>An attacker who knows all other records guesses whether one unit was there. Whatever the attack is:</p>"
+            + _table(attack, ("false positives", "true positives")) + _picture(result["curve"])
+        ),
+        "Replays and audits": _table((each["kind"], _verdict(each)) for each in values["evidence"]),
+        "Budget of the data set": budget and _table(_words({**budget, "others": _events(budget["others"], "none")})),
+        "How it was done": _table(_words(values["mechanism"])),
+        "Steps": _table(steps, ("steps", "sampling probability, noise multiplier")) + _table(earlier),
+        "Digests": _table(_words(values["digests"])),
+        "Versions": _table(values["versions"].items()),
+        "Signature": _table([("digest", values["digest"]), *values.get("signature", {"signed": "no"}).items()]),
+    }  # fmt: skip
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Certificate of differential privacy</title>'
         f"<style>{_STYLE}</style></head><body><h1>Certificate of differential privacy</h1><p>Made {values['date']} "
@@ -64,57 +66,34 @@ def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = Non
         f"<tr><td>{escape(name)}</td><td{' class=no' if text == _MET[False] else ''}>{escape(text)}</td></tr>"
         for name, text in rows
     )
-    return f"<table>{top}{''.join(cells)}</table>"
+    body = "".join(cells)
+    return f"<table>{top}{body}</table>" if body else ""
 
 
 def _words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), _listed(value)) for name, value in values.items()]
+    shown = {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
+    return [(name.replace("_", " "), text) for name, text in shown.items()]
 
 
-def _place(budget: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The place of a run, and what the others were charged when it settled."""
-    return _words({**budget, "others": _events(budget["others"]) if budget["others"] else "none"})
-
-
-def _evidence(each: Mapping[str, Any]) -> str:
-    """A verdict, and what it is of."""
-    about = ", ".join(
-        f"{name} {text}" for name, text in _words(each) if name not in ("kind", "holds") and text != "None"
-    )
+def _verdict(each: Mapping[str, Any]) -> str:
+    told = {name: value for name, value in each.items() if name not in ("kind", "holds") and value is not None}
+    about = ", ".join(f"{name} {text}" for name, text in _words(told))
     return f"{'holds' if each['holds'] else 'DOES NOT HOLD'}: {about}"
 
 
-def _listed(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, list) else str(value)
+def _events(events: Iterable[Mapping[str, Any]], none: str = "paid by an earlier step") -> str:
+    """Sampling probability and noise of events; of one that is not plain also its kind, and what only it has."""
+    told = []
+    for event in events:
+        more = [f"{name} {value:g}, " for name, value in event.items() if name not in _PLAIN]
+        kind = f"{event['kind']}: {''.join(more)}" if "kind" in event else ""
+        told.append(f"{kind}{event['sampling_prob']:g}, {event['noise_multiplier']:g}")
+    return "; ".join(told) or none
 
 
-def _events(events: Iterable[Mapping[str, Any]]) -> str:
-    told = (f"{_kind(e)}{e['sampling_prob']:g}, {e['noise_multiplier']:g}" for e in events)
-    return "; ".join(told) or "paid by an earlier step"
-
-
-def _kind(event: Mapping[str, Any]) -> str:
-    """The kind of an event that is not plain, with the values that only it has."""
-    if "kind" not in event:
-        return ""
-    more = (f"{name} {value:g}, " for name, value in event.items() if name not in _PLAIN)
-    return f"{event['kind']}: {''.join(more)}"
-
-
-def _step(row: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{row['first']} to {row['last']} of {row['run']}", _events(row["events"])
-
-
-def _earlier(events: list[Mapping[str, Any]]) -> str:
-    """What earlier runs on the same records have cost, which the claim includes."""
-    if not events:
-        return ""
-    rows = [(f"{event['num_steps']} steps of earlier runs", _events([event])) for event in events]
-    return _table(rows)
-
-
-def _picture(points: list[tuple[float, float]]) -> str:
+def _picture(curve: Iterable[Sequence[float]]) -> str:
     """The largest share of true positives over that of false ones, and the line of a guess without knowledge."""
+    points = [(delta, epsilon) for delta, epsilon in curve]
     rates = [k / 100 for k in range(101)]
     line = " ".join(f"{rate * _SIDE:.1f},{(1 - true_positives(points, rate)) * _SIDE:.1f}" for rate in rates)
     return (

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,31 @@ _PUBLIC = {
 }  # fmt: skip
 
 
-def _values_of(schema: str, source: Path, plan: Any, steps: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a result of some steps of a plan; `source` is the script, or the job file of a run."""
+def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a replay; it holds if nothing moves, and what a run folder has recorded is found again."""
+    own = {name: recorded.get(name) for name in ("run", "reproduced", "weights", "same_model")}
+    holds = found.holds and own["reproduced"] in (None, found.steps) and own["same_model"] is not False
+    return _values_of(REPLAY, source, plan, {**dataclasses.asdict(found), **own, "holds": holds})
+
+
+def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
+    """The values of an audit, with its space and its score; it holds if the claim is not refuted."""
+    own = {"best": found.best._asdict(), "holds": not found.exceeds, "steps": steps}
+    return _values_of(AUDIT, source, plan, {**dataclasses.asdict(found), **own, **about})
+
+
+def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a result; `source` is the script, or the job file of a run."""
     from dpfunc._utils.versions import installed
 
-    costs = {
-        json.dumps(one, sort_keys=True): one
-        for one in (_cost(to_values(event)) for event in plan.events(0, max(1, steps)))
-    }
+    costs = (_cost(to_values(event)) for event in plan.events(0, max(1, found["steps"])))
     return signed({
         "schema": schema,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "of": "job" if source.suffix == ".json" else "script",
         "source": sha256(source),
         "adjacency": plan.adjacency,
-        "events": list(costs.values()),
+        "events": [*{json.dumps(one, sort_keys=True): one for one in costs}.values()],
         "versions": installed(),
         "salt": secrets.token_hex(16),  # the digest of the file tells nothing that could be found by trying
         **found,
@@ -53,10 +63,7 @@ def _cost(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str, Any]:
-    """Entry of a certificate for the result in a file.
-
-    Args:
-        values: of the certificate. job: the job file of the run, if there is one.
+    """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any.
 
     Raises:
         InvalidArgument: no such result, or one of another plan, job, run or model.
@@ -70,32 +77,19 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     if kind not in _PUBLIC:
         raise fail("a result of dpfunc verify or dpfunc audit (--out)", "schema", kind)
     unsigned("result of a replay or an audit", found)
-    known = [_cost(event) for row in values["steps"] for event in row["events"]]
-    own = {
-        "events": bool(found["events"]) and all(event in known for event in found["events"]),
-        "adjacency": found["adjacency"] == values["claim"]["adjacency"],
-        "source": found["of"] == "script" or (job.is_file() and found["source"] == sha256(job)),
-        "run": found.get("run") in (None, *values["digests"]["data_order"]),
-        "weights": found.get("weights") in (None, values["digests"]["model"]),
-    }
-    for name, same in own.items():
-        if not same:
-            hint = "It is of another plan, job, run or model: verify or audit this one."
-            raise fail("a result that belongs to this run", name, found[name], hint)
+    if wrong := [name for name, same in _belongs(found, values, job) if not same]:
+        hint = "It is of another plan, job, run or model: verify or audit this one."
+        raise fail("a result that belongs to this run", wrong[0], found[wrong[0]], hint)
     public = {name: found[name] for name in _PUBLIC[kind]}
     name = "replay" if kind == REPLAY else "audit"
     return {"kind": name, "holds": bool(found["holds"]), **public, "file": hashlib.sha256(text).hexdigest()}
 
 
-def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a replay; it holds if nothing moves, and what a run folder has recorded is found again."""
-    same = recorded.get("reproduced") in (None, found.steps) and recorded.get("same_model") is not False
-    own = {name: recorded.get(name) for name in ("run", "reproduced", "weights", "same_model")}
-    values = {**dataclasses.asdict(found), **own, "holds": found.holds and same}
-    return _values_of(REPLAY, source, plan, found.steps, values)
-
-
-def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
-    """The values of an audit, with its space and its score; it holds if the claim is not refuted."""
-    values = {**dataclasses.asdict(found), "best": found.best._asdict(), "holds": not found.exceeds, "steps": steps}
-    return _values_of(AUDIT, source, plan, steps, {**values, **about})
+def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> Iterator[tuple[str, bool]]:
+    """Parts of a result, and True for those that are as in the certificate of a run."""
+    known = [_cost(event) for row in values["steps"] for event in row["events"]]
+    yield "events", bool(found["events"]) and all(event in known for event in found["events"])
+    yield "adjacency", found["adjacency"] == values["claim"]["adjacency"]
+    yield "source", found["of"] == "script" or (job.is_file() and found["source"] == sha256(job))
+    yield "run", found.get("run") in (None, *values["digests"]["data_order"])
+    yield "weights", found.get("weights") in (None, values["digests"]["model"])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.digests import checksum
-from dpfunc.accounting import Ledger
 from dpfunc.batches import tree_map
 from dpfunc.noise import Mechanism, Noise
 from dpfunc.plan import Plan
@@ -43,27 +42,14 @@ class Tape:
 
     forced: Tape | None = None
     without: Tensor | None = None
-    nobody: bool = False
     releases: list[Release] = field(default_factory=list)
     rows: list[list[bytes]] = field(default_factory=list)
     draws: list[Tensor] = field(default_factory=list)
     seen: list[dict[str, object]] = field(default_factory=list)
     """What the loop has after each step, by its place."""
-    journal: dict[int, Any] = field(default_factory=dict)
-    """Steps in the journal of the run, where it has one."""
-    weights: list[str] = field(default_factory=list)
-    """Digests of the files of the trained model, where the run has come to its end."""
 
     def __repr__(self) -> str:
         return "Tape()"
-
-    def given(self, values: dict[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
-        """The values to release at this place: own ones, or those of the run before."""
-        place = len(self.releases)
-        if self.forced is None or place >= len(self.forced.releases):
-            return values, state
-        before = self.forced.releases[place]
-        return {name: value.clone() for name, value in before.values.items()}, before.state
 
 
 @dataclass(frozen=True)
@@ -83,22 +69,28 @@ class WatchedNoise:
         return self.noise.events(_own(sampler), noise_multiplier, start, stop)
 
     def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Any) -> Mechanism:
-        inner = self.noise.mechanism(noise_multiplier, allocation, source)
+        inner, tape = self.noise.mechanism(noise_multiplier, allocation, source), self.tape
 
         def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
             kept = dataclasses.replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
-            values, after = self.tape.given(*inner.add(clipped, state, key))
-            self.tape.releases.append(
-                Release(kept, fingerprint(key), {name: value.clone() for name, value in values.items()}, after)
-            )
-            return values, after
+            values, after = inner.add(clipped, state, key)
+            place = len(tape.releases)
+            if tape.forced is not None and place < len(tape.forced.releases):
+                before = tape.forced.releases[place]
+                values, after = before.values, before.state
+            tape.releases.append(Release(kept, fingerprint(key), _copied(values), after))
+            return _copied(values), after
 
         return Mechanism(inner.init, add)
 
 
+def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class WatchedSampler:
-    """A sampler without one record, or without any. Its repr is that of the sampler: it is the same plan."""
+    """A sampler without some records. Its repr is that of the sampler: it is the same plan."""
 
     sampler: Sampler
     tape: Tape
@@ -111,8 +103,6 @@ class WatchedSampler:
 
     def indices(self, key: Key, step: int) -> Tensor:
         drawn = self.sampler.indices(key, step)
-        if self.tape.nobody:
-            return drawn[:0]
         return drawn if self.tape.without is None else drawn[~torch.isin(drawn, self.tape.without)]
 
 
@@ -126,9 +116,7 @@ class WatchedStep(DPStep):
 
     tape: Tape = field(default_factory=Tape, repr=False, compare=False)
 
-    def init(
-        self, params: Params, key: Key, ledger: Ledger | None = None, *, num_records: int | None = None
-    ) -> StepState:
+    def init(self, params: Params, key: Key, ledger: Any = None, *, num_records: int | None = None) -> StepState:
         return replay(super().init(params, key, ledger, num_records=num_records))
 
     def __call__(
@@ -143,17 +131,12 @@ class WatchedStep(DPStep):
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
     """The step with a tape; it writes no journal."""
     plan = dataclasses.replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
-    return watching(dataclasses.replace(dp_step, plan=plan, journal=None), tape)
+    return WatchedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, tape=tape)
 
 
 def watched_plan(plan: Plan, tape: Tape) -> Plan:
     """The same plan, by its repr, whose draws and noise are those of a tape."""
     return dataclasses.replace(plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape))
-
-
-def watching(dp_step: DPStep, tape: Tape) -> WatchedStep:
-    """The step of a watched plan, with its tape."""
-    return WatchedStep(**settings_of(dp_step), tape=tape)
 
 
 def settings_of(dp_step: DPStep) -> dict[str, Any]:
@@ -163,12 +146,17 @@ def settings_of(dp_step: DPStep) -> dict[str, Any]:
 
 def _digests_of_rows(batch: Batch) -> list[bytes]:
     """A digest of each row, without its padding: how far rows are padded depends on the longest one of the batch."""
+    leaves = [leaf.detach().cpu() for leaf in pytree.tree_leaves(batch)]
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    leaves = [leaf.detach().cpu().contiguous() for leaf in pytree.tree_leaves(batch)]
-    if mask is None or mask.ndim < 2:
-        return [_digest([leaf[row] for leaf in leaves]) for row in range(len(leaves[0]))]
-    real = mask.detach().cpu().bool()
-    return [_digest([_real(leaf[row], real[row]) for leaf in leaves]) for row in range(len(real))]
+    real = None if mask is None or mask.ndim < 2 else mask.detach().cpu().bool()
+    found = []
+    for number in range(len(leaves[0])):
+        digest = hashlib.blake2b(digest_size=12)
+        for leaf in leaves:
+            row = leaf[number] if real is None else _real(leaf[number], real[number])
+            digest.update(row.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found.append(digest.digest())
+    return found
 
 
 def _real(values: Tensor, real: Tensor) -> Tensor:
@@ -176,11 +164,6 @@ def _real(values: Tensor, real: Tensor) -> Tensor:
     if values.shape[: real.ndim] == real.shape:
         return values[real]
     return values if values.is_floating_point() else values[values != _IGNORED]
-
-
-def _digest(parts: list[Tensor]) -> bytes:
-    raw = b"".join(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts if part.numel())
-    return hashlib.blake2b(raw, digest_size=12).digest()
 
 
 def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, object]:
@@ -193,32 +176,27 @@ def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, ob
         return {place: repr(value)}
     if isinstance(value, Key):
         return {place: fingerprint(value)}
-    found: dict[str, object] = {}
-    for name, part in _parts(value).items():
-        found.update(described(part, f"{place}{name}", deep + 1))
-    return found
+    parts = _parts(value).items()
+    return {at: part for name, inner in parts for at, part in described(inner, f"{place}{name}", deep + 1).items()}
 
 
 def _parts(value: Any) -> Mapping[str, object]:
-    """Parts of a value."""
-    value = _state_of(value)
-    if isinstance(value, Mapping):
-        return {f"[{name!r}]": part for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {"": len(value), **{f"[{number}]": part for number, part in enumerate(value)}}
-    if isinstance(value, (set, frozenset)):
-        return {"": repr(sorted(map(repr, value)))}
+    """Parts of a value, or of its state."""
+    for kinds, parts in _KINDS:
+        if isinstance(value, kinds):
+            return parts(value)
     if callable(value) or not hasattr(value, "__dict__"):
         return {}
     return {f".{name}": part for name, part in vars(value).items()}
 
 
-def _state_of(value: Any) -> Any:
-    """The state of what is not made of parts: modules, optimizers, schedules, generators, states of a run."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-        return value.state_dict()
-    if isinstance(value, torch.Generator):
-        return {"state": value.get_state()}
-    if isinstance(value, StepState):
-        return {**value._asdict(), "ledger": value.ledger.to_json()}
-    return value
+_Kind: TypeAlias = type[Any] | tuple[type[Any], ...]
+_KINDS: tuple[tuple[_Kind, Callable[[Any], Mapping[str, object]]], ...] = (
+    ((nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler), lambda own: _parts(own.state_dict())),
+    (torch.Generator, lambda own: {".state": own.get_state()}),
+    (StepState, lambda own: _parts({**own._asdict(), "ledger": own.ledger.to_json()})),
+    (Mapping, lambda own: {f"[{name!r}]": part for name, part in own.items()}),
+    ((list, tuple), lambda own: {"": len(own), **{f"[{number}]": part for number, part in enumerate(own)}}),
+    ((set, frozenset), lambda own: {"": repr(sorted(map(repr, own)))}),
+)
+"""What has parts that `vars` does not give -> its parts, by their place."""

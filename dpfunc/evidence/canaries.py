@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -71,16 +72,13 @@ class Canaries:
         total, number = int(sizes.sum()), integer("count", count, minimum=1)
         if number > total:
             raise fail(f"count <= {total}, the number of coordinates of params", "count", count)
-        flat = torch.from_numpy(
-            stream(fold_in(check_key(key), "coordinates")).choice(total, number, replace=False, shuffle=False)
-        )
+        draws = stream(fold_in(check_key(key), "coordinates"))
+        flat = torch.from_numpy(draws.choice(total, number, replace=False, shuffle=False))
         ends = sizes.cumsum(0)
         owner = torch.searchsorted(ends, flat, right=True)
-        names = tuple(params)
-        return cls(
-            tuple(names[i] for i in owner.tolist()), flat - (ends - sizes)[owner], coins(number, key),
-            positive("norm", norm),
-        )  # fmt: skip
+        names = [*params]
+        own = tuple(names[i] for i in owner.tolist())
+        return cls(own, flat - (ends - sizes)[owner], coins(number, key), positive("norm", norm))
 
     def extend(self, data: Batch) -> tuple[Batch, Tensor]:
         """The data set with the canaries behind it: `(data, number)`, where number is that of the canary, or -1.
@@ -108,8 +106,7 @@ class Canaries:
         Args:
             loss_fn: `(params, batch) -> (B,)`, of the data.
         """
-        owned = {name: self.present & self._owned(name) for name in dict.fromkeys(self.names)}
-        positions, norm = self.positions, self.norm
+        owned, positions, norm = self._owned(), self.positions, self.norm
 
         def planted(params: Params, batch: Batch) -> Tensor:
             records, number_B = batch
@@ -119,7 +116,7 @@ class Canaries:
             for name, owned_m in owned.items():
                 flat = params[name].reshape(-1)
                 value_B = norm * flat[positions.to(device)[which_B] % flat.numel()]
-                here_B = owned_m.to(device)[which_B] & (number_B >= 0)
+                here_B = (self.present & owned_m).to(device)[which_B] & (number_B >= 0)
                 losses_B = losses_B + torch.where(here_B, value_B, torch.zeros_like(value_B))
             return losses_B
 
@@ -132,8 +129,7 @@ class Canaries:
         too often; the largest minus the smallest finds noise that is used again.
         """
         found = torch.zeros(len(self.names), dtype=torch.float64)
-        for name in dict.fromkeys(self.names):
-            owned_m = self._owned(name)
+        for name, owned_m in self._owned().items():
             found[owned_m] = grads[name].detach().reshape(-1).cpu().double()[self.positions[owned_m]]
         return found
 
@@ -141,8 +137,9 @@ class Canaries:
         """Scores of those that were in and of those that were out, for `audit`."""
         return scores[self.present], scores[~self.present]
 
-    def _owned(self, name: str) -> Tensor:
-        return torch.tensor([own == name for own in self.names])
+    def _owned(self) -> dict[str, Tensor]:
+        """Parameter -> canaries in it, bool, (m,)."""
+        return {name: torch.tensor([own == name for own in self.names]) for name in dict.fromkeys(self.names)}
 
 
 def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) -> Tensor:
@@ -182,18 +179,9 @@ def exposure(losses: Iterable[float] | Tensor, candidates: Iterable[float] | Ten
     >>> exposure([1.0, 9.0], [2.0, 3.0, 4.0])
     tensor([2., 0.], dtype=torch.float64)
     """
-    own, others = (torch.as_tensor(each, dtype=torch.float64).cpu() for each in (losses, candidates))
-    if (
-        own.ndim != 1
-        or others.ndim != 1
-        or not len(own)
-        or not len(others)
-        or own.isnan().any()
-        or others.isnan().any()
-    ):
-        raise InvalidArgument(
-            f"Expected losses and candidates as lists of numbers, got shapes {tuple(own.shape)} and "
-            f"{tuple(others.shape)}, or NaN."
-        )
+    own, others = both = [torch.as_tensor(each, dtype=torch.float64).cpu() for each in (losses, candidates)]
+    if any(each.ndim != 1 or not len(each) or each.isnan().any() for each in both):
+        shapes = " and ".join(str(tuple(each.shape)) for each in both)
+        raise InvalidArgument(f"Expected losses and candidates as lists of numbers, got shapes {shapes}, or NaN.")
     rank = 1 + torch.searchsorted(others.sort().values, own, right=True)
-    return torch.log2(torch.tensor(1.0 + len(others), dtype=torch.float64)) - torch.log2(rank.double())
+    return math.log2(1 + len(others)) - torch.log2(rank.double())

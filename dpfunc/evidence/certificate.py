@@ -10,9 +10,8 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +27,6 @@ from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_led
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.evidence._page import page
 from dpfunc.evidence._result import in_certificate
-from dpfunc.evidence._signature import sign, signed_by
 from dpfunc.types import Adjacency
 
 SCHEMA = "dpfunc.certificate/1"
@@ -36,6 +34,9 @@ FILE = "certificate.json"
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _RECORDED = 1e-4  # relative: up to which the epsilon of a record may be below the one that is computed now
 _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opacus has by itself
+
+_NEEDED = 'Signatures need the package cryptography: pip install "dpfunc[sign]".'
+_MADE = ", without a password: openssl genpkey -algorithm ed25519 -out key.pem"
 
 LAWS = {
     "Poisson": "each unit is in a batch with probability sampling_prob, independently of all others and of other steps",
@@ -52,6 +53,7 @@ _FIELDS = (
     "versions", "digest",
 )  # fmt: skip
 _OPTIONAL = {"signature", "budget"}
+_SETTINGS = ("sampler", "clip", "max_grad_norm", "mechanism", "noise_source", "noise_key", "rows", "batches")
 _PLACE = "privacy_budget.json"  # which `Budget.settle` has left
 _ERRORS = {
     "tilted": "an upper bound, at most 0.1 % above the truth, nearly always 0.01 %",
@@ -75,12 +77,12 @@ def certify(
 ) -> Path:  # fmt: skip
     """Write the certificate of a run, a JSON file, and beside it the same as a page to print (`.html`).
 
-    Everything that can be is computed again from the journal: the steps, epsilon by two accountants, the trade-off
-    curve, and what an attacker can reach. The record adds what the journal does not have, and must agree with it.
+    Steps, epsilon by two accountants, trade-off curve and what an attacker can reach are computed again from the
+    journal. The record adds what the journal does not have, and must agree with it.
 
     Args:
-        run: folder of a run, with its journal (`*journal.jsonl`) and its record (`privacy_accounting.json`). Weights
-            in `*.safetensors`, in it or in its folder `model`, are the model.
+        run: folder with a journal (`*journal.jsonl`) and a record (`privacy_accounting.json`). Weights in
+            `*.safetensors`, in it or in its folder `model`, are the model.
         out: the JSON file; `certificate.json` in the folder by default. A file that is there is replaced.
         private_key: an Ed25519 key (PEM) to sign with. It needs the extra `sign`.
         evidence: files of `dpfunc verify --out` and `dpfunc audit --out`: their verdicts, without what they measured on
@@ -107,16 +109,27 @@ def certify(
     record, runs, journal = _read_run(folder)
     ledger = whole_ledger(runs.values())
     earlier = ledger.beyond(steps_ledger(runs.values()))
+    # files of the released model: checkpoints, which hold the key, are in folders of their own
+    weights = sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
     values: dict[str, Any] = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "claim": _claim(record),
-        "mechanism": _mechanism(record),
-        "steps": [row for name, taken in runs.items() for row in _rows(name, taken)],
+        "claim": {
+            **{name: getattr(record, name) for name in ("unit", "adjacency", "delta", "epsilon", "target_epsilon")},
+            "neighbours": NEIGHBOURS[record.adjacency],
+            "delta_below_one_over_records": record.delta * record.dataset_size < 1,
+            "covered": list(COVERED),
+            "not_covered": list(record.not_covered),
+        },
+        "mechanism": {
+            **{name: getattr(record, name) for name in _SETTINGS},
+            "law": LAWS.get(record.sampler, "as its events claim: a sampler of the user"),
+        },
+        "steps": _rows(runs),
         "earlier": [to_values(event) for event in earlier.events],
         "result": _result(record, ledger),
         "digests": {
-            "model": [chain.sha256(path) for path in _weights(folder)],
+            "model": [chain.sha256(path) for path in weights],
             "data_order": list(runs),  # a fingerprint of the key, of which all draws are functions
             "journal": chain.read_chain(journal)[-1][0].digest,
             "record": chain.sha256(folder / RECORD_FILE),
@@ -128,9 +141,9 @@ def certify(
         values["budget"] = _place(folder / _PLACE, values["claim"])
     values["assumptions"] = _assumptions(values)
     if private_key is not None:
-        values["signature"] = sign(_canonical(values).encode(), Path(private_key))
+        values["signature"] = _sign(_canonical(values).encode(), private_key)
     values["digest"] = _digest(values)
-    path = Path(out) if out is not None else folder / FILE
+    path = Path(out or folder / FILE)
     chain.replace_file(path, _canonical(values))
     chain.replace_file(path.with_suffix(".html"), page(values))
     return path
@@ -153,29 +166,33 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a certificate, got path='nowhere.json', which is no file.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InvalidArgument(f"Expected a certificate, got path={str(path)!r}, which is no file.")
-    text = file.read_bytes()
-    values = read(text)
+    text = _content(path, "a certificate", "path")
+    values = _read(text)
     try:
-        rows = [_unchanged(text, values), *_recomputed(values)]
+        same = text == _canonical(values).encode() and values["digest"] == _digest(values)
+        bytes_ = "as they were written" if same else "other bytes, or another digest: it was changed"
+        rows = [Finding("bytes", same, bytes_), *_recomputed(values)]
     except (DPFuncError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidArgument(f"Expected a certificate, got one that does not fit together: {error!r}.") from error
-    rows += _signature(values, None if public_key is None else Path(public_key))
-    return rows if model is None else [*rows, _of_model(values, Path(model))]
+    if "signature" in values:
+        plain = {name: value for name, value in values.items() if name not in ("digest", "signature")}
+        rows.append(Finding("signature", *_signed_by(values["signature"], _canonical(plain).encode(), public_key)))
+    elif public_key is not None:
+        rows.append(Finding("signature", False, "there is none"))
+    if model is not None:
+        found = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
+        rows.append(Finding("model", found in values["digests"]["model"], found))
+    return rows
 
 
-def read(text: bytes) -> dict[str, Any]:
-    """The values of a certificate; it is not checked.
+def _content(path: Path | str, what: str, name: str) -> bytes:
+    if not Path(path).is_file():
+        raise InvalidArgument(f"Expected {what}, got {name}={str(path)!r}, which is no file.")
+    return Path(path).read_bytes()
 
-    Raises:
-        InvalidArgument: no JSON, another schema, or fields that are missing or unknown.
 
-    >>> read(b"{}")
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected a certificate of schema 'dpfunc.certificate/1', got schema=None.
-    """
+def _read(text: bytes) -> dict[str, Any]:
+    """The values of a certificate; it is not checked."""
     try:
         values = unique_json(text)
     except ValueError as error:
@@ -216,37 +233,26 @@ def _read_run(folder: Path) -> tuple[Record, dict[str, dict[int, Taken]], Path]:
     return record, runs, journals[0]
 
 
-def _weights(folder: Path) -> list[Path]:
-    """Files of the released model: checkpoints, which hold the key, are in folders of their own."""
-    return sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
+def _place(path: Path, claim: Mapping[str, Any]) -> dict[str, Any]:
+    """Place of the run in the budget of its data set, which means the same by epsilon and delta as the run."""
+    place = unsigned("place in a budget", unique_json(path.read_bytes()))
+    for name in ("unit", "adjacency", "delta"):
+        if place.get(name) != claim[name]:
+            raise fail(f"a run with the {name} of its budget, {place.get(name)!r}", name, claim[name])
+    return place
 
 
-def _claim(record: Record) -> dict[str, Any]:
-    return {
-        "unit": record.unit,
-        "adjacency": record.adjacency,
-        "neighbours": NEIGHBOURS[record.adjacency],
-        "delta": record.delta,
-        "epsilon": record.epsilon,
-        "target_epsilon": record.target_epsilon,
-        "delta_below_one_over_records": record.delta * record.dataset_size < 1,
-        "covered": list(COVERED),
-        "not_covered": list(record.not_covered),
-    }
-
-
-def _mechanism(record: Record) -> dict[str, Any]:
-    same = ("sampler", "clip", "max_grad_norm", "mechanism", "noise_source", "noise_key", "rows", "batches")
-    law = LAWS.get(record.sampler, "as its events claim: a sampler of the user")
-    return {**{name: getattr(record, name) for name in same}, "law": law}
-
-
-def _rows(name: str, taken: Mapping[int, Taken]) -> Iterator[dict[str, Any]]:
-    """The steps of a run, those in a row of equal cost together."""
-    for (_, events), some in groupby(enumerate(sorted(taken)), key=lambda at: (at[1] - at[0], taken[at[1]].events)):
-        steps = [step for _, step in some]
-        costs = [to_values(event) for event in events]
-        yield {"run": name, "first": steps[0], "last": steps[-1], "events": costs}
+def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
+    """The steps of runs, those in a row of equal cost together."""
+    rows: list[dict[str, Any]] = []
+    for name, taken in runs.items():
+        for step in sorted(taken):
+            events = [to_values(event) for event in taken[step].events]
+            if rows and rows[-1] == {"run": name, "first": rows[-1]["first"], "last": step - 1, "events": events}:
+                rows[-1]["last"] = step
+            else:
+                rows.append({"run": name, "first": step, "last": step, "events": events})
+    return rows
 
 
 def _result(record: Record, ledger: Ledger) -> dict[str, Any]:
@@ -286,7 +292,9 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What the claim rests on: met by what was recorded, not met, or (null) nothing that a run can show."""
     claim, how = values["claim"], values["mechanism"]
     budget = claim["target_epsilon"]
-    publishes_size = EXACT_SIZE in claim["not_covered"]
+    held: dict[str, bool] = {}
+    for each in values["evidence"]:
+        held[each["kind"]] = held.get(each["kind"], True) and each["holds"] is True
     known = {
         "The key of the noise is secret.": how["noise_key"] == SECRET,
         "Noise comes from a cryptographic stream.": how["noise_source"].startswith("AES"),
@@ -295,31 +303,16 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "No row changes the gradient of another.": how["rows"].startswith(("vmap(grad(loss))", "each row")),
         "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + _ROUNDING),
-        "The number of records is not published by the record of the run.": not publishes_size,
+        "The number of records is not published by the record of the run.": EXACT_SIZE not in claim["not_covered"],
         "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus",
-        "On neighbouring records nothing moves but the clipped sum (replay).": _held(values, "replay"),
-        "Guesses which canaries were in do not refute the claim (audit).": _held(values, "audit"),
+        "On neighbouring records nothing moves but the clipped sum (replay).": held.get("replay"),
+        "Guesses which canaries were in do not refute the claim (audit).": held.get("audit"),
+        **({"Results of replays and audits are as their files say: nobody has signed these.": None} if held else {}),
         "A row of a batch is one unit, and a unit is in one row.": None,
         "No other run on the same records was looked at, or it is counted here.": None,
         "Rounding of floating-point numbers and the time of a step reveal nothing.": None,
     }
     return [{"says": says, "met": met} for says, met in known.items()]
-
-
-def _held(values: Mapping[str, Any], kind: str) -> bool | None:
-    """True if all results of this kind hold; None without one."""
-    verdicts = [each["holds"] is True for each in values["evidence"] if each["kind"] == kind]
-    return all(verdicts) if verdicts else None
-
-
-def _unchanged(text: bytes, values: Mapping[str, Any]) -> Finding:
-    same = text == _canonical(values).encode() and values["digest"] == _digest(values)
-    return Finding("bytes", same, "as they were written" if same else "other bytes, or another digest: it was changed")
-
-
-def _curve(points: Sequence[tuple[float, float]], ledger: Ledger, method: str) -> Finding:
-    apart = [delta for delta, epsilon in points if not _near(epsilon, ledger.epsilon(delta, method).epsilon)]
-    return Finding("trade-off curve", bool(points) and not apart, f"{len(points)} points, {len(apart)} of them differ")
 
 
 def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -335,7 +328,8 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
     yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
     points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
-    yield _curve(points, ledger, method)
+    wrong = sum(not _near(epsilon, ledger.epsilon(delta, method).epsilon) for delta, epsilon in points)
+    yield Finding("trade-off curve", wrong == 0 < len(points), f"{len(points)} points, {wrong} of them differ")
     for each in result["attacker"]:
         rate = each["false_positives"]
         yield _close(f"true positives at {rate:g}", each["true_positives"], true_positives(points, rate))
@@ -344,23 +338,6 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     agree = values["assumptions"] == _assumptions(values)
     not_met = sum(each["met"] is False for each in values["assumptions"])
     yield Finding("assumptions", agree, f"{not_met} not met" if agree else "not those of these facts")
-
-
-def _of_model(values: Mapping[str, Any], model: Path) -> Finding:
-    """Compare weights with the digests of those of the run."""
-    if not model.is_file():
-        raise fail("a file of weights", "model", str(model))
-    found = chain.sha256(model)
-    return Finding("model", found in values["digests"]["model"], found)
-
-
-def _place(path: Path, claim: Mapping[str, Any]) -> dict[str, Any]:
-    """Place of the run in the budget of its data set, which means the same by epsilon and delta as the run."""
-    place = unsigned("place in a budget", unique_json(path.read_bytes()))
-    for name in ("unit", "adjacency", "delta"):
-        if place.get(name) != claim[name]:
-            raise fail(f"a run with the {name} of its budget, {place.get(name)!r}", name, claim[name])
-    return place
 
 
 def _in_budget(place: Mapping[str, Any], own: Ledger) -> Finding:
@@ -379,14 +356,51 @@ def _close(name: str, said: float, found: float) -> Finding:
     return Finding(name, _near(said, found), f"{said:.6g}, computed again {found:.6g}")
 
 
-def _signature(values: dict[str, Any], public_key: Path | None) -> Iterable[Finding]:
-    """Compare the signature with the key that is given, or else with the one in the file."""
-    signature = values.get("signature")
-    if signature is None:
-        return [] if public_key is None else [Finding("signature", False, "there is none")]
-    plain = {name: value for name, value in values.items() if name not in ("digest", "signature")}
-    agrees, found = signed_by(signature, _canonical(plain).encode(), public_key)
-    return [Finding("signature", agrees, found)]
+def _sign(content: bytes, private_key: Path | str) -> dict[str, str]:
+    """The signature of a content by the key in a PEM file, and its public key."""
+    key = _read_key("private", Path(private_key))
+    public = key.public_key().public_bytes_raw().hex()
+    return {"algorithm": "Ed25519", "public_key": public, "value": key.sign(content).hex()}
+
+
+def _signed_by(signature: Any, content: bytes, public_key: Path | str | None) -> tuple[bool, str]:
+    """True if a content has this signature, by the given key or else by the one beside it; and what was found."""
+    given = None if public_key is None else _read_key("public", Path(public_key)).public_bytes_raw()
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError:
+        return True, f"not checked. {_NEEDED}"
+    try:
+        beside = bytes.fromhex(signature["public_key"])
+        Ed25519PublicKey.from_public_bytes(given or beside).verify(bytes.fromhex(signature["value"]), content)
+    except (InvalidSignature, ValueError, KeyError, TypeError):
+        return False, "not of this content and key"
+    if given is None:
+        return True, f"by {beside.hex()}; whose key that is was not checked: --public-key"
+    return beside == given, f"by {given.hex()}"
+
+
+def _read_key(kind: str, path: Path) -> Any:
+    """The Ed25519 key in a PEM file."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    except ImportError as error:
+        raise InvalidArgument(_NEEDED) from error
+    private, domain = kind == "private", f"an Ed25519 {kind} key"
+    hint = _MADE if private else ""
+    try:
+        text = path.read_bytes()
+        key: object = (
+            serialization.load_pem_private_key(text, password=None)
+            if private else serialization.load_pem_public_key(text)
+        )  # fmt: skip
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidArgument(f"Expected {domain} (PEM{hint}) in {str(path)!r}: {error}.") from error
+    if not isinstance(key, Ed25519PrivateKey if private else Ed25519PublicKey):
+        raise fail(domain, f"{kind}_key", type(key).__name__)
+    return key
 
 
 def _canonical(values: Mapping[str, Any]) -> str:

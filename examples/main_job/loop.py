@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from processes import Processes
@@ -16,6 +17,7 @@ import dpfunc
 from dpfunc.accounting.record import Record
 from dpfunc.checkpoint import make_record
 from dpfunc.checkpoint.journal import Journal
+from dpfunc.evidence import Replay, replay
 
 Rows = dict[str, Tensor]
 TWIN = "accuracy of the non-private twin, which was trained on the same records"
@@ -83,6 +85,36 @@ def train_plain(task: Task, lr: float, epochs: int, seed: int) -> Rows:
     return {name: p.detach() for name, p in params.items()}
 
 
+def descend(
+    dp_step: Any, params: Rows, rows: Rows, state: dpfunc.StepState, optimizer: torch.optim.Optimizer
+) -> tuple[dpfunc.StepState, dpfunc.types.Unreleased]:
+    """One private step: its gradients are those of any optimizer."""
+    grads, state, unreleased = dp_step(params, rows, state)
+    for name, param in params.items():
+        param.grad = grads[name]
+    optimizer.step()
+    return state, unreleased
+
+
+def verify(task: Task, plan: dpfunc.Plan, lr: float, steps: int = 2) -> Replay:
+    """A replay of the first steps on neighbouring data: nothing but the clipped sum moves."""
+
+    def init(dp_step: Any, data: Rows, key: dpfunc.Key) -> dict[str, Any]:
+        params = {n: p.clone().requires_grad_() for n, p in task.params.items()}
+        optimizer, set_rate = adam(task, params, lr, plan.num_steps)
+        return {"params": params, "state": dp_step.init(params, key), "optimizer": optimizer, "set_rate": set_rate}
+
+    def step(dp_step: Any, data: Rows, carry: dict[str, Any]) -> dict[str, Any]:
+        params, state = carry["params"], carry["state"]
+        carry["set_rate"](state.step)
+        rows = dpfunc.take(data, dp_step.plan.draw(state, state.step))
+        state, _ = descend(dp_step, params, rows, state, carry["optimizer"])
+        return {**carry, "state": state}
+
+    dp_step = dpfunc.make_dp_step(task.losses, plan, microbatch_size=32)
+    return replay(dp_step, init, step, task.train, steps=steps, candidates=2)
+
+
 def spent_curve(plan: dpfunc.Plan) -> list[tuple[int, float]]:
     """Epsilon after a few numbers of steps, found once before training: an accountant in every step would be slow."""
     steps = sorted({round(plan.num_steps * share / 12) for share in range(1, 13)} - {0})
@@ -146,14 +178,13 @@ def train_private(
 
     checkpoint()
     batches = plan.batches(state, processes.ranks)
-    quiet = not processes.writes
-    bar = tqdm(batches, desc=name, total=state.limit, initial=state.step, unit="step", disable=quiet)
+    shown = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"  # no times: a step takes as long as its batch is large
+    bar = tqdm(
+        batches, desc=name, total=state.limit, initial=state.step, bar_format=shown, disable=not processes.writes
+    )
     for indices in bar:
         set_rate(state.step)
-        grads, state, unreleased = dp_step(params, dpfunc.take(task.train, indices), state)
-        for n, p in params.items():
-            p.grad = grads[n]
-        optimizer.step()
+        state, unreleased = descend(dp_step, params, dpfunc.take(task.train, indices), state, optimizer)
         bound = next(epsilon for at, epsilon in spent if at >= state.step)
         bar.set_postfix_str(f"epsilon <= {bound:.2f} of {plan.epsilon:g}")
         if state.step > state.limit - 4:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,15 @@ def epsilons(ledger: dpfunc.Ledger | None, delta: float) -> tuple[float, float]:
     return tight, rdp
 
 
-def write_run(folder: Path, rows: list[Row], settings: dict[str, Any], adapter: dpfunc.lora.LoRA, run: Run) -> None:
+def write_run(
+    folder: Path, rows: list[Row], settings: dict[str, Any], adapter: dpfunc.lora.LoRA, run: Run,
+    evidence: Sequence[Path] = (),
+) -> None:  # fmt: skip
     """What a run cost and learnt, and its certificate; the table and the settings, for programs."""
     (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
     (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
     dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
-    certify(folder)
+    certify(folder, evidence=evidence)
     results = [
         {
             **{k: (None if isinstance(v, float) and math.isinf(v) else v) for k, v in asdict(row).items()},

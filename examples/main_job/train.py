@@ -23,7 +23,7 @@ import click
 import torch
 from data import DataError, TextData, load
 from fetch import FetchError, fetch_model
-from loop import Rows, Run, Task, accuracy, train_plain, train_private
+from loop import Rows, Run, Task, accuracy, train_plain, train_private, verify
 from model import Encoder, ModelError, Upper, load_encoder, lower_part, per_sample_loss
 from processes import Processes, join
 from report import PeakMemory, Row, epsilons, print_table, write_run
@@ -153,11 +153,13 @@ def main(
     settings["seconds"] = time.perf_counter() - start
     distributed.shutdown()
     if processes.writes:
-        write_all(folder, rows, settings, plan, adapter, run)
+        holds = write_all(folder, rows, settings, lora, with_groups(plan, lora.params), lr, adapter, run)
         print_table(rows, delta, notes(data, journal_ledger(folder / "journal.jsonl")))
         print(
             f"Written to {folder}: privacy_accounting.json, ledger.json, journal.jsonl, checkpoint/, "
-            f"adapter.safetensors, metrics.json, run.png.\nNot to be shared: checkpoint/, UNRELEASED_norms.png.\n"
+            "adapter.safetensors, metrics.json, run.png.\n"
+            "Not to be shared: checkpoint/, UNRELEASED_norms.png, UNRELEASED_replay.json.\n"
+            f"Replay on neighbouring texts: {'holds' if holds else 'DOES NOT HOLD'}.\n"
             f"Certificate: {folder / 'certificate.json'}. {checked(folder / 'certificate.json')} Anyone can check it: "
             "dpfunc certify --check FILE\n"
             f"Whole command: {settings['seconds']:.0f} s."
@@ -185,14 +187,18 @@ def describe(data: TextData, plan: dpfunc.Plan, batch_size: int) -> str:
 
 
 def write_all(
-    folder: Path, rows: list[Row], settings: dict[str, Any], plan: dpfunc.Plan, adapter: dpfunc.lora.LoRA, run: Run
-) -> None:
-    """The run folder, besides the journal and the checkpoints, which are there already."""
+    folder: Path, rows: list[Row], settings: dict[str, Any], lora: Task, plan: dpfunc.Plan, lr: float,
+    adapter: dpfunc.lora.LoRA, run: Run,
+) -> bool:  # fmt: skip
+    """The run folder, besides the journal and the checkpoints, which are there already; True if its replay holds."""
     from plots import plot_norms, plot_run
 
-    write_run(folder, rows, settings, adapter, run)
+    replayed = verify(lora, plan, lr)
+    replayed.save(folder / "UNRELEASED_replay.json", Path(__file__), plan)
+    write_run(folder, rows, settings, adapter, run, [folder / "UNRELEASED_replay.json"])
     plot_run(folder / "run.png", run.curve, run.spent, plan.epsilon, run.twin)
     plot_norms(folder, run.norms, run.record.max_grad_norm)
+    return replayed.holds
 
 
 def head_only(upper: Upper, parts: list[Rows]) -> Task:

@@ -15,8 +15,6 @@ from dpfunc.engines.vmap_grad import engine_of
 from dpfunc.evidence import Canaries, audit
 from dpfunc.noise import Gaussian, Mechanism, gaussian
 
-STEPS = 8
-
 
 def records(seed, n=48):
     generator = torch.Generator().manual_seed(seed)
@@ -29,11 +27,9 @@ def loss_fn(params, batch):
     return torch.nn.functional.cross_entropy(logits, batch["y"], reduction="none")
 
 
-def make_step(clip=None, **options):
-    plan = dpfunc.Plan(
-        sampling.Poisson(48, 0.25), clip or clipping.Flat(1.0), noise_multiplier=1.0, num_steps=STEPS, delta=1e-3
-    )
-    return dpfunc.make_dp_step(loss_fn, dataclasses.replace(plan, **options))
+def make_step(**options):
+    settings = {"clip": clipping.Flat(1.0), "noise_multiplier": 1.0, "num_steps": 8, "delta": 1e-3} | options
+    return dpfunc.make_dp_step(loss_fn, dpfunc.Plan(sampling.Poisson(48, 0.25), **settings))
 
 
 def init(dp_step, data, key):
@@ -41,14 +37,14 @@ def init(dp_step, data, key):
     return {"params": params, "state": dp_step.init(params, key), "rate": 0.1, "key": key}
 
 
+def drawn(dp_step, data, carry):
+    return dpfunc.take(data, dp_step.plan.draw(carry["state"], carry["state"].step))
+
+
 def take_step(dp_step, batch, carry, divide=1.0):
     grads, state, unreleased = dp_step(carry["params"], batch, carry["state"])
     params = {name: value - carry["rate"] * grads[name] / divide for name, value in carry["params"].items()}
     return {**carry, "params": params, "state": state}, unreleased
-
-
-def drawn(dp_step, data, carry):
-    return dpfunc.take(data, dp_step.plan.draw(carry["state"], carry["state"].step))
 
 
 def step(dp_step, data, carry):
@@ -62,8 +58,7 @@ def momentum(dp_step, data, carry):
     params = carry["params"]
     if "optimizer" not in carry:
         optimizer = torch.optim.AdamW(params.values(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        carry = {**carry, "optimizer": optimizer, "scheduler": scheduler}
+        carry = {**carry, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
     grads, state, _ = dp_step(params, drawn(dp_step, data, carry), carry["state"])
     for name, param in params.items():
         param.grad = grads[name]
@@ -72,88 +67,70 @@ def momentum(dp_step, data, carry):
     return {**carry, "state": state}
 
 
-def batch_statistics(dp_step, data, carry):
-    batch = drawn(dp_step, data, carry)
-    return take_step(dp_step, {**batch, "x": batch["x"] - batch["x"].mean(0)}, carry)[0]
+def faulty(before=lambda x, data, carry: x, after=lambda carry, batch, seen: carry, divide=lambda batch: 1.0):
+    """A step that changes features before the private step, or what the loop carries by what nothing protects."""
+
+    def stepped(dp_step, data, carry):
+        batch = drawn(dp_step, data, carry)
+        changed = {**batch, "x": before(batch["x"], data, carry)}
+        carry, unreleased = take_step(dp_step, changed, carry, divide(batch))
+        return after(carry, batch, unreleased)
+
+    return stepped
 
 
-def drawn_divisor(dp_step, data, carry):
-    batch = drawn(dp_step, data, carry)
-    return take_step(dp_step, batch, carry, divide=max(1, len(batch["y"])) / 12)[0]
-
-
-def private_stop(dp_step, data, carry):
-    """Patience of one step for the mean loss of the batch."""
-    carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
-    loss = float(unreleased.losses_B.mean())
-    return carry if loss < 0.72 else None
-
-
-def private_rate(dp_step, data, carry):
-    carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
-    return {**carry, "rate": 0.1 if unreleased.losses_B.mean() < 0.69 else 0.05}
-
-
-def memory_bank(dp_step, data, carry):
-    batch = drawn(dp_step, data, carry)
-    bank = carry.get("bank", torch.zeros(1, 4))
-    after, _ = take_step(dp_step, {**batch, "x": batch["x"] + bank.mean(0)}, carry)
-    return {**after, "bank": torch.cat([bank, batch["x"]])[-20:]}
-
-
-def private_normaliser(dp_step, data, carry):
-    batch = drawn(dp_step, data, carry)
-    x = (batch["x"] - data["x"].mean(0)) / data["x"].std(0)
-    return take_step(dp_step, {**batch, "x": x}, carry)[0]
+def banked(carry, batch, seen):
+    return {**carry, "bank": torch.cat([carry.get("bank", torch.zeros(1, 4)), batch["x"]])[-20:]}
 
 
 def private_bound(dp_step, data, carry):
     """A new clip norm each step, the median of the norms of the last batch."""
-    bound = carry.get("bound", 1.0)
-    clipped = make_clipped_grad(loss_fn, clipping.Flat(bound), engine=dp_step.clipped_grad.engine)
+    clipped = make_clipped_grad(loss_fn, clipping.Flat(carry.get("bound", 1.0)), engine=dp_step.clipped_grad.engine)
     own_step = dataclasses.replace(dp_step, clipped_grad=clipped)
     after, unreleased = take_step(own_step, drawn(dp_step, data, carry), carry)
     return {**after, "bound": float(unreleased.norms_BG.median())} if len(unreleased.norms_BG) else after
 
 
-def private_file(dp_step, data, carry):
-    carry, unreleased = take_step(dp_step, drawn(dp_step, data, carry), carry)
-    Path("losses.txt").write_text(f"{unreleased.losses_B.sum():.2f}")
+def printed(carry, batch, seen):
+    print(len(batch["y"]), "records")
     return carry
 
 
-def private_line(dp_step, data, carry):
-    batch = drawn(dp_step, data, carry)
-    print(len(batch["y"]), "records")
-    return take_step(dp_step, batch, carry)[0]
+def written(carry, batch, seen):
+    Path("losses.txt").write_text(f"{seen.losses_B.sum():.2f}")
+    return carry
 
 
-def kept_elsewhere():
-    """A memory bank that no carry shows."""
-    bank = [torch.zeros(4)]
+BANK = [torch.zeros(4)]  # that no carry shows
 
-    def remembering(dp_step, data, carry):
-        batch = drawn(dp_step, data, carry)
-        after, _ = take_step(dp_step, {**batch, "x": batch["x"] + sum(bank) / len(bank)}, carry)
-        bank.append(batch["x"].sum(0))
-        return after
 
-    return remembering
+def kept(carry, batch, seen):
+    BANK.append(batch["x"].sum(0))
+    return carry
 
 
 # fault -> step, and words of what moves
 FAULTS = {
-    "batch statistics": (batch_statistics, "rows of other records"),
-    "a divisor by the drawn size": (drawn_divisor, "['params']"),
-    "a stop that depends on losses": (private_stop, "number of steps"),
-    "a learning rate that follows losses": (private_rate, "['rate']"),
-    "a memory bank": (memory_bank, "['bank']"),
-    "a normaliser fitted on private data": (private_normaliser, "rows of other records"),
+    "batch statistics": (faulty(lambda x, data, carry: x - x.mean(0)), "rows of other records"),
+    "a divisor by the drawn size": (faulty(divide=lambda batch: max(1, len(batch["y"])) / 12), "['params']"),
+    "a stop that depends on losses": (
+        faulty(after=lambda carry, batch, seen: carry if seen.losses_B.mean() < 0.72 else None), "number of steps"
+    ),
+    "a learning rate that follows losses": (
+        faulty(after=lambda carry, batch, seen: {**carry, "rate": 0.1 if seen.losses_B.mean() < 0.69 else 0.05}),
+        "['rate']",
+    ),
+    "a memory bank": (
+        faulty(lambda x, data, carry: x + carry.get("bank", torch.zeros(1, 4)).mean(0), banked), "['bank']"
+    ),
+    "a normaliser fitted on private data": (
+        faulty(lambda x, data, carry: (x - data["x"].mean(0)) / data["x"].std(0)), "rows of other records"
+    ),
     "a clip bound that follows norms": (private_bound, "sensitivity"),
-    "a file of losses": (private_file, "file losses.txt"),
-    "a line with the number of records": (private_line, "what it prints"),
-    "a memory bank outside of the loop": (kept_elsewhere(), "on the same data"),
-}
+    "a file of losses": (faulty(after=written), "file losses.txt"),
+    "a line with the number of records": (faulty(after=printed), "what it prints"),
+    "a memory bank outside of the loop": (faulty(lambda x, data, carry: x + sum(BANK) / len(BANK), kept), "same data"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,31 +173,20 @@ def left_out(loss_fn, params, batch):
     return LayerLeftOut(engine_of("auto")(loss_fn, params, batch))
 
 
-def summed(reads):
-    return reads.sum(0)
-
-
-def spread(reads):
-    return reads.amax(0) - reads.amin(0)
-
-
 BOTH, HIGHEST = [(50, 50)], [(100, 0)]
 # fault -> settings of the plan, options of the step, score, guesses. What a canary adds too much is among the highest
 # scores; the lowest ones are then those of parameters that are clipped, of which little is known.
 RUNS = {
-    "none": ({}, {}, summed, BOTH),
-    "none, by spread": ({"sampling_prob": 0.5, "num_steps": 3}, {}, spread, HIGHEST),
-    "no noise": ({"noise": Less()}, {}, summed, BOTH),
-    "half the noise": ({"noise": Less(factor=0.5)}, {}, summed, BOTH),
-    "a layer is not clipped": ({}, {"engine": left_out}, summed, HIGHEST),
-    "a key is used again": ({"sampling_prob": 0.5, "num_steps": 3, "noise": Reused()}, {}, spread, HIGHEST),
+    "none": ({}, {}, "sum", BOTH),
+    "none, by spread": ({"sampling_prob": 0.5, "num_steps": 3}, {}, "spread", HIGHEST),
+    "no noise": ({"noise": Less()}, {}, "sum", BOTH),
+    "half the noise": ({"noise": Less(factor=0.5)}, {}, "sum", BOTH),
+    "a layer is not clipped": ({}, {"engine": left_out}, "sum", HIGHEST),
+    "a key is used again": ({"sampling_prob": 0.5, "num_steps": 3, "noise": Reused()}, {}, "spread", HIGHEST),
     "the sampler does not sample": (
-        {"sampler": Everybody, "sampling_prob": 0.05, "noise_multiplier": 1.0},
-        {},
-        summed,
-        BOTH,
+        {"sampler": Everybody, "sampling_prob": 0.05, "noise_multiplier": 1.0}, {}, "sum", BOTH
     ),
-}
+}  # fmt: skip
 
 
 def audited(seed, changes, options, score, guesses, count=2000):
@@ -242,5 +208,6 @@ def audited(seed, changes, options, score, guesses, count=2000):
     for indices in plan.batches(state):
         grads, state, _ = dp_step(params, dpfunc.take(records, indices), state)
         reads.append(canaries.read(grads))
-    scores = canaries.split(score(torch.stack(reads)))
+    reads = torch.stack(reads)
+    scores = canaries.split(reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0))
     return audit(*scores, delta=plan.delta, claim=state.ledger, guesses=guesses)

@@ -1,77 +1,134 @@
-"""Audits of a loop as it is: the loop sees its own records only, and what is planted is found or not."""
+"""Loops of files: both forms are read, the loop sees its own records only, and what is planted is found or not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from evidence_scripts import IN_DATA, LOOP, NO_NOISE, PLAIN, written
 
 import dpfunc
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence._canary_run import Planted, audit_loop
-from dpfunc.evidence._script import read_script
+from dpfunc.evidence import replay
+from dpfunc.evidence._canary_run import Planted, audit_loop, read_script
+
+HEAD = """
+import torch
+import dpfunc
+from dpfunc import clipping, sampling
+
+plan = dpfunc.Plan(sampling.Poisson(60, 0.5), clipping.Flat(1.0), noise_multiplier=2.0, num_steps=5, delta=1e-3)
+dp_step = dpfunc.make_dp_step(lambda params, x: (params["w"] * x).sum(1), plan)
+data = torch.randn(60, 500, generator=torch.Generator().manual_seed(0))
+"""
+PLAIN = f"""{HEAD}
+def train(dp_step, data, key):
+    params = {{"w": torch.zeros(500)}}
+    state = dp_step.init(params, key)
+    yield params, state
+    for indices in dp_step.plan.batches(state):
+        grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
+        params = {{"w": params["w"] - 0.1 * grads["w"]}}
+        yield params, state
+"""
+LOOP = f"""{HEAD}
+def init(dp_step, data, key):
+    params = {{"w": torch.zeros(500)}}
+    return params, dp_step.init(params, key)
+
+def step(dp_step, data, carry):
+    params, state = carry
+    indices = dp_step.plan.draw(state, state.step)
+    grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
+    params = {{"w": params["w"] - 0.1 * grads["w"]}}
+    return None if state.step == state.limit else (params, state)
+"""
+IN_DATA = """
+canaries = 30 * torch.eye(500)[:300]
+"""
+NO_NOISE = """
+from dataclasses import dataclass, replace
+from dpfunc.noise import Gaussian, gaussian
+
+@dataclass(frozen=True)
+class Less(Gaussian):
+    def mechanism(self, noise_multiplier, allocation, source):
+        return gaussian(1e-3 * noise_multiplier, allocation=allocation, source=source)
+
+dp_step = replace(dp_step, plan=replace(plan, noise=Less()))
+"""
 
 
-def audited(path, seed, count=300, steps=50, score="sum", step=None):
-    own, key = read_script(path), dpfunc.insecure_key(seed)
+def script(folder, text):
+    path = folder / "loop.py"
+    path.write_text(text)
+    return read_script(path)
+
+
+def audited(own, seed, count=300, step=None):
+    key = dpfunc.insecure_key(seed)
     planted = Planted(key, count, own.canaries)
-    return audit_loop(
-        own.dp_step, own.init, step or own.step, own.data, planted, key=key, steps=steps, score=score
-    )  # fmt: skip
+    return *audit_loop(own.dp_step, own.init, step or own.step, own.data, planted, key=key, steps=50), planted
 
 
 @pytest.mark.parametrize(("form", "space"), [(LOOP, ""), (PLAIN, IN_DATA)], ids=["gradient", "input"])
 def test_an_honest_loop_is_not_refuted_and_one_without_noise_is(tmp_path, form, space):
-    found, steps, plan = audited(written(tmp_path, form + space), len(space))
+    found, steps, plan, _ = audited(script(tmp_path, form + space), len(space))
     assert (found.exceeds, steps, found.num_canaries) == (False, 5, 300)
     assert found.claim == pytest.approx(plan.ledger(5).epsilon(plan.delta).epsilon)
-    found, _, _ = audited(written(tmp_path, form + space + NO_NOISE), 50 + len(space))
+    found, *_ = audited(script(tmp_path, form + space + NO_NOISE), 50 + len(space))
     assert found.exceeds, found
 
 
 def test_honest_loops_of_many_seeds(tmp_path):
     """Of 20 honest loops, at claims that hold, at most 3 are refuted at 95 %."""
-    path = written(tmp_path, PLAIN)
-    assert sum(bool(audited(path, 100 + seed, 100)[0].exceeds) for seed in range(20)) <= 3
+    own = script(tmp_path, PLAIN)
+    assert sum(bool(audited(own, 100 + seed, 100)[0].exceeds) for seed in range(20)) <= 3
 
 
-def test_the_loop_sees_its_own_records(tmp_path):
-    """As many as its own draw, and never a canary."""
-    seen = []
-    own = read_script(written(tmp_path, LOOP))
-
-    def looking(dp_step, data, carry):
-        indices = dp_step.plan.draw(carry[1], carry[1].step)
-        seen.append(indices)
-        assert len(data) == 60
-        return own.step(dp_step, data, carry)
-
-    _, _, plan = audited(tmp_path / "loop.py", 60, step=looking)
-    assert int(torch.cat(seen).max()) < 60
-    assert plan.sampler.dataset_size == 360
-
-
-def test_records_that_are_out_are_never_drawn(tmp_path):
-    own = read_script(written(tmp_path, LOOP + IN_DATA))
-    key = dpfunc.insecure_key(61)
-    planted, seen = Planted(key, 0, own.canaries), []
+@pytest.mark.parametrize("space", ["", IN_DATA], ids=["gradient", "input"])
+def test_the_loop_sees_its_own_records(tmp_path, space):
+    """As many as its own draw, and never a canary in gradients; one among the records only if it is in."""
+    seen, own = [], script(tmp_path, LOOP + space)
 
     def looking(dp_step, data, carry):
         seen.append(dp_step.plan.draw(carry[1], carry[1].step))
+        assert len(data) == (360 if space else 60)
         return own.step(dp_step, data, carry)
 
-    audit_loop(own.dp_step, own.init, looking, own.data, planted, key=key, steps=5)
+    _, _, plan, planted = audited(own, 60 + len(space), step=looking)
     drawn = torch.cat(seen).unique() - 60
-    assert bool(planted.present[drawn[drawn >= 0]].all())
+    assert plan.sampler.dataset_size == 360
+    assert bool(planted.present[drawn[drawn >= 0]].all()) if space else int(drawn.max()) < 0
 
 
 def test_bad_loops(tmp_path):
-    own = read_script(written(tmp_path, LOOP))
+    own = script(tmp_path, LOOP)
     with pytest.raises(InvalidArgument, match="took no step"):
-        audited(tmp_path / "loop.py", 62, step=lambda *given: None)
+        audited(own, 62, step=lambda *given: None)
     with pytest.raises(InvalidArgument, match="Expected a state"):
-        audited(tmp_path / "loop.py", 63, step=lambda dp_step, data, carry: dp_step(carry[0], data))
-    key = dpfunc.insecure_key(64)
-    planted = Planted(key, 0, torch.zeros(4, 500))
+        audited(own, 63, step=lambda dp_step, data, carry: dp_step(carry[0], data))
+    planted = Planted(dpfunc.insecure_key(64), 0, torch.zeros(4, 500))
     with pytest.raises(InvalidArgument, match="dataset_size"):
-        audit_loop(own.dp_step, own.init, own.step, own.data[:9], planted, key=key, steps=5)
+        audit_loop(own.dp_step, own.init, own.step, own.data[:9], planted, key=dpfunc.insecure_key(64), steps=5)
+
+
+@pytest.mark.parametrize("form", [LOOP, PLAIN], ids=["functions", "plain loop"])
+def test_both_forms_are_the_same_loop(tmp_path, form):
+    """A plain loop that yields, and its two functions; a fault in it is found."""
+    for change, holds in (("", True), (" - data.mean(0)", False)):
+        own = script(tmp_path, form.replace("dpfunc.take(data, indices)", f"dpfunc.take(data, indices){change}"))
+        found = replay(own.dp_step, own.init, own.step, own.data, candidates=2, key=dpfunc.insecure_key(0))
+        assert (found.holds, found.steps, found.not_compared) == (holds, 5, ()), found
+        assert holds == (not any("rows of other records" in moved for moved in found.moved))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("dp_step = ", "other = "), "dp_step=NoneType"),
+        (("data = ", "other = "), "data=NoneType"),
+        (("def train", "def other"), "train=NoneType"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, change, words):
+    with pytest.raises(InvalidArgument, match=words):
+        script(tmp_path, PLAIN.replace(*change))

@@ -24,7 +24,7 @@ from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.evidence import Audit, Replay, certify, check
 from dpfunc.evidence._one_run import Guesses
 from dpfunc.evidence._page import page
-from dpfunc.evidence._result import audit_values, replay_values
+from dpfunc.evidence._result import audit_values
 from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
 from dpfunc.evidence.certificate import _canonical, _digest, ledger_of
 from dpfunc.types import Event, Schedule
@@ -39,19 +39,12 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certified") / "run"
     trained(folder)
     (folder / "adapter.safetensors").write_bytes(b"weights")
-    results = [folder.with_name("replay.json"), folder.with_name("audit.json")]
-    script = folder.with_name("loop.py")
+    script, results = folder.with_name("loop.py"), [folder.with_name("replay.json"), folder.with_name("audit.json")]
     script.write_text("# a loop")
+    Replay(4, 3, 0.9, (), ()).save(results[0], script, plan_of())
     found = Audit(0.1, 0.2, 1e-3, 0.95, 100, 10, Guesses(5, 5, 6), claim=2.0, exceeds=False)
-    for path, values in zip(
-        results,
-        (
-            replay_values(Replay(4, 3, 0.9, (), ()), script, plan_of(), {}),
-            audit_values(found, script, plan_of(), 4, {"space": "gradient", "score": "sum"}),
-        ),
-        strict=True,
-    ):
-        path.write_text(json.dumps(values))
+    about = {"space": "gradient", "score": "sum"}
+    results[1].write_text(json.dumps(audit_values(found, script, plan_of(), 4, about)))
     return certify(folder, evidence=results)
 
 
@@ -77,8 +70,7 @@ def unmet(path):
 
 def test_figures_of_the_gaussian_mechanism():
     """mu = 1: delta(1), and the exact trade-off curve, which the bound is above by little."""
-    ledger = Ledger((Event(1.0, 1.0, 1),))
-    points = curve(ledger, 1e-5)
+    points = curve(Ledger((Event(1.0, 1.0, 1),)), 1e-5)
     for rate in RATES:
         exact = norm.cdf(norm.ppf(rate) + 1)
         assert exact <= true_positives(points, rate) <= exact * 1.01
@@ -92,16 +84,25 @@ def test_a_certificate_says_what_the_run_was(made):
     assert ledger_of(values) == record.ledger
     assert values["claim"]["epsilon"] == record.epsilon
     assert values["result"]["epsilon"] == pytest.approx(record.epsilon, rel=1e-6)
-    names = [each["name"] for each in values["result"]["accountants"]]
-    assert names == ["gaussian", "opacus"]
+    assert [each["name"] for each in values["result"]["accountants"]] == ["gaussian", "opacus"]
     assert [(row["first"], row["last"]) for row in values["steps"]] == [(0, 3)]
     assert values["digests"]["data_order"] == [values["steps"][0]["run"]]
     assert len(values["digests"]["model"]) == 1
+    assert {"says": "Results of replays and audits are as their files say: nobody has signed these.", "met": None} in (
+        values["assumptions"]
+    )
+    # which record moves most, and by how much, are in the results alone, of which it has digests
+    told = {name for each in values["evidence"] for name in each}
+    assert not {"record", "ratio", "moved", "not_compared", "salt"} & told
     assert unmet(made) == []
     assert agrees(made)
-    page = made.with_suffix(".html").read_text()
-    assert values["digest"] in page
-    assert re.findall(r"(?:src|href|url)\W", page) == []  # self-contained
+    shown = made.with_suffix(".html").read_text()
+    assert values["digest"] in shown
+    assert re.findall(r"(?:src|href|url)\W", shown) == []  # self-contained
+    follows(SCHEMA, values)
+    assert set(SCHEMA["properties"]) == {*values, "signature", "budget"}
+    with pytest.raises(AssertionError):
+        follows(SCHEMA, {**values, "steps": 3})
 
 
 def test_sampled_batches_and_schedules(tmp_path):
@@ -197,17 +198,12 @@ def test_a_forged_certificate_contradicts_itself(made, tmp_path, name):
     assert "bytes" not in wrong
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 1}', '{"schema": "dpfunc.certificate/1"}'])
-def test_other_files_are_no_certificates(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(InvalidArgument, match="Expected .*certificate"):
-        check(tmp_path / "x.json")
-
-
-def test_values_of_another_shape_are_no_certificate(made, tmp_path):
-    (tmp_path / "x.json").write_text(json.dumps(dict.fromkeys(values_of(made), 3) | {"schema": SCHEMA_NAME}))
-    with pytest.raises(InvalidArgument, match="does not fit together"):
-        check(tmp_path / "x.json")
+def test_other_files_are_no_certificates(made, tmp_path):
+    other_shapes = json.dumps(dict.fromkeys(values_of(made), 3) | {"schema": SCHEMA_NAME})
+    for text in ("{", "[]", '{"schema": 1}', '{"schema": "dpfunc.certificate/1"}', other_shapes):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(InvalidArgument, match=r"Expected .*certificate"):
+            check(tmp_path / "x.json")
 
 
 def fewer_steps(folder):
@@ -259,8 +255,7 @@ def without_digest(made, tmp_path):
 
 OTHER_RESULTS = {
     "of another plan": (
-        with_result(events=[{"sampling_prob": 1.0, "noise_multiplier": 9.0, "num_steps": 1}]),
-        "events",
+        with_result(events=[{"sampling_prob": 1.0, "noise_multiplier": 9.0, "num_steps": 1}]), "events"
     ),
     "of no step": (with_result(events=[]), "events"),
     "of other neighbours": (with_result(adjacency="add_remove"), "adjacency"),
@@ -270,7 +265,7 @@ OTHER_RESULTS = {
     "changed by hand": (without_digest, "digest"),
     "a certificate": (lambda made, tmp_path: (tmp_path / "other.json").write_bytes(made.read_bytes()), "schema"),
     "no file": (lambda made, tmp_path: None, "result of dpfunc verify or audit"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_RESULTS)
@@ -288,12 +283,6 @@ def test_what_did_not_hold_is_an_assumption_that_is_not_met(made, tmp_path):
     assert unmet(path) == ["On neighbouring records nothing moves but the clipped sum (replay)."]
     assert agrees(path)
     assert "DOES NOT HOLD" in path.with_suffix(".html").read_text()
-
-
-def test_a_certificate_tells_nothing_of_a_record(made):
-    """Which record moves most, and by how much, are in the results alone, of which it has digests."""
-    for each in values_of(made)["evidence"]:
-        assert not {"record", "ratio", "moved", "not_compared", "salt"} & set(each)
 
 
 def test_the_page_shows_the_place_in_a_budget(made):
@@ -315,33 +304,30 @@ def test_the_model_that_a_certificate_is_about(made, tmp_path):
 
 
 def test_signatures(made, tmp_path):
-    keys = {name: tmp_path / f"{name}.pem" for name in ("private", "public", "other", "other_public")}
-    for secret, public in (("private", "public"), ("other", "other_public")):
+    keys = {name: tmp_path / f"{name}.pem" for name in ("own", "own_public", "other", "other_public")}
+    for secret in ("own", "other"):
+        public = keys[f"{secret}_public"]
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", keys[secret]], check=True)
-        subprocess.run(["openssl", "pkey", "-in", keys[secret], "-pubout", "-out", keys[public]], check=True)
-    path = certify(made.parent, out=tmp_path / "signed.json", private_key=keys["private"])
-    assert agrees(path)
-    assert agrees(path, public_key=keys["public"])
-    assert not agrees(path, public_key=keys["other_public"])
-    assert not agrees(made, public_key=keys["public"])  # which has no signature
+        subprocess.run(["openssl", "pkey", "-in", keys[secret], "-pubout", "-out", public], check=True)
+    path = certify(made.parent, out=tmp_path / "signed.json", private_key=keys["own"])
+    found = [agrees(path, public_key=key) for key in (None, keys["own_public"], keys["other_public"])]
+    assert found == [True, True, False]
+    assert not agrees(made, public_key=keys["own_public"])  # which has no signature
     swapped = certify(made.parent, out=tmp_path / "swapped.json", private_key=keys["other"])
-    assert agrees(swapped)  # by whoever has that key
-    assert not agrees(swapped, public_key=keys["public"])
+    assert [agrees(swapped), agrees(swapped, public_key=keys["own_public"])] == [True, False]  # by whoever has that key
     rewritten(swapped, changed("signature", "public_key", to=values_of(path)["signature"]["public_key"]))
-    assert not agrees(swapped)
-    assert not agrees(swapped, public_key=keys["public"])
+    assert [agrees(swapped), agrees(swapped, public_key=keys["own_public"])] == [False, False]
     rewritten(path, changed("claim", "unit", to="one person"))
-    assert [finding.name for finding in check(path, keys["public"]) if not finding.agrees] == ["signature"]
-    for wrong in (keys["public"], tmp_path / "nowhere.pem"):
+    assert [finding.name for finding in check(path, keys["own_public"]) if not finding.agrees] == ["signature"]
+    for wrong in (keys["own_public"], tmp_path / "nowhere.pem"):
         with pytest.raises(InvalidArgument, match="Expected an Ed25519 private key"):
             certify(made.parent, out=tmp_path / "x.json", private_key=wrong)
     with pytest.raises(InvalidArgument, match="Expected an Ed25519 public key"):
-        check(path, keys["private"])
+        check(path, keys["own"])
 
 
 def test_the_command(made, tmp_path):
-    done = invoke("certify", made.parent, "--out", tmp_path / "c.json")
-    assert done.exit_code == 0
+    assert invoke("certify", made.parent, "--out", tmp_path / "c.json").exit_code == 0
     assert (tmp_path / "c.html").exists()
     assert "All agrees." in invoke("certify", "--check", tmp_path / "c.json").output
     assert json.loads(invoke("certify", "--check", tmp_path / "c.json", "--json").stdout)["agrees"]
@@ -349,12 +335,8 @@ def test_the_command(made, tmp_path):
     failed = invoke("certify", "--check", tmp_path / "c.json")
     assert failed.exit_code == 1
     assert "WRONG" in failed.output
-    for wrong in (
-        (),
-        (made.parent, "--check", made),
-        (made.parent, "--public-key", "x"),
-        ("--check", made, "--out", "x"),
-    ):
+    run = made.parent
+    for wrong in ((), (run, "--check", made), (run, "--public-key", "x"), ("--check", made, "--out", "x")):
         assert invoke("certify", *wrong).exit_code == 2
 
 
@@ -371,14 +353,9 @@ main(["certify", "--check", {str(tmp_path / "c.json")!r}], standalone_mode=False
 
 
 KINDS = {
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
+    "string": str, "number": (int, float), "integer": int, "boolean": bool, "array": list, "object": dict,
     "null": type(None),
-}
+}  # fmt: skip
 
 
 def follows(schema, value, where="certificate"):

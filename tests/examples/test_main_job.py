@@ -42,13 +42,17 @@ def test_a_run_leaves_what_it_promises(finished):
         assert line in output
     assert {
         "privacy_accounting.json", "ledger.json", "journal.jsonl", "adapter.safetensors", "metrics.json",
-        "certificate.json", "certificate.html", "run.png", "UNRELEASED_norms.png", "checkpoint",
+        "certificate.json", "certificate.html", "run.png", "UNRELEASED_norms.png",
+        "UNRELEASED_replay.json", "checkpoint",
     } <= {path.name for path in folder.iterdir()}  # fmt: skip
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
     assert f"Certificate: {folder / 'certificate.json'}" in output.replace("\n", " ")
     findings = check(folder / "certificate.json")
     assert all(finding.agrees for finding in findings)
     assert f"All {len(findings)} checks of it agree." in " ".join(output.split())
+    evidence = json.loads((folder / "certificate.json").read_text())["evidence"]
+    assert [(each["kind"], each["holds"], each["steps"]) for each in evidence] == [("replay", True, 2)]
+    assert "Replay on neighbouring texts: holds." in output
     values = json.loads((folder / "privacy_accounting.json").read_text())
     ledger = Ledger.from_json((folder / "ledger.json").read_text())
     assert values["epsilon"] == ledger.epsilon(values["delta"]).epsilon <= values["target_epsilon"]

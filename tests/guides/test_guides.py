@@ -121,41 +121,6 @@ def test_distributed(capsys):
         assert first[0][name].shape == value.shape
 
 
-def test_evidence(capsys):
-    replayed, loop, audited, exposed = blocks("evidence.md")
-    names = execute(replayed)
-    told = capsys.readouterr().out
-    assert "DOES NOT HOLD" in told
-    assert "rows of other records" in told
-    execute(replayed.replace(" - data.mean(0)", ""), names)
-    assert "Replay(holds" in capsys.readouterr().out
-    execute(loop, names)
-    execute(audited, names)
-    assert "claim" in capsys.readouterr().out
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        execute(exposed, names)
-    assert 5 < float(re.search(r"\[([\d.]+)\]", capsys.readouterr().out).group(1)) <= 10
-
-
-def test_evidence_commands(here):
-    """On the loop of the guide, beside a run of the same plan; a loop with a fault ends in 1."""
-    loop, (commands,) = blocks("evidence.md")[1], blocks("evidence.md", "bash")
-    (here / "loop.py").write_text(loop)
-    trained(here / "run", plan_of(sampling.Poisson(50, 0.2), adjacency="add_remove", noise_multiplier=1.0))
-    for command in commands.splitlines():
-        done = run(*command.split()[1:])
-        assert done.exit_code == 0, (command, done.output)
-    assert (here / "audit.png").stat().st_size > 1000
-    evidence = json.loads((here / "run" / "certificate.json").read_text())["evidence"]
-    assert [(each["kind"], each["holds"]) for each in evidence] == [("replay", True), ("audit", True)]
-    (here / "loop.py").write_text(loop.replace("indices), state)", "indices) - data.mean(0), state)"))
-    again = run("verify", "loop.py", "--json")
-    assert (again.exit_code, json.loads(again.stdout)["holds"]) == (1, False)
-    refused = run("verify", "loop.py", "--out", "replay.json")
-    assert (refused.exit_code, "exists" in refused.output) == (1, True)
-
-
 def test_loop(here, capsys):
     train, resume, stream, people, several, publish = blocks("loop.md")
     names = execute(train)
@@ -212,14 +177,6 @@ def test_sharded(tmp_path):
         for name, value in trained_there.items():
             assert torch.equal(value, first[2][name])
             assert held[name][0] == tuple(value.shape)
-
-
-def test_telemetry(capsys):
-    names = execute(*blocks("telemetry.md"))
-    assert len(capsys.readouterr().out.splitlines()) == 21
-    errors, state = names["plan"].telemetry_errors(), names["state"]
-    assert abs(state.telemetry["accuracy"] - 1 / 3) < 6 * errors["accuracy"] + 0.2
-    assert len(state.telemetry["norm"]) == 4
 
 
 def test_tune():

@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from evidence_loops import Less
 from job_faults import JOB_FAULTS, finished
 from text_job import run as command
 
 import dpfunc
+from dpfunc.checkpoint import _chain
 from dpfunc.evidence._neighbours import Rows, compare
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.train import _evidence
 from dpfunc.train._evidence import _JobLoop, _prepared
 
 
@@ -41,10 +44,10 @@ def loop(job):
 def test_an_honest_job_holds_and_is_the_recorded_one(honest):
     path, told = honest
     values = json.loads(path.read_text())
-    assert (values["steps"], values["reproduced"], values["same_model"], values["moved"]) == (4, 4, True, [])
+    assert (values["steps"], values["reproduced"], values["same_model"], values["moved"]) == (8, 8, True, [])
     assert values["not_compared"] == []  # a date that is the same in two runs by chance is no alarm in a third
     assert 0.5 < values["ratio"] <= 1.001
-    assert "4 of 4 releases are those of the journal" in told
+    assert "8 of 8 releases are those of the journal" in told
 
 
 @pytest.mark.slow
@@ -53,20 +56,13 @@ def test_faults_of_a_job_are_found(loop, fault, monkeypatch):
     """`python -m benchmarks.evidence` does it with 20 seeds each."""
     step, words = JOB_FAULTS[fault]
     monkeypatch.setattr(DPTrainer, "training_step", step)
-    found, _ = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 4, 1)
+    found, _ = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 8, 1)
     assert any(words in moved for moved in found.moved), found
-
-
-def copied(job, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(job, folder)
-    return folder
 
 
 def other_table(folder):
     """The job names other records than those that it was trained on."""
-    path = folder / "job.json"
-    other = folder.with_name("other.jsonl")
+    path, other = folder / "job.json", folder.with_name("other.jsonl")
     other.write_text(Path("mails.jsonl").read_text().replace("goal", "bank"))
     path.write_text(path.read_text().replace('"mails.jsonl"', json.dumps(str(other))))
 
@@ -79,74 +75,59 @@ def other_model(folder):
 
 
 def other_rate(folder):
-    path = folder / "job.json"
-    values = json.loads(path.read_text())
+    values = json.loads((folder / "job.json").read_text())
     values["filled"]["training"]["learning_rate"] *= 2
-    path.write_text(json.dumps(values))
+    (folder / "job.json").write_text(json.dumps(values))
+
+
+def shorter_journal(folder):
+    """Its end is cut, with what says where it ends."""
+    journal = folder / "privacy_journal.jsonl"
+    lines, ends = journal.read_text().splitlines(keepends=True), [end for end, _ in _chain.read_chain(journal)]
+    journal.write_text("".join(lines[:-1]))
+    assert command("verify", folder, "--candidates", "1").exit_code == 1  # its head says how many lines there are
+    _chain.write_head(journal, ends[-2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(other_table, "of 4 releases"), (other_model, "NOT the one"), (other_rate, "NOT the one")],
-)
-def test_a_folder_that_is_not_of_this_job_is_found(job, tmp_path, change, words):
-    """Made by hand: records, model or settings are not those of the run in the journal."""
-    folder = copied(job, tmp_path)
+    [
+        (other_table, "of 8 releases"), (other_model, "NOT the one"), (other_rate, "NOT the one"),
+        (shorter_journal, "7 of 8 releases"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_not_of_this_job_is_found(job, honest, tmp_path, change, words):
+    """Made by hand: records, model, settings or journal are not those of the run."""
+    folder = tmp_path / "run"
+    shutil.copytree(job, folder)
     change(folder)
     done = command("verify", folder, "--candidates", "1")
     assert done.exit_code == 1
     assert "DOES NOT HOLD" in done.output
     assert words in done.output
-
-
-@pytest.mark.slow
-def test_a_journal_that_was_cut_is_found(job, tmp_path):
-    """With its end: the folder says of three steps what it was for four."""
-    from dpfunc.checkpoint import _chain
-
-    folder = copied(job, tmp_path)
-    journal = folder / "privacy_journal.jsonl"
-    lines = journal.read_text().splitlines(keepends=True)
-    ends = [end for end, _ in _chain.read_chain(journal)]
-    journal.write_text("".join(lines[:-1]))
-    done = command("verify", folder, "--candidates", "1")
-    assert done.exit_code == 1  # the head of the journal says how many lines there are
-    _chain.write_head(journal, ends[-2])
-    done = command("verify", folder, "--candidates", "1")
-    assert done.exit_code == 1
-    assert "3 of 4 releases" in done.output
+    if change is other_model:
+        refused = command("certify", folder, "--evidence", honest[0])
+        assert refused.exit_code == 1
+        assert "weights" in refused.output
 
 
 def test_results_of_the_job_are_in_its_certificate(job, honest, tmp_path):
-    audited = tmp_path / "audit.json"
+    audited, path = tmp_path / "audit.json", tmp_path / "c.json"
     done = command("audit", job, "--canaries", "200", "--insecure-seed", "90317", "--out", audited)
     assert done.exit_code == 0, done.output
-    path = tmp_path / "c.json"
     done = command("certify", job, "--evidence", honest[0], "--evidence", audited, "--out", path)
     assert done.exit_code == 0, done.output
     values = json.loads(path.read_text())
     assert [(each["kind"], each["holds"]) for each in values["evidence"]] == [("replay", True), ("audit", True)]
     assert values["evidence"][0]["weights"] == values["digests"]["model"]
-    assert "record" not in values["evidence"][0]
-    assert "ratio" not in values["evidence"][0]
     checked = command("certify", "--check", path, "--model", next((job / "model").glob("*.safetensors")))
     assert checked.exit_code == 0, checked.output
-    folder = copied(job, tmp_path)
-    other_model(folder)
-    refused = command("certify", folder, "--evidence", honest[0])
-    assert (refused.exit_code, "weights" in refused.output) == (1, True)
 
 
 def test_an_audit_finds_noise_that_is_missing(job, monkeypatch):
-    from evidence_loops import Less
-
-    from dpfunc.train import _evidence
-
     own = _evidence.planted_plan
-    monkeypatch.setattr(
-        _evidence, "planted_plan", lambda plan, planted: replace(own(plan, planted), noise=Less(factor=0.01))
-    )
+    monkeypatch.setattr(_evidence, "planted_plan", lambda *given: replace(own(*given), noise=Less(factor=0.01)))
     done = command("audit", job, "--canaries", "400", "--insecure-seed", "90555")
     assert done.exit_code == 1, done.output
     assert "is refuted" in done.output
