@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.lockstep import in_lockstep
-from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows
+from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
 from dpfunc.engines._per_sample import Late, PerSampleGrad
 from dpfunc.engines._rules.table import Use
 from dpfunc.types import Params
@@ -120,6 +120,11 @@ class Pass(TorchFunctionMode):
         if not self.in_backward:
             for name in names:
                 self.counts[name] = self.counts.get(name, 0) + 1
+
+    def begin_backward(self) -> None:
+        """Note that the backward pass of the losses begins."""
+        self.in_backward = True
+        transforms_seen(True)
 
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""

@@ -314,8 +314,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                 losses_1, aux = split_aux(rows.loss_fn(dict(given), record))
                 if mode.stopped is not None:
                     raise mode.stopped
-                mode.in_backward = True
-                transforms_seen(True)
+                mode.begin_backward()
                 with torch._C.DisableTorchFunction():
                     check_depends(check_losses(losses_1, 1).requires_grad, told=mode.told)
                     check_aux(aux, 1)

@@ -119,6 +119,9 @@ class _Known:
     together: frozenset[str] = frozenset()  # see `Measured`
     uses: dict[object, Use] = field(default_factory=dict)
 
+    def learn(self, **changes: Any) -> None:
+        vars(self).update(changes)
+
 
 class _Calls:
     """Calls of a loss for one batch. What it keeps must be the same after them, if it is told numbers of rows, or if
@@ -148,6 +151,10 @@ class _Calls:
         """Let the loss build what it keeps for rows of this shape; the next call notes it."""
         warm_up(self.loss_fn, rows.params, rows.batch)
         self.read, self.kept = read, ()
+
+    def succeed(self) -> None:
+        """Note that a call was no error."""
+        self.done = True
 
     def end(self) -> None:
         """Note a loss that has changed what it keeps."""
@@ -188,7 +195,7 @@ class VmapGrad:
         if known.decision is None or known.decision.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
-        known.decision = decision
+        known.learn(decision=decision)
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
@@ -245,7 +252,7 @@ class VmapGrad:
             try:
                 found = self._pass(rows, tried, calls)
             except FirstRead as stop:
-                known.read = str(stop)
+                known.learn(read=str(stop))
                 calls.build(rows, str(stop))
                 return self._try(rows, calls)
             except Diverged as stop:
@@ -259,9 +266,9 @@ class VmapGrad:
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
-            calls.done = True
+            calls.succeed()
             if reason:
-                known.settings = replace(tried, since=reason)
+                known.learn(settings=replace(tried, since=reason))
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)
@@ -291,7 +298,7 @@ class VmapGrad:
                 around = precision_now(passed.losses_B.device)
                 again = partial(self._weigh, rows, settings, measured, calls, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
-            known.together |= missed
+            known.learn(together=known.together | missed)
             calls.begin()
 
     def _weigh(
