@@ -278,8 +278,9 @@ def test_L7_L8_vqa_with_several_images(tmp_path, monkeypatch):
     collate = collator(job, processing)
     assert (collate.image_size, collate.max_images) == ((24, 16), 2)
     assert collate(records.train[:3])["pixel_values"].shape[:2] == (3, 2)
-    result = train()
+    result = train("--eval_fraction", 0.2)
     assert result.exit_code == 0, result.output
+    assert "eval_loss" in result.stdout  # its batches have several images too
     assert "(lora)" in train("--strategy", "lora", "--output_dir", "other", "--dry-run").stdout
     one = train("--max_images", 1, "--output_dir", "other")
     assert "Expected a text in the column 'image' in row 1" in one.stderr

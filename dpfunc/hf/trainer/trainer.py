@@ -30,6 +30,7 @@ from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
+from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
@@ -38,6 +39,8 @@ from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.vision_language._images import flatten_images
+from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
@@ -469,6 +472,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
+            task = infer_task(self.model) if self._task is None and "pixel_values" in inputs else self._task
+            if task in ("vqa", image_text_loss):  # several images of a sample: as the loss gives them to the model
+                inputs = flatten_images(inputs, nested=facts_of_model(self.model).nested_images)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
             self._twin = runs.twin_loss(self.model, model, self._task)
