@@ -76,18 +76,17 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
         f"optimizer ({optimizer})": 4 * _OPTIMIZER_STATES.get(optimizer.split("_")[0], 2) * trained,
     }
     collate, unit = collator(job, prepared.processing, longest=True), prepared.records.units[0]  # only its shapes count
-    single, pair = collate([unit]), collate([unit] * 2)
     model = prepared.model
     # functionalize wants modules with checkpoints in evaluation mode; losses and shapes are those of training.
     forward, params = functionalize(model.train(False))
     model.train()
     loss_fn, physical = make_loss_fn(forward, loss_of_job(job)), job.physical_batch_size
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=job.training.bf16):
-        more = _saved_bytes(loss_fn, params, pair) - _saved_bytes(loss_fn, params, single)
-        parts["activations"] = more * physical
+        few, more = (_saved_bytes(loss_fn, params, collate([unit] * count)) for count in (1, 2))
+        parts["activations"] = (more - few) * physical
         how = "activations: what one more record at full length adds to what a forward pass keeps for its backward pass"
         try:
-            parts["per-sample gradients"] = explain(loss_fn, params, pair).num_bytes * physical // 2
+            parts["per-sample gradients"] = explain(loss_fn, params, collate([unit] * 2)).num_bytes * physical // 2
             how += "; per-sample gradients: what engines.explain counts for them"
         except DPFuncError:
             how += "; per-sample gradients: not estimated for this model"
