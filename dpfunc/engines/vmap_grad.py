@@ -119,7 +119,7 @@ class _Known:
     together: frozenset[str] = frozenset()  # see `Measured`
     uses: dict[object, Use] = field(default_factory=dict)
 
-    def learn(self, **changes: Any) -> None:
+    def _learn(self, **changes: Any) -> None:
         vars(self).update(changes)
 
 
@@ -195,7 +195,7 @@ class VmapGrad:
         if known.decision is None or known.decision.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
-        known.learn(decision=decision)
+        known._learn(decision=decision)
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
@@ -252,7 +252,7 @@ class VmapGrad:
             try:
                 found = self._pass(rows, tried, calls)
             except FirstRead as stop:
-                known.learn(read=str(stop))
+                known._learn(read=str(stop))
                 calls.build(rows, str(stop))
                 return self._try(rows, calls)
             except Diverged as stop:
@@ -268,7 +268,7 @@ class VmapGrad:
                 continue
             calls.succeed()
             if reason:
-                known.learn(settings=replace(tried, since=reason))
+                known._learn(settings=replace(tried, since=reason))
             # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
             return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
         raise Alone(reason)
@@ -298,7 +298,7 @@ class VmapGrad:
                 around = precision_now(passed.losses_B.device)
                 again = partial(self._weigh, rows, settings, measured, calls, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
-            known.learn(together=known.together | missed)
+            known._learn(together=known.together | missed)
             calls.begin()
 
     def _weigh(
