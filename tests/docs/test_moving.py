@@ -117,6 +117,27 @@ def test_opacus_has_the_same_clipped_sum(clip_norm):
     assert off <= 2e-4 * whole
 
 
+def test_what_the_pages_say_of_opacus():
+    """A NaN in one sample is in all of the sum; q = 1 / len(loader); an argument that does not exist is accepted."""
+    from opacus import PrivacyEngine
+
+    names = run("opacus.md", "both")
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    batch[0][1, 0] = float("nan")
+    assert not any(value.isfinite().all() for value in opacus_clipped_sum(names["model"], batch, 1.0).values())
+    clipped, _ = our_clipped_sum(run("opacus.md", "both")["model"], batch, 1.0)
+    assert all(value.isfinite().all() for value in clipped.sums.values())
+    model = nn.Linear(4, 2)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+        noize_multiplier=3.0,
+    )  # fmt: skip
+    assert loader.batch_sampler.sample_rate == 0.5
+    assert optimizer.expected_batch_size == 32
+
+
 @pytest.mark.parametrize("page", ["fastdp.md", "private_cnn.md"])
 def test_our_block_of_pictures_runs(page):
     model = (
