@@ -12,6 +12,7 @@ from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE,
 from dpfunc.engines.loop import Loop
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
+from dpfunc.noise import Gaussian
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.step import DPStep
 from dpfunc.types import schedule_at
@@ -72,6 +73,8 @@ def make_record(
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
     last, bound = max(0, state.step - 1), plan.clip.clip_norm  # one number, or one for each group
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
+    ours = repr(plan.noise) == repr(Gaussian())  # other noise may have a scale of its own: that of its events
+    multiplier = schedule_at(plan.noise_multiplier, last) if ours else plan.events(last, last + 1)[-1].noise_multiplier
     publishes_size = plan.adjacency == "add_remove" and not public_bound
     return Record(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,8 +87,8 @@ def make_record(
         note=answer.note,
         epsilon_rdp=state.ledger.epsilon(plan.delta, "rdp").epsilon,
         ledger=state.ledger,
-        mechanism=_MECHANISMS[plan.allocation],
-        noise_multiplier=schedule_at(plan.noise_multiplier, last),
+        mechanism=_MECHANISMS[plan.allocation] if ours else repr(plan.noise),
+        noise_multiplier=multiplier,
         noise_source=_SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
         max_grad_norm=math.hypot(*bound.values()) if isinstance(bound, Mapping) else bound,

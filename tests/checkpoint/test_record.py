@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import pytest
 import torch
 
-from dpfunc import Ledger, Plan, Schedule, clipping, insecure_key, make_dp_step, sampling, secure_key
+from dpfunc import Ledger, Plan, Schedule, clipping, insecure_key, make_dp_step, noise, sampling, secure_key
 from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
 from dpfunc.checkpoint import make_record
 from dpfunc.errors import InvalidArgument, StateReused
@@ -47,6 +48,25 @@ def test_a_record_says_what_the_run_was():
     for unit in ("", "  ", "one\nrow"):
         with pytest.raises(InvalidArgument, match="unit"):
             make_record(dp_step, state, unit=unit)
+
+
+@dataclass(frozen=True)
+class Louder(noise.Gaussian):
+    """More noise than the plan's multiplier says."""
+
+    factor: float = 3.0
+
+    def events(self, sampler, noise_multiplier, start, stop):
+        return super().events(sampler, self.factor * noise_multiplier, start, stop)
+
+    def mechanism(self, noise_multiplier, allocation, source):
+        return super().mechanism(self.factor * noise_multiplier, allocation, source)
+
+
+def test_noise_of_a_user_is_named_with_its_own_scale():
+    record = make_record(*run(plan(noise=Louder()), secure_key()), unit="one patient")
+    assert (record.mechanism, record.noise_multiplier) == ("Louder(factor=3.0)", 6.0)
+    assert {event.noise_multiplier for event in record.ledger.events} == {6.0}
 
 
 def test_a_record_is_of_the_newest_state_and_of_its_plan():

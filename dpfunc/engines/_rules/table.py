@@ -69,10 +69,14 @@ class Use:
 class Form:
     """An operation as a function of one input, which differs from row to row, with its gradient in closed form.
 
+    `takes` and `images` see the arguments of one row: the input as the loss has it, a batch of one. `run`,
+    `input_grad` and the rule's `grads` see all rows, merged into the first axis: (B * m, ...) for m images of a row.
+
     Args:
-        run: of the arguments, with the input of all rows; the result, and what `input_grad` gets of it, which is None
-            for inputs of whole numbers. takes: false for calls that it does not cover. images: axes of the input
-            without that of images, where the kernel has one; None where it takes any axes before its own.
+        run: of the arguments, into which it may write; the result, and what `input_grad` gets of it, which is None for
+            inputs of whole numbers. takes: false for calls that it does not cover: they take vmap(grad), as unequal
+            dtypes do. images: axes of the input without that of images, where the kernel has one; None where it takes
+            any axes before its own.
         reads_input: `input_grad` needs the input. positions: each axis between rows and the last is one of positions.
     """
 
