@@ -55,10 +55,7 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
     before = made(records)
     if not before:
         return
-    for changed, holds in (
-        ([own] * len(records), _shorter_row),
-        ([*moved[:row], own, *moved[row:]], same),
-    ):
+    for changed, holds in (([own] * len(records), _shorter_row), ([*moved[:row], own, *moved[row:]], same)):
         name = _other_leaf(before, made(changed), holds)
         if name is None or draws(changed) != draws(records) or _other_leaf(before, made(records), same):
             continue
