@@ -151,19 +151,24 @@ def refuse_old_vmap(module: nn.Module) -> None:
 
 @contextmanager
 def recovered(module: nn.Module) -> Iterator[None]:
-    """Inside, an error in a pass resets sharded parts for the next; who waits for another learns of it (`arrived`)."""
+    """Inside, an error in a forward or backward pass resets sharded parts, so that the next pass can begin.
+
+    Who waits for the parameters of another process learns that it failed (`lockstep.arrived`).
+    """
+    done = False
     for part in fsdp_parts(module).values() if over_gloo() else ():
         with suppress(AttributeError, ValueError):  # an older torch, or several meshes: a timeout ends the wait
             part.set_custom_all_gather(AllGather())
     try:
         yield
-    except BaseException:
-        parts = fsdp_parts(module)
-        for root in map(parts.__getitem__, outermost(parts)):
-            reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
-            if reset is not None and getattr(root._get_fsdp_state(), "_is_root", None):
-                reset()
-        raise
+        done = True
+    finally:
+        if not done:
+            parts = fsdp_parts(module)
+            for root in map(parts.__getitem__, outermost(parts)):
+                reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+                if reset is not None and getattr(root._get_fsdp_state(), "_is_root", None):
+                    reset()
 
 
 def outermost(names: Iterable[str]) -> list[str]:

@@ -147,16 +147,17 @@ def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
     before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
         (part, part._parameters.copy(), part._buffers.copy()) for part in parts
     ]
+    done = False
     try:
         yield
-    except BaseException:
-        for part, parameters, buffers in before:
+        done = True
+    finally:
+        for part, parameters, buffers in () if done else before:
             for name in part.__dict__.keys() & (parameters.keys() | buffers.keys()):  # registered names are not there
                 del part.__dict__[name]
             for place, held in ((part._parameters, parameters), (part._buffers, buffers)):
                 place.clear()
                 place.update(held)
-        raise
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
