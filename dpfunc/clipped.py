@@ -138,7 +138,8 @@ class ClippedGrad:
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            sums = {name: sums[name].add_(value) if found else value for name, value in own.sums.items()}
+            for name, value in own.sums.items():
+                sums[name] = sums[name].add_(value) if name in sums else value
             found.append(own._replace(sums={}))
         _, losses, norms, _, aux = zip(*found, strict=True)
         return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
