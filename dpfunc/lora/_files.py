@@ -59,15 +59,7 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     Raises:
         CheckpointError: not an adapter file, or it does not fit the module; the difference is shown.
     """
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
-
-    try:
-        saved = load_file(path)
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
+    saved, metadata = _read(path)
     if metadata.get("schema") != SCHEMA:
         raise CheckpointError(f"Expected an adapter with schema {SCHEMA!r} in {path}, got {metadata.get('schema')!r}.")
     try:
@@ -76,11 +68,23 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
         problem = error if isinstance(error, InvalidArgument) else f"its configuration is damaged: {error!r}"
         raise CheckpointError(f"The adapter {path} does not fit the module: {problem}") from error
     expected = {**adapter.constants, **adapter.params}
-    was, need = ({name: tuple(value.shape) for name, value in each.items()} for each in (saved, expected))
-    if differ := [
-        f"{name}: saved {was.get(name, 'absent')}, module needs {need.get(name, 'absent')}"
-        for name in sorted({name for name, _ in was.items() ^ need.items()})
-    ]:
+    forms = {n: (_form(saved.get(n)), _form(expected.get(n))) for n in sorted(saved.keys() | expected.keys())}
+    if differ := [f"{n}: saved {was}, module needs {need}" for n, (was, need) in forms.items() if was != need]:
         raise CheckpointError(f"The adapter {path} does not fit the module: {shorten(differ)}.")
     fitting = {name: saved[name].to(ours) for name, ours in expected.items()}
     return dataclasses.replace(adapter, constants={n: fitting.pop(n) for n in adapter.constants}), fitting
+
+
+def _form(value: Tensor | None) -> str:
+    return "absent" if value is None else str(tuple(value.shape))
+
+
+def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return load_file(path), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
