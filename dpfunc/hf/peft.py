@@ -57,19 +57,11 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
 def _refuse_without_effect(peft_model: nn.Module) -> None:
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
     enable = "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
-    for found, where, advice in (
-        (
-            [name for name, layer in layers if layer.merged_adapters],
-            "merged into",
-            "Call peft_model.unmerge_adapter().",
-        ),
-        (
-            [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True],
-            "switched off in",
-            enable,
-        ),
+    for attribute, where, advice in (
+        ("merged_adapters", "merged into", "Call peft_model.unmerge_adapter()."),
+        ("disable_adapters", "switched off in", enable),
     ):
-        if found:
+        if found := [name for name, layer in layers if getattr(layer, attribute, False)]:
             raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
 
 
