@@ -9,6 +9,9 @@ are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
 
 from __future__ import annotations
 
+import re
+from itertools import chain
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,7 +85,7 @@ def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
     >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
     tensor([0.6931])
     """
-    _check_equal("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
+    _check("logits (B, C)", logits_BC, "labels (B, C)", labels_BC, whole=False)
     logits_BC = _at_least_float32(logits_BC)
     return F.binary_cross_entropy_with_logits(logits_BC, labels_BC.to(logits_BC.dtype), reduction="none").mean(1)
 
@@ -97,7 +100,7 @@ def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
     tensor([1., 4.])
     """
     targets_BK = labels[:, None] if labels.dim() == 1 else labels
-    _check_equal("outputs (B, K)", outputs_BK, "labels (B, K)", targets_BK)
+    _check("outputs (B, K)", outputs_BK, "labels (B, K)", targets_BK, whole=False)
     outputs_BK = _at_least_float32(outputs_BK)
     return (outputs_BK - targets_BK.to(outputs_BK.dtype)).square().mean(1)
 
@@ -137,8 +140,7 @@ def ctc(
     >>> ctc(torch.zeros(1, 2, 2), torch.tensor([[1, -100]]), torch.tensor([2]))
     tensor([0.2877])
     """
-    if logits_BTV.dim() != 3 or labels_BL.dim() != 2 or len(labels_BL) != len(logits_BTV):
-        raise _misfit("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL)
+    _check("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL, whole=False)
     there_BL = labels_BL >= 0
     scores_TBV = F.log_softmax(_at_least_float32(logits_BTV), dim=2).transpose(0, 1)
     count_B, labels_BL = there_BL.sum(1), torch.where(there_BL, labels_BL, 0)
@@ -155,7 +157,7 @@ def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> 
     >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
     tensor([0.2500])
     """
-    _check_equal("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
+    _check("vectors (B, D)", first_BD, "vectors (B, D)", second_BD, whole=False)
     cosines_B = F.cosine_similarity(_at_least_float32(first_BD), _at_least_float32(second_BD))
     return regression(cosines_B[:, None], scores_B)
 
@@ -180,20 +182,12 @@ def _cross_entropy(logits_NC: Tensor, labels_N: Tensor, ignore_index: int) -> Te
         ) from None
 
 
-def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:
-    """The axes of the labels are the first ones of the logits, and the logits have one more."""
-    axes = what.count(",") + 1
-    if logits.dim() != axes or labels.shape != logits.shape[:-1]:
-        raise _misfit(what, logits, other, labels)
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+def _check(what: str, outputs: Tensor, other: str, labels: Tensor, *, whole: bool = True) -> None:
+    """Both have the axes that are named, each letter with one size, and labels are whole numbers if they are to be."""
+    axes = [re.findall(r"\w", text.partition(" ")[2]) for text in (what, other)]
+    shapes = [tuple(outputs.shape), tuple(labels.shape)]
+    sizes = set(zip(chain(*axes), chain(*shapes), strict=False))
+    if [*map(len, axes)] != [*map(len, shapes)] or len(sizes) > len(set(chain(*axes))):
+        raise InvalidArgument(f"Expected {what} and {other} that fit, got {shapes[0]} and {shapes[1]}.")
+    if whole and (labels.is_floating_point() or labels.dtype == torch.bool):
         raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
-
-
-def _check_equal(what: str, outputs: Tensor, other: str, labels: Tensor) -> None:
-    if outputs.dim() != 2 or labels.shape != outputs.shape:
-        raise _misfit(what, outputs, other, labels)
-
-
-def _misfit(what: str, outputs: Tensor, other: str, labels: Tensor) -> InvalidArgument:
-    shapes = f"{tuple(outputs.shape)} and {tuple(labels.shape)}"
-    return InvalidArgument(f"Expected {what} and {other} that fit, got {shapes}.")
