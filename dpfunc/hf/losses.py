@@ -2,9 +2,10 @@
 
 Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features.
 
-All take outputs of any floating dtype and return (B,), unreleased, in float32, or float64 for float64 outputs. They
-select nothing by value: what is ignored is multiplied away, so that every engine can run them. Shapes that do not fit
-are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
+All take outputs of any floating dtype and return (B,), unreleased, in float32, or float64 for float64 outputs. Labels
+are numbers of classes, where nothing else is said; a sample without a label that counts has loss 0 and zero gradient.
+They select nothing by value: what is ignored is multiplied away, so that every engine can run them. Shapes that do not
+fit are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
     """Next-token cross entropy: `sum_t m_t CE(logits_{t-1}, labels_t) / max(1, sum_t m_t)` for each sample, t >= 1.
 
     Args:
-        logits_BTV: floating. labels_BT: the input ids, not shifted; `ignore_index` where nothing is to be learnt
-            (padding, prompts, image tokens). ignore_index: that label.
+        labels_BT: the input ids, not shifted. ignore_index: the label where nothing is to be learnt (padding, prompts,
+            image tokens).
 
     Returns:
         (B,): torch's mean cross entropy of each sample alone, whatever the length that the batch is padded to
         (tests/hf/test_losses.py::test_causal_lm_equals_single_samples, test_the_length_of_the_batch_does_not_matter).
-        0 with zero gradient for a sample without labelled tokens.
 
     >>> logits_BTV = torch.zeros(2, 3, 4)
     >>> causal_lm(logits_BTV, torch.tensor([[1, 2, 3], [1, -100, -100]]))
@@ -44,12 +44,8 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
 def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
     """Cross entropy of each token, mean over the sample's own labelled ones: `sum_t m_t CE_t / max(1, sum_t m_t)`.
 
-    Args:
-        logits_BTV: position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it predicts.
-        labels_BT, ignore_index: see `causal_lm`; m_t = 1 where the label is not ignored.
-
-    Returns:
-        (B,). 0 with zero gradient for a sample without labelled tokens.
+    Position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it predicts; m_t = 1 where that is not
+    `ignore_index`.
 
     >>> token_mean(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     tensor([1.3863])
@@ -64,10 +60,7 @@ seq2seq = token_classification = token_mean
 
 
 def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """Cross entropy of one class for each sample.
-
-    Args:
-        logits_BC: floating. labels_B: class numbers. ignore_index: a label whose sample has loss 0.
+    """Cross entropy of one class for each sample; 0 where the label is `ignore_index`.
 
     >>> classification(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([1.3863, 1.3863])
@@ -77,10 +70,7 @@ def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = I
 
 
 def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
-    """Binary cross entropy, mean over the classes of each sample.
-
-    Args:
-        logits_BC: floating. labels_BC: 0 or 1, or probabilities.
+    """Binary cross entropy, mean over the classes of each sample; labels are 0 or 1, or probabilities.
 
     >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
     tensor([0.6931])
@@ -91,10 +81,7 @@ def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
 
 
 def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
-    """Squared error, mean over the K outputs of each sample.
-
-    Args:
-        outputs_BK: floating. labels: (B, K), or (B,) for K = 1.
+    """Squared error, mean over the K outputs of each sample; labels are numbers (B, K), or (B,) for K = 1.
 
     >>> regression(torch.zeros(2, 1), torch.tensor([1.0, 2.0]))
     tensor([1., 4.])
@@ -106,11 +93,9 @@ def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
 
 
 def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B: Tensor) -> Tensor:
-    """Mean of the cross entropies of the answer's first and last position.
+    """Mean of the cross entropies of the answer's first and last position, from logits over positions.
 
-    Args:
-        start_BT, end_BT: logits over positions. first_B, last_B: positions; outside of 0 <= position < T they are
-            ignored, as for answers that were truncated.
+    Positions outside of 0 <= position < T are ignored, as for answers that were truncated.
 
     >>> zeros_BT = torch.zeros(1, 4)
     >>> question_answering(zeros_BT, zeros_BT, torch.tensor([1]), torch.tensor([4]))
@@ -131,9 +116,9 @@ def ctc(
     """Connectionist temporal classification: `-log P(labels | frames)` of each sample.
 
     Args:
-        logits_BTV: floating. labels_BL: classes, negative where a sample has fewer. frames_B: frames of each sample
-            that are not padding. blank: class of the blank. by_length: divide by the number of labels, at least 1.
-            zero_infinity: 0 instead of infinity for a sample with more labels than its frames can give.
+        labels_BL: negative where a sample has fewer. frames_B: frames of each sample that are not padding.
+        blank: class of the blank. by_length: divide by the number of labels, at least 1. zero_infinity: 0 instead of
+            infinity for a sample with more labels than its frames can give.
 
     Paper: Graves, Fernandez, Gomez, Schmidhuber 2006, "Connectionist Temporal Classification", section 3.
 
@@ -149,10 +134,7 @@ def ctc(
 
 
 def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> Tensor:
-    """Squared error of the cosine of two vectors: `(cos(u, v) - score)^2`.
-
-    Args:
-        first_BD, second_BD: floating. scores_B: the wanted cosine of each pair.
+    """Squared error of the cosine of two vectors: `(cos(u, v) - score)^2`, with the wanted cosine of each pair.
 
     >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
     tensor([0.2500])
