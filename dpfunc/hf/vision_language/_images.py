@@ -91,7 +91,7 @@ class ImageTextCollator:
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 
     def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Remove words, not tokens of images: the middle of a prompt, and the end of an answer over half of the room."""
+        """Remove words, no tokens of images: the middle of a prompt, and the end of an answer over half of the room."""
         room = self.max_length - self.max_images * self.tokens_per_image
         words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
         answer = answer[: max(room - len(words), room // 2)]
