@@ -98,11 +98,12 @@ class Replicas:
 class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
     """Progress of a private run: its steps, and no times, which would tell how many records a step has drawn."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start a bar that shows steps alone."""
+    def _begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.is_world_process_zero:
             self.training_bar = tqdm(total=state.max_steps, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}")
         self.current_step = 0
+
+    on_train_begin = _begin
 
 
 def hide_times(trainer: Any) -> None:

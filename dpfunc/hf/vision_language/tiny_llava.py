@@ -56,14 +56,18 @@ def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
 
 def tiny_processor() -> Any:
     """The processor of `tiny_llava`: images by PIL and numpy, words by a list."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary = {word: i for i, word in enumerate(_WORDS)}
+    words: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        extra_special_tokens={"image_token": "<image>"},
+        tokenizer_object=Tokenizer.from_str(json.dumps(words)), pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>", extra_special_tokens={"image_token": "<image>"},
     )  # fmt: skip
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     return LlavaProcessor(
