@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.losses import IGNORED, ctc
 from dpfunc.types import Params
 
 AnyForward = Callable[..., Any]
@@ -27,9 +28,7 @@ _NESTED = ("idefics", "smolvlm", "mllama")  # images have an axis for the sample
 class Speech(NamedTuple):
     """Facts about a model with a CTC loss."""
 
-    blank: int  # class
-    by_length: bool  # the loss is divided by the number of labels
-    zero_infinity: bool  # the loss is 0 for labels that are longer than the frames
+    loss: Callable[..., Tensor]  # `losses.ctc` with the options of the configuration
     frames: Callable[[Tensor], Tensor] | None  # of lengths of inputs (B,); None if not known
 
 
@@ -41,10 +40,7 @@ class Tables:
     positions: int | None = None
 
     def explain(self, error: Exception, ids: object) -> None:
-        """Raise a better error for token ids that are not in these tables, or rows too long, if torch reports that.
-
-        It tells by the message and by shapes: engines compute rows under `vmap`, where no number can be read.
-        """
+        """Raise a better error for token ids outside of these tables, or long rows; without reading ids, for `vmap`."""
         if not isinstance(ids, Tensor) or self.tokens is None:
             return
         longest = self.positions
@@ -186,7 +182,8 @@ def _speech(base: nn.Module) -> Speech | None:
     if reduction is None or blank is None:
         return None
     frames: Any = getattr(base, "_get_feat_extract_output_lengths", None)
-    return Speech(int(blank), reduction == "mean", bool(getattr(config, "ctc_zero_infinity", False)), frames)
+    zero_infinity = bool(getattr(config, "ctc_zero_infinity", False))
+    return Speech(partial(ctc, blank=int(blank), by_length=reduction == "mean", zero_infinity=zero_infinity), frames)
 
 
 def _decoder_inputs(base: nn.Module) -> Callable[[Tensor], Tensor] | None:

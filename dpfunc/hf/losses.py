@@ -2,12 +2,16 @@
 
 Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features.
 
-All take outputs of any floating dtype and return (B,), unreleased, in float32, or float64 for float64 outputs. They
-select nothing by value: what is ignored is multiplied away, so that every engine can run them. Shapes that do not fit
-are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
+All take outputs of any floating dtype and return (B,), unreleased, in float32, or float64 for float64 outputs. Labels
+are numbers of classes, where nothing else is said; a sample without a label that counts has loss 0 and zero gradient.
+They select nothing by value: what is ignored is multiplied away, so that every engine can run them. Shapes that do not
+fit are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
 """
 
 from __future__ import annotations
+
+import re
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,13 +26,12 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
     """Next-token cross entropy: `sum_t m_t CE(logits_{t-1}, labels_t) / max(1, sum_t m_t)` for each sample, t >= 1.
 
     Args:
-        logits_BTV: floating. labels_BT: the input ids, not shifted; `ignore_index` where nothing is to be learnt
-            (padding, prompts, image tokens). ignore_index: that label.
+        labels_BT: the input ids, not shifted. ignore_index: the label where nothing is to be learnt (padding, prompts,
+            image tokens).
 
     Returns:
         (B,): torch's mean cross entropy of each sample alone, whatever the length that the batch is padded to
         (tests/hf/test_losses.py::test_causal_lm_equals_single_samples, test_the_length_of_the_batch_does_not_matter).
-        0 with zero gradient for a sample without labelled tokens.
 
     >>> logits_BTV = torch.zeros(2, 3, 4)
     >>> causal_lm(logits_BTV, torch.tensor([[1, 2, 3], [1, -100, -100]]))
@@ -41,12 +44,8 @@ def causal_lm(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNO
 def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
     """Cross entropy of each token, mean over the sample's own labelled ones: `sum_t m_t CE_t / max(1, sum_t m_t)`.
 
-    Args:
-        logits_BTV: position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it predicts.
-        labels_BT, ignore_index: see `causal_lm`; m_t = 1 where the label is not ignored.
-
-    Returns:
-        (B,). 0 with zero gradient for a sample without labelled tokens.
+    Position t is about `labels_BT[:, t]`, of a decoder's outputs the token that it predicts; m_t = 1 where that is not
+    `ignore_index`.
 
     >>> token_mean(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     tensor([1.3863])
@@ -61,10 +60,7 @@ seq2seq = token_classification = token_mean
 
 
 def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-    """Cross entropy of one class for each sample.
-
-    Args:
-        logits_BC: floating. labels_B: class numbers. ignore_index: a label whose sample has loss 0.
+    """Cross entropy of one class for each sample; 0 where the label is `ignore_index`.
 
     >>> classification(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([1.3863, 1.3863])
@@ -74,40 +70,32 @@ def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = I
 
 
 def multi_label(logits_BC: Tensor, labels_BC: Tensor) -> Tensor:
-    """Binary cross entropy, mean over the classes of each sample.
-
-    Args:
-        logits_BC: floating. labels_BC: 0 or 1, or probabilities.
+    """Binary cross entropy, mean over the classes of each sample; labels are 0 or 1, or probabilities.
 
     >>> multi_label(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))
     tensor([0.6931])
     """
-    _check_equal("logits (B, C)", logits_BC, "labels (B, C)", labels_BC)
+    _check("logits (B, C)", logits_BC, "labels (B, C)", labels_BC, whole=False)
     logits_BC = _at_least_float32(logits_BC)
     return F.binary_cross_entropy_with_logits(logits_BC, labels_BC.to(logits_BC.dtype), reduction="none").mean(1)
 
 
 def regression(outputs_BK: Tensor, labels: Tensor) -> Tensor:
-    """Squared error, mean over the K outputs of each sample.
-
-    Args:
-        outputs_BK: floating. labels: (B, K), or (B,) for K = 1.
+    """Squared error, mean over the K outputs of each sample; labels are numbers (B, K), or (B,) for K = 1.
 
     >>> regression(torch.zeros(2, 1), torch.tensor([1.0, 2.0]))
     tensor([1., 4.])
     """
     targets_BK = labels[:, None] if labels.dim() == 1 else labels
-    _check_equal("outputs (B, K)", outputs_BK, "labels (B, K)", targets_BK)
+    _check("outputs (B, K)", outputs_BK, "labels (B, K)", targets_BK, whole=False)
     outputs_BK = _at_least_float32(outputs_BK)
     return (outputs_BK - targets_BK.to(outputs_BK.dtype)).square().mean(1)
 
 
 def question_answering(start_BT: Tensor, end_BT: Tensor, first_B: Tensor, last_B: Tensor) -> Tensor:
-    """Mean of the cross entropies of the answer's first and last position.
+    """Mean of the cross entropies of the answer's first and last position, from logits over positions.
 
-    Args:
-        start_BT, end_BT: logits over positions. first_B, last_B: positions; outside of 0 <= position < T they are
-            ignored, as for answers that were truncated.
+    Positions outside of 0 <= position < T are ignored, as for answers that were truncated.
 
     >>> zeros_BT = torch.zeros(1, 4)
     >>> question_answering(zeros_BT, zeros_BT, torch.tensor([1]), torch.tensor([4]))
@@ -128,17 +116,16 @@ def ctc(
     """Connectionist temporal classification: `-log P(labels | frames)` of each sample.
 
     Args:
-        logits_BTV: floating. labels_BL: classes, negative where a sample has fewer. frames_B: frames of each sample
-            that are not padding. blank: class of the blank. by_length: divide by the number of labels, at least 1.
-            zero_infinity: 0 instead of infinity for a sample with more labels than its frames can give.
+        labels_BL: negative where a sample has fewer. frames_B: frames of each sample that are not padding.
+        blank: class of the blank. by_length: divide by the number of labels, at least 1. zero_infinity: 0 instead of
+            infinity for a sample with more labels than its frames can give.
 
     Paper: Graves, Fernandez, Gomez, Schmidhuber 2006, "Connectionist Temporal Classification", section 3.
 
     >>> ctc(torch.zeros(1, 2, 2), torch.tensor([[1, -100]]), torch.tensor([2]))
     tensor([0.2877])
     """
-    if logits_BTV.dim() != 3 or labels_BL.dim() != 2 or len(labels_BL) != len(logits_BTV):
-        raise _misfit("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL)
+    _check("logits (B, T, V)", logits_BTV, "labels (B, L)", labels_BL, whole=False)
     there_BL = labels_BL >= 0
     scores_TBV = F.log_softmax(_at_least_float32(logits_BTV), dim=2).transpose(0, 1)
     count_B, labels_BL = there_BL.sum(1), torch.where(there_BL, labels_BL, 0)
@@ -147,15 +134,12 @@ def ctc(
 
 
 def cosine_similarity(first_BD: Tensor, second_BD: Tensor, scores_B: Tensor) -> Tensor:
-    """Squared error of the cosine of two vectors: `(cos(u, v) - score)^2`.
-
-    Args:
-        first_BD, second_BD: floating. scores_B: the wanted cosine of each pair.
+    """Squared error of the cosine of two vectors: `(cos(u, v) - score)^2`, with the wanted cosine of each pair.
 
     >>> cosine_similarity(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0.5]))
     tensor([0.2500])
     """
-    _check_equal("vectors (B, D)", first_BD, "vectors (B, D)", second_BD)
+    _check("vectors (B, D)", first_BD, "vectors (B, D)", second_BD, whole=False)
     cosines_B = F.cosine_similarity(_at_least_float32(first_BD), _at_least_float32(second_BD))
     return regression(cosines_B[:, None], scores_B)
 
@@ -180,20 +164,12 @@ def _cross_entropy(logits_NC: Tensor, labels_N: Tensor, ignore_index: int) -> Te
         ) from None
 
 
-def _check(what: str, logits: Tensor, other: str, labels: Tensor) -> None:
-    """The axes of the labels are the first ones of the logits, and the logits have one more."""
-    axes = what.count(",") + 1
-    if logits.dim() != axes or labels.shape != logits.shape[:-1]:
-        raise _misfit(what, logits, other, labels)
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+def _check(what: str, outputs: Tensor, other: str, labels: Tensor, *, whole: bool = True) -> None:
+    """Both have the axes that are named, each letter with one size, and labels are whole numbers if they are to be."""
+    axes = [re.findall(r"\w", text.partition(" ")[2]) for text in (what, other)]
+    shapes = [tuple(outputs.shape), tuple(labels.shape)]
+    sizes = set(zip(chain(*axes), chain(*shapes), strict=False))
+    if [*map(len, axes)] != [*map(len, shapes)] or len(sizes) > len(set(chain(*axes))):
+        raise InvalidArgument(f"Expected {what} and {other} that fit, got {shapes[0]} and {shapes[1]}.")
+    if whole and (labels.is_floating_point() or labels.dtype == torch.bool):
         raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
-
-
-def _check_equal(what: str, outputs: Tensor, other: str, labels: Tensor) -> None:
-    if outputs.dim() != 2 or labels.shape != outputs.shape:
-        raise _misfit(what, outputs, other, labels)
-
-
-def _misfit(what: str, outputs: Tensor, other: str, labels: Tensor) -> InvalidArgument:
-    shapes = f"{tuple(outputs.shape)} and {tuple(labels.shape)}"
-    return InvalidArgument(f"Expected {what} and {other} that fit, got {shapes}.")

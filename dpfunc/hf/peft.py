@@ -57,19 +57,11 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
 def _refuse_without_effect(peft_model: nn.Module) -> None:
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
     enable = "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
-    for found, where, advice in (
-        (
-            [name for name, layer in layers if layer.merged_adapters],
-            "merged into",
-            "Call peft_model.unmerge_adapter().",
-        ),
-        (
-            [name for name, layer in layers if getattr(layer, "disable_adapters", False) is True],
-            "switched off in",
-            enable,
-        ),
+    for attribute, where, advice in (
+        ("merged_adapters", "merged into", "Call peft_model.unmerge_adapter()."),
+        ("disable_adapters", "switched off in", enable),
     ):
-        if found:
+        if found := [name for name, layer in layers if getattr(layer, attribute, False)]:
             raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
 
 
@@ -84,15 +76,8 @@ def _parameters_of_others(peft_model: Any, active: Mapping[str, Any]) -> set[int
 def functionalize(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> Functional:
     """A PEFT model as `(forward, params)` with the parameters of its active adapters: see `dpfunc.functionalize`.
 
-    Args:
-        peft_model, initialized_on_public_data: see `trainable`.
-
-    Returns:
-        `forward(params, **inputs)` and the parameters to start from. The model is not changed; call its
-        `train()` for LoRA's dropout, `eval()` for none.
-
-    Raises:
-        InvalidArgument, UnsupportedModel: see `trainable`.
+    Arguments and errors are those of `trainable`. The model is not changed; call its `train()` for LoRA's dropout,
+    `eval()` for none.
 
     Guarantees:
         every engine's gradients are those of single samples (tests/hf/test_peft.py::test_parity),
@@ -107,8 +92,7 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
     """Write the active adapters with these parameters in PEFT's own format; `PeftModel.from_pretrained` opens it.
 
     Args:
-        peft_model: the model that was functionalized; it is not changed.
-        params: trained parameters, released; some or all of those from `functionalize`.
+        peft_model: is not changed. params: trained parameters, released; some or all of those from `functionalize`.
         directory: made if it is absent. An adapter that is not called "default" goes into a folder of its name in it,
             as PEFT does.
 

@@ -22,10 +22,7 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
         logits = W unit_rows(layer_norm(mean over tokens of encoder(input_ids)))
 
     The inputs of W have norm 1, a constant among them, so its gradients have a bound that is known without the data: a
-    `dpfunc.recipes.Head`. `load_mean_pooled` reads a bare encoder or a classifier that was saved.
-
-    Args:
-        config: of the encoder, with `num_labels`.
+    `dpfunc.recipes.Head`. The configuration is that of the encoder, with `num_labels`.
 
     Guarantees:
         tests/hf/test_pooled.py: a row is not changed by padding (test_padding_changes_nothing); the part that was

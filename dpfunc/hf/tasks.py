@@ -84,10 +84,7 @@ def problem_of(given: str | None, num_outputs: int, labels: Tensor) -> str:
 
 
 def token_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """A class for each token, mean over the sample's own labelled tokens, (B, T) with -100 where a token has no label.
-
-    Also for masked language models.
-    """
+    """A class, or a masked word, for each token: mean over the sample's own tokens with labels, (B, T), others -100."""
     inputs, labels_BT = _split(batch)
     return losses.token_mean(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
 
@@ -165,10 +162,7 @@ def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
     frames_B = torch.full_like(labels_BL[:, 0], logits_BTV.shape[1])
     if speech.frames is not None and "attention_mask" in inputs:
         frames_B = speech.frames(inputs["attention_mask"].sum(1))
-    return losses.ctc(
-        logits_BTV, labels_BL, frames_B,
-        blank=speech.blank, by_length=speech.by_length, zero_infinity=speech.zero_infinity,
-    )  # fmt: skip
+    return speech.loss(logits_BTV, labels_BL, frames_B)
 
 
 def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -194,10 +188,9 @@ def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str,
 
 
 def sentence_classes(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of a class of a pair of sentences, as `SoftmaxLoss` has it by default; see `sentence_similarity`.
+    """Cross entropy of a class of two sentences, see `sentence_similarity`; the model is the `SoftmaxLoss` itself.
 
-    The model is the SoftmaxLoss module itself, with the encoder and the classifier: called with a list of mappings and
-    no labels it returns embeddings and logits.
+    Called with a list of mappings and no labels it returns embeddings and logits.
     """
     sentences, labels_B = _sentences(batch)
     _, logits_BC = forward(params, sentences, None)

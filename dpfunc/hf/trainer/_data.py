@@ -36,10 +36,9 @@ _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> None:
     """Refuse labels outside of the classes of the model, and numbers to predict that are not finite.
 
-    A class that does not exist ends a step in an error of torch or of the GPU. A number that is not finite has no
-    gradient: its record would count as zero, and nobody would see it. Labels are read from all records of a list, a
-    tuple or a data set of Hugging Face, and from 1024 records that are spread over any other; where the collator makes
-    them of something else, from 16. No label is in the message. A function as loss may read them in another way.
+    The gradient of a number that is not finite would count as zero, unseen. Labels are read from all records of a list,
+    a tuple or a data set of Hugging Face, and from 1024 records that are spread over any other; where the collator
+    makes them of something else, from 16. No label is in the message.
     """
     base = base_model(model)
     classes = getattr(getattr(base, "config", None), "num_labels", None)
@@ -138,9 +137,8 @@ def refuse_padding(
 ) -> None:  # fmt: skip
     """Refuse a model whose gradient of a short row changes when the row is padded to a longer one.
 
-    Of 64 records that are spread over the data set the shortest that has a gradient is computed alone, and in a batch
-    with the longest, in evaluation mode. Where all have one length or cannot be copied, or the collator draws random
-    numbers, nothing is compared. No number is in the message (tests/hf/trainer/test_data.py::test_models).
+    Of 64 records the shortest that has a gradient is computed alone, and in a batch with the longest, in evaluation
+    mode; where that can be repeated. No number is in the message (tests/hf/trainer/test_data.py::test_models).
     """
     with cpu_seeds(insecure_key(0)):
         records = read(dataset, spread(len(dataset), _COMPARED))

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.accounting.record import Record
+from dpfunc.accounting.record import RECORD_FILE, Record
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint._chain import RESTORE, replace_file, sha256
 from dpfunc.checkpoint._format import Checkpoint, charged_for
@@ -45,10 +44,7 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
 
 
 def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
-    """Checkpoints that the Trainer would remove, file by file in any order, so that a kill could leave some of them.
-
-    What a kill left half-written goes first, whatever its number.
-    """
+    """Checkpoints that the Trainer would remove file by file; those that a kill left half-written go first."""
     from transformers.trainer_utils import sort_checkpoints
 
     found = sorted((Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)), key=is_complete)
@@ -61,10 +57,7 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
 def load_run(
     checkpoint: Path, *, params: Params, plan: Plan, data: str, journal: Path, ranks: Ranks | None
 ) -> Checkpoint:
-    """Read the part of a checkpoint that is not the Trainer's, whose files must be as they were. All processes call it.
-
-    Its ledger also counts later steps in the journal.
-    """
+    """Read, by all processes, what is not the Trainer's of a whole checkpoint; later steps in the journal count."""
 
     def check() -> None:
         if not is_complete(checkpoint):
@@ -138,7 +131,7 @@ def released(output_dir: Path) -> bool:
     journal, start = output_dir / JOURNAL, output_dir / START
     later = [path for path in _numbered(output_dir) if path != start]
     lost = is_complete(start) and not journal.exists()
-    return bool(count_steps(journal) or later or (output_dir / ACCOUNTING).exists() or lost)
+    return bool(count_steps(journal) or later or (output_dir / RECORD_FILE).exists() or lost)
 
 
 def _numbered(output_dir: Path) -> list[Path]:
@@ -177,7 +170,7 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
     runs = read_steps(journal, missing="empty")
     if not resumed:
         check_counted(journal, runs, ledger)
-    (journal.parent / ACCOUNTING).unlink(missing_ok=True)
+    (journal.parent / RECORD_FILE).unlink(missing_ok=True)
     steps = ledger.lacks(whole_ledger(runs.values())) if runs else 0
     if steps:
         _logger.warning(
@@ -209,4 +202,4 @@ def check_journal(journal: Path, state: StepState) -> None:
 
 def write_accounting(folder: Path, record: Record) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / ACCOUNTING, record.to_json() + "\n")
+    replace_file(folder / RECORD_FILE, record.to_json() + "\n")

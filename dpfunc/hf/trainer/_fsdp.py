@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dpfunc import distributed
@@ -24,7 +23,6 @@ from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.hf.trainer import _settings as rules
 from dpfunc.hf.trainer._run import ranks_of
-from dpfunc.hf.trainer._settings import without_effect
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +76,7 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
         min_num_params=int(size),
         reshard=rules.word(settings["reshard_after_forward"]) in rules.ON,
         checkpointing=rules.word(settings.get("activation_checkpointing")) in rules.ON,
-        without_effect=tuple(without_effect(rules.FSDP, settings.get)),
+        without_effect=tuple(rules.without_effect(rules.FSDP, settings.get)),
     )
 
 
@@ -115,8 +113,7 @@ def without_fsdp() -> Iterator[None]:
             os.environ[rules.SWITCH] = value
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """A model that is divided: the processes that hold its parts, and a digest of what is not trained."""
 
     ranks: Ranks
@@ -136,31 +133,25 @@ def shard(
         return None, args
     given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
     rules.refuse(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
-    ranks = ranks_of(args)
-    if distributed.is_writer(ranks) and (told := list(sharding.without_effect)):
-        _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
-    again = rules.recomputed(args) if sharding.checkpointing else {}
-    values = {"fsdp": None, "fsdp_plugin_args": None, **again}
-    return _sharded(model, sharding, ranks, args.device), rules.changed(args, values)
-
-
-def _sharded(model: nn.Module, sharding: Sharding, ranks: Ranks | None, device: torch.device) -> Division:
     check_sharding()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if ranks is None:
-        raise InvalidArgument("Expected several processes to hold the parts of a model, got one.")
+    ranks: Any = ranks_of(args)  # not None, by the table
+    if distributed.is_writer(ranks) and (told := list(sharding.without_effect)):
+        _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
     all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
     names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
     distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
-    mesh = init_device_mesh(device.type, (ranks.size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(args.device.type, (ranks.size,), mesh_dim_names=("dp",))
     distributed.replicate((*model.parameters(), *model.buffers()), ranks)
     frozen = checksum((name, param) for name, param in model.named_parameters() if not param.requires_grad)
     for name in names:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=sharding.reshard)
     fully_shard(model, mesh=mesh)
-    return Division(distributed.sharded(mesh), in_hex(frozen))
+    again = rules.recomputed(args) if sharding.checkpointing else {}
+    values = {"fsdp": None, "fsdp_plugin_args": None, **again}
+    return Division(distributed.sharded(mesh), in_hex(frozen)), rules.changed(args, values)
 
 
 def part_names(model: nn.Module, sharding: Sharding) -> list[str]:

@@ -10,7 +10,8 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping
-from operator import attrgetter, not_
+from functools import reduce
+from operator import not_
 from typing import Any
 
 from torch import Tensor, nn
@@ -228,14 +229,7 @@ def without_effect(expected: str, given: Callable[[str], Any]) -> list[str]:
 
 def attributes(settings: object) -> Callable[[str], Any]:
     """Attributes by their names with dots; None for those that this version of a library does not have."""
-
-    def get(name: str) -> Any:
-        try:
-            return attrgetter(name)(settings)
-        except AttributeError:
-            return None
-
-    return get
+    return lambda name: reduce(lambda inside, part: getattr(inside, part, None), name.split("."), settings)
 
 
 def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> None:

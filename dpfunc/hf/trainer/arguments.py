@@ -19,14 +19,13 @@ from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
-_GDP = "The GDP approximation under-reports: no budget."
 _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
     "dp_delta": open_unit,
     "dp_warn_at": probability,
     **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size"), partial(integer, minimum=1)),
     "dp_engine": partial(one_of, allowed=ENGINES),
-    "dp_accountant": partial(one_of, allowed=ACCOUNTANTS, hint=_GDP),
+    "dp_accountant": partial(one_of, allowed=ACCOUNTANTS, hint="The GDP approximation under-reports: no budget."),
     "dp_clip": partial(one_of, allowed=("flat", "automatic")),
     "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
     "dp_recipe": partial(one_of, allowed=STRATEGIES),

@@ -198,8 +198,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self.optimizer is None and self.recipe is not None:
             params, head = runs.trainable(self.model), new_head(self.recipe.strategy, self.model)
             self.optimizer: Any = self.recipe.optimizer(params.values(), head.values())
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        return optimizer
+        return super().create_optimizer(model)  # type: ignore[no-any-return]  # of Trainer
 
     # Training
 
@@ -430,8 +429,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Leave released gradients in `.grad`. The loss that is returned is 0, unless dp_log_unreleased asks for it."""
         run = self._run
         if run is None:
-            twin: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return twin
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # of Trainer
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()

@@ -91,10 +91,7 @@ class ImageTextCollator:
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 
     def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Remove words, never tokens of an image.
-
-        The answer may take half of the room; the prompt keeps its beginning, and its end, which asks for the answer.
-        """
+        """Remove words, no tokens of images: the middle of a prompt, and the end of an answer over half of the room."""
         room = self.max_length - self.max_images * self.tokens_per_image
         words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
         answer = answer[: max(room - len(words), room // 2)]
@@ -227,32 +224,31 @@ def _one_image(processor: Any, size: tuple[int, int] | None) -> _OneImage:
     from PIL import Image
 
     square, wide = (opened(Image.new("RGB", shape, (128, 128, 128)), size) for shape in ((32, 32), (96, 32)))
-    seen = [_look(processor, [picture]) for picture in (square, wide)]
-    shapes = [(len(tokens), {name: tuple(value.shape) for name, value in out.items()}) for tokens, out, _ in seen]
-    if shapes[0] != shapes[1] or not seen[0][0] or "pixel_values" not in seen[0][1]:
+    found, other = (_look(processor, [picture]) for picture in (square, wide))
+    shapes = [(len(e.tokens), {name: tuple(value.shape) for name, value in e.tensors.items()}) for e in (found, other)]
+    if shapes[0] != shapes[1] or not found.tokens or "pixel_values" not in found.tensors:
         raise UnsupportedModel(
             f"Expected a processor that gives every image the same number of tokens and pixels, got {shapes[0]} for a "
             f"square and {shapes[1]} for a wide one. {_ONE_SIZE}"
         )
-    tokens, tensors, marks = seen[0]
-    nested = len(_processed(processor, [square, square])["pixel_values"]) == 1
-    return _OneImage(tokens, {name: value[0] if nested else value for name, value in tensors.items()}, nested, marks)
+    if len(_processed(processor, [square, square])["pixel_values"]) != 1:
+        return found
+    return found._replace(tensors={name: value[0] for name, value in found.tensors.items()}, nested=True)
 
 
-def _look(processor: Any, images: list[Any]) -> tuple[tuple[int, ...], dict[str, Tensor], tuple[str, ...]]:
-    """Tokens of one image, its tensors, and the inputs that are 1 at image tokens."""
+def _look(processor: Any, images: list[Any]) -> _OneImage:
     token, image_id = processor.image_token, processor.image_token_id
     plain = list(processor.tokenizer(token)["input_ids"])
     out = processor(text=[token], images=images, return_tensors="pt")
     ids = out["input_ids"][0]
     if plain.count(image_id) != 1:
-        return (), {}, ()
+        return _OneImage()
     first = plain.index(image_id)
     tokens = tuple(ids.tolist()[first : len(ids) - (len(plain) - 1 - first)])
     where = (ids == image_id).tolist()
     types = {name: out[name] for name in ("token_type_ids", "mm_token_type_ids") if name in out}
     marks = tuple(name for name, values in types.items() if torch.as_tensor(values[0]).bool().tolist() == where)
-    return tokens, _processed(processor, images), marks
+    return _OneImage(tokens, _processed(processor, images), marks=marks)
 
 
 def _processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:

@@ -112,13 +112,9 @@ def prepare(
 ) -> nn.Module:  # fmt: skip
     """A vision-language model for a Trainer, or a `PeftModel` around it: what the strategy trains requires gradients.
 
-    Args:
-        model: see `strategy`. Unlike there it is changed: `requires_grad` is set, and PEFT puts its layers into it.
-        name, rank, alpha, targets, train_projector: see `strategy`; targets as PEFT takes them.
-
-    Raises:
-        InvalidArgument, UnsupportedModel: see `strategy`, which trains the same
-        (tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains).
+    Arguments and errors are those of `strategy`, which trains the same (targets as PEFT takes them;
+    tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains). Unlike there the
+    model is changed: `requires_grad` is set, and PEFT puts its layers into it.
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> model = prepare(tiny_llava(), "projector")
@@ -270,10 +266,8 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same,
     and refuses batches without images.
 
-    Args:
-        forward: of the model. params: its parameters.
-        batch: input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W), or as
-            `flatten_images` takes them.
+    The batch has input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W), or as
+    `flatten_images` takes them.
 
     Returns:
         (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
