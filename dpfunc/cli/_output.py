@@ -57,6 +57,14 @@ def print_json(values: object) -> None:
     click.echo(json.dumps(values, indent=2, allow_nan=False))
 
 
+def print_line(line: str, values: object, as_json: bool) -> None:
+    """Print a line; or as JSON values."""
+    if as_json:
+        print_json(values)
+    else:
+        click.echo(line)
+
+
 def print_values(title: str, values: Mapping[str, Any], as_json: bool = False) -> None:
     """Print a few values beside their names; None is an infinite epsilon, see `describe`."""
     if as_json:

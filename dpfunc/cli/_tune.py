@@ -40,7 +40,7 @@ _SHAPE = click.Choice([*SHAPES])
 @click.option("--out", type=_FILE, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
 @click.option("--resume", is_flag=True, help="With --private: go on with an interrupted search in output_dir.")
-@seed_option("search")
+@seed_option
 @json_option
 def tune(
     config: Path, flags: tuple[str, ...], public: Path | None, private: bool, grid: tuple[str, ...],
