@@ -100,7 +100,7 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
         chosen, accuracy = [], []
         for number in range(seeds):
             job = dataclasses.replace(search.job, output_dir=str(folder / f"search-{number}"))
-            record = run_search(dataclasses.replace(search, job=job)).record
+            record = run_search(dataclasses.replace(search, job=job))[0]
             chosen.append(FACTORS[record.chosen] if record.chosen is not None else None)
             accuracy.append(tested(alone[0], load_mean_pooled(str(folder / f"search-{number}" / "model"))))
             console.print("private", chosen[-1], accuracy[-1])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import click
 
-from dpfunc.cli._output import json_option, print_checks, print_json
+from dpfunc.cli._output import json_option, print_checks, print_line
 from dpfunc.cli._train import check_new, importing, seed_option
 
 _PATH, _COUNT = click.Path(path_type=Path), click.IntRange(min=1)
@@ -38,14 +38,12 @@ def certify(
 
     Example: dpfunc certify runs/mails
     """
-    wrong = {
-        "either RUN, to make a certificate, or --check FILE": (run is None) == (checked is None),
-        "--public-key and --model together with --check": run is not None and any((public_key, model)),
-        "--out, --sign and --evidence without --check": checked is not None and any((out, private_key, evidence)),
-    }
-    for expected, found in wrong.items():
-        if found:
-            raise click.UsageError(f"Expected {expected}.")
+    if (run is None) == (checked is None):
+        raise click.UsageError("Expected either RUN, to make a certificate, or --check FILE.")
+    if run is not None and any((public_key, model)):
+        raise click.UsageError("Expected --public-key and --model together with --check.")
+    if checked is not None and any((out, private_key, evidence)):
+        raise click.UsageError("Expected --out, --sign and --evidence without --check.")
     from dpfunc.evidence import certificate
 
     if checked is not None:
@@ -56,12 +54,10 @@ def certify(
         path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence)
         values = json.loads(path.read_bytes())
         unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
-        if as_json:
-            print_json({"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet})
-            return
         for says in unmet:
             click.echo(f"Assumption NOT MET: {says}", err=True)
-        click.echo(f"{path}, and to print {path.with_suffix('.html')}")
+        facts = {"certificate": str(path), "epsilon": values["claim"]["epsilon"], "not_met": unmet}
+        print_line(f"{path}, and to print {path.with_suffix('.html')}", facts, as_json)
 
 
 @click.command()
@@ -79,8 +75,7 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
 
     Example: dpfunc verify loop.py --steps 20
     """
-    if out is not None:
-        check_new(out)
+    check_new(out)
     found, values = _run("verify", source, steps=steps, candidates=candidates)
     verdict, same = "Holds" if values["holds"] else "DOES NOT HOLD", values["reproduced"]
     line = f"{verdict}: {repr(found).partition(': ')[2][:-1]}."
@@ -100,7 +95,7 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
     help="Of a canary's reads over the steps: spread (largest less smallest) finds noise that is used again.",
 )  # fmt: skip
 @click.option("--plot", "picture", type=_PATH, help="Picture of claim against lower bound.")
-@seed_option("audit")
+@seed_option
 @_OUT
 @json_option
 def audit(
@@ -117,8 +112,7 @@ def audit(
     """
     from dpfunc.rng import insecure_key, secure_key
 
-    if out is not None:
-        check_new(out)
+    check_new(out)
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
     if picture is not None:
@@ -146,9 +140,6 @@ def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) 
     """Write and print a result; the exit code is 1 if it does not hold."""
     if out is not None:
         out.write_text(json.dumps(values, indent=1) + "\n")
-    if as_json:
-        print_json(values)
-    else:
-        click.echo(line)
+    print_line(line, values, as_json)
     if not values["holds"]:
         sys.exit(1)

@@ -144,13 +144,35 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
         return
     included = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
     if isinstance(record, SelectionRecord):
-        kind, own, adjacency = "search", _about_search(record), record.spent.adjacency
+        kind, adjacency = "search", record.spent.adjacency
         title, counted = "Candidates: one run", list(zip(map(listed, record.candidates), record.ledgers, strict=True))
         if record.spent.num_steps:
             included += f", {record.spent.num_steps} steps of earlier runs included"
+        shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
+        best = "none was released"
+        if record.chosen is not None:
+            best = f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
+        own = {
+            "computed by": "rdp, for the best of a random number of runs",
+            "runs": f"{record.runs.mean:g} on average, {shape}; how many there were is secret",
+            "released": best,
+            "score": f"{record.score}; noise of standard deviation {record.score_noise:g}",
+            "noise source": record.noise_key,
+        }
     else:
-        kind, own, adjacency = "run", _about_run(record), record.ledger.adjacency
+        kind, adjacency = "run", record.ledger.adjacency
         title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [("", record.ledger)]
+        own = {
+            "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
+            "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",
+            "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
+            "noise source": f"{record.noise_source}, {record.noise_key}",
+            "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}",
+            "rows": record.rows,
+            "batches": record.batches,
+            "sampling": f"{record.sampler}, probability {record.sampling_prob:.6g}, expected batch size "
+            f"{record.expected_batch_size:g}",
+        }
     print_values(f"What the {kind} has cost", {
         "protected": record.unit,
         "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{included}",
@@ -163,34 +185,6 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
     print_list("Covered, and may be published:", COVERED)
     print_list("Not covered by this epsilon:", record.not_covered)
     click.echo("\nAs it was written. Computed again by: dpfunc ledger check")
-
-
-def _about_run(record: Record) -> dict[str, str]:
-    return {
-        "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
-        "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",
-        "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
-        "noise source": f"{record.noise_source}, {record.noise_key}",
-        "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}",
-        "rows": record.rows,
-        "batches": record.batches,
-        "sampling": f"{record.sampler}, probability {record.sampling_prob:.6g}, expected batch size "
-                    f"{record.expected_batch_size:g}",
-    }  # fmt: skip
-
-
-def _about_search(record: SelectionRecord) -> dict[str, str]:
-    shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
-    best = "none was released"
-    if record.chosen is not None:
-        best = f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
-    return {
-        "computed by": "rdp, for the best of a random number of runs",
-        "runs": f"{record.runs.mean:g} on average, {shape}; how many there were is secret",
-        "released": best,
-        "score": f"{record.score}; noise of standard deviation {record.score_noise:g}",
-        "noise source": record.noise_key,
-    }
 
 
 def _print_events(title: str, ledgers: Iterable[tuple[str, Ledger]]) -> None:

@@ -10,11 +10,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dpfunc.accounting import Guarantee
@@ -57,30 +58,42 @@ def print_json(values: object) -> None:
     click.echo(json.dumps(values, indent=2, allow_nan=False))
 
 
+def print_line(line: str, values: object, as_json: bool) -> None:
+    """Print a line; or as JSON values."""
+    if as_json:
+        print_json(values)
+    else:
+        click.echo(line)
+
+
 def print_values(title: str, values: Mapping[str, Any], as_json: bool = False) -> None:
     """Print a few values beside their names; None is an infinite epsilon, see `describe`."""
     if as_json:
         print_json(values)
         return
-    table = Table("", "", title=title, show_header=False, title_justify="left")
-    lines = []
+    rows = []
     for name, value in values.items():
         shown = "infinite" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        table.add_row(Text(name.replace("_", " "), style="bold"), Text(shown))
-        lines.append(f"{name.replace('_', ' ')}: {shown}")
-    _print_table(table, title, lines)
+        rows.append((name.replace("_", " "), shown))
+    print_rows(title, ("", ""), rows)
 
 
 def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under their header."""
-    table = Table(*header, title=title, title_justify="left")
+    """Print rows under their header; in a terminal that is too narrow for a table, lines with the same content."""
+    columns = (Column(name, style="" if name else "bold") for name in header)
+    table, console = Table(*columns, title=title, title_justify="left", show_header=any(header)), Console()
     for row in rows:
         table.add_row(*map(Text, row))
-    lines = (
-        ", ".join(f"{name}: {value}" if name else value for name, value in zip(header, row, strict=True))
-        for row in rows
-    )
-    _print_table(table, title, (f"- {line}" for line in lines))
+    with console.capture() as captured:
+        console.print(table)
+    if all(word in captured.get() for cell in chain(header, *rows) for word in cell.split()):
+        console.print(table)
+        return
+    click.echo(title)
+    between = ", " if any(header) else ": "
+    for row in rows:
+        named = (f"{name}: {value}".removeprefix(": ") for name, value in zip(header, row, strict=True))
+        click.echo(f"- {between.join(named)}")
 
 
 def print_list(title: str, lines: Iterable[str]) -> None:
@@ -104,16 +117,3 @@ def print_checks(checks: Sequence[tuple[str, bool, str]], values: Mapping[str, A
         click.echo("All agrees." if agrees else f"{bad}: see WRONG.")
     if not agrees:
         sys.exit(1)
-
-
-def _print_table(table: Table, title: str, lines: Iterable[str]) -> None:
-    """Print a table; in a terminal that is too narrow for its numbers, print lines of text with the same content."""
-    console = Console()
-    cells = [str(cell) for column in table.columns for cell in (column.header, *column.cells)]
-    with console.capture() as captured:
-        console.print(table)
-    if all(word in captured.get() for cell in cells for word in cell.split()):
-        console.print(table)
-        return
-    for line in (title, *lines):
-        click.echo(line)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpfunc.cli._output import json_option, print_json, reporting
+from dpfunc.cli._output import json_option, print_line, reporting
 from dpfunc.errors import DPFuncError, InvalidArgument, NotWritten
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True}
 
 
-def seed_option(what: str) -> Callable[[Any], Any]:
-    """Option of a guessable key; `what` is repeated by it, e.g. a run."""
-    text = f"A guessable key, to repeat a {what}: for tests and public data."
-    return click.option("--insecure-seed", "--insecure_seed", type=click.IntRange(min=0), help=text)
+seed_option: Callable[[Any], Any] = click.option(
+    "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
+    help="A guessable key, to repeat all of it: for tests and public data.",
+)  # fmt: skip
 
 
-def check_new(out: Path) -> None:
+def check_new(out: Path | None) -> None:
     """Check that a file to write is not there."""
-    if out.exists():
+    if out is not None and out.exists():
         raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
 
 
@@ -116,7 +116,7 @@ def _processes() -> Iterator[tuple[Ranks | None, bool]]:
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
 @click.option("--resume", is_flag=True, help="Go on with the run in output_dir after an interruption, bit for bit.")
-@seed_option("run")
+@seed_option
 @json_option
 def train(
     config: Path, flags: tuple[str, ...], dry_run: bool, no_dp: bool, resume: bool, insecure_seed: int | None,
@@ -194,15 +194,12 @@ def generate(
         if writes:
             texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
         count = generation.write_texts(out, texts, ranks)
-    if not writes:
-        return
-    if as_json:
-        print_json({"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta})
-    elif writer.epsilon is None:
-        click.echo(f"{count} texts in {out}: nothing protects the training records.")
-    else:
-        spent = f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g}"
-        click.echo(f"{count} texts in {out}: {spent} as the model, with no further cost.")
+    spent = "nothing protects the training records"
+    if writer.epsilon is not None:
+        spent = f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+    if writes:
+        values = {"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta}
+        print_line(f"{count} texts in {out}: {spent}.", values, as_json)
 
 
 @click.command()
@@ -223,7 +220,4 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
     check_new(out)
     lines = [json.dumps(found, ensure_ascii=False) + "\n" for found in prediction.predict(run_dir, source)]
     out.write_text("".join(lines), "utf-8")
-    if as_json:
-        print_json({"num_records": len(lines), "out": str(out)})
-    else:
-        click.echo(f"{len(lines)} predictions in {out}.")
+    print_line(f"{len(lines)} predictions in {out}.", {"num_records": len(lines), "out": str(out)}, as_json)

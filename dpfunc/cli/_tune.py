@@ -33,14 +33,12 @@ _SHAPE = click.Choice([*SHAPES])
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
 @click.option("--mean-runs", "--mean_runs", type=float, help="With --private: expected number of runs.")
-@click.option(
-    "--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of the number of runs."
-)
+@click.option("--runs", type=_SHAPE, default="geometric", help="With --private: of the number of runs.")
 @click.option("--score-noise", "--score_noise", type=float, help="With --private: noise of a score, in records.")
 @click.option("--out", type=_FILE, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
 @click.option("--resume", is_flag=True, help="With --private: go on with an interrupted search in output_dir.")
-@seed_option("search")
+@seed_option
 @json_option
 def tune(
     config: Path, flags: tuple[str, ...], public: Path | None, private: bool, grid: tuple[str, ...],
@@ -146,6 +144,6 @@ def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: 
     except KeyboardInterrupt:
         click.echo(f"\n{interrupted_search(search.job)}", err=True)
         raise
-    report.values["record"] = json.loads(outcome.record.to_json())
+    report.values["record"] = json.loads(outcome[0].to_json())
     for line in outcome_lines(outcome, search.job.output_dir, insecure_seed):
         report.say(line)

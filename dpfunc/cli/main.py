@@ -44,21 +44,6 @@ def main() -> None:
     """
 
 
-def _sampling(
-    sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
-    epochs: float | None,
-) -> tuple[float, int]:  # fmt: skip
-    """q and the number of steps, from either way of giving them."""
-    if (sampling_prob is None) == (dataset_size is None or batch_size is None):
-        raise InvalidArgument("Expected either --sampling-prob, or --dataset-size together with --batch-size.")
-    q = sampling_prob_of(dataset_size, batch_size) if sampling_prob is None else sampling_prob
-    if (steps is None) == (epochs is None):
-        raise InvalidArgument("Expected either --steps or --epochs.")
-    if steps is None:
-        steps = math.ceil(round(positive("epochs", epochs) / q, 6))  # a part of a step is a step
-    return q, integer("steps", steps, minimum=1)
-
-
 def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Decorate a function of q, steps, delta, adjacency, method and an option of its own, which gives a title and
     values: the command that prints them, with all ways to give q and steps."""
@@ -87,8 +72,14 @@ def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
             epochs: float | None, delta: float, as_json: bool, **rest: Any,
         ) -> None:  # fmt: skip
-            q, count = _sampling(sampling_prob, dataset_size, batch_size, steps, epochs)
-            print_values(*function(q, count, delta, **rest), as_json)
+            if (sampling_prob is None) == (dataset_size is None or batch_size is None):
+                raise InvalidArgument("Expected either --sampling-prob, or --dataset-size together with --batch-size.")
+            q = sampling_prob_of(dataset_size, batch_size) if sampling_prob is None else sampling_prob
+            if (steps is None) == (epochs is None):
+                raise InvalidArgument("Expected either --steps or --epochs.")
+            if steps is None:
+                steps = math.ceil(round(positive("epochs", epochs) / q, 6))  # a part of a step is a step
+            print_values(*function(q, integer("steps", steps, minimum=1), delta, **rest), as_json)
             if dataset_size is not None and delta * dataset_size >= 1:
                 click.echo(
                     f"Warning: delta={delta:g} is not below 1 / dataset_size = {1 / dataset_size:.3g}: publishing one "

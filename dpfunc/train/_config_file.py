@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import click
 import yaml
@@ -176,18 +176,15 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
         raise explained(error, flag) from None
 
 
-class Grid(NamedTuple):
-    """Values to try: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate."""
-
-    values: Mapping[str, tuple[str, ...]]
-    factors: tuple[float, ...]
+Grid = tuple[Mapping[str, tuple[str, ...]], tuple[float, ...]]
+"""Values to try: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate."""
 
 
 def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     """The grid of `key=value,value` with or without sections, and of `0.3,1,3`; None for `FACTORS`.
 
     >>> parse_grid(["batch_size=64,128"], None)
-    Grid(values={'batch_size': ('64', '128')}, factors=(0.3, 1.0, 3.0))
+    ({'batch_size': ('64', '128')}, (0.3, 1.0, 3.0))
     >>> parse_grid(["ranks=4"], None)
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected key=value,value in --grid, got --grid='ranks=4'. Did you mean 'rank'?
@@ -208,7 +205,7 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     size = len(chosen) * math.prod(map(len, values.values()))
     if size > _MOST_COMBINATIONS:
         raise fail(f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
-    return Grid(values, chosen)
+    return values, chosen
 
 
 def _factors(text: str) -> tuple[float, ...]:
@@ -225,9 +222,9 @@ def trials(
     values: Mapping[str, Any], flags: Mapping[tuple[str, str], str], grid: Grid
 ) -> tuple[tuple[Job, float], ...]:
     """All combinations of a grid over a job: the job, and a factor of its learning rate, which a recipe may give."""
-    found = []
-    for combination in itertools.product(*grid.values.values()):
-        chosen = {GRID_KEYS[key]: text for key, text in zip(grid.values, combination, strict=True)}
-        job = job_from_dict(override(values, {**flags, **chosen}))
-        found += [(job, factor) for factor in grid.factors]
-    return tuple(found)
+    tried, factors = grid
+    jobs = [
+        job_from_dict(override(values, {**flags, **dict(zip(map(GRID_KEYS.__getitem__, tried), texts, strict=True))}))
+        for texts in itertools.product(*tried.values())
+    ]
+    return tuple(itertools.product(jobs, factors))

@@ -30,14 +30,12 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     plan, n = prepared.plan, job.privacy.public_size(len(records.units))
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
-    unit, people, most = "records", list[str](), job.data.max_records_per_unit
-    if records.persons is not None:
-        unit = "people"
-        people = [f"people: {n}, each of them protected, with at most {most} records each. Batches count people"]
+    unit, most = "records" if records.persons is None else "people", job.data.max_records_per_unit
+    people = f"people: {n}, each of them protected, with at most {most} records each. Batches count people"
     return [  # of the private table no number but that which the plan publishes
         f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
         *seen_lines(records),
-        *people,
+        *[people] * (records.persons is not None),
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
         f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",

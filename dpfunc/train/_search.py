@@ -89,11 +89,6 @@ class Search:
     """Of all runs, the earlier ones included."""
 
     @property
-    def ledgers(self) -> tuple[Ledger, ...]:
-        """Cost of training each candidate once on the private records."""
-        return tuple(candidate.plan.ledger() for candidate in self.candidates)
-
-    @property
     def counted(self) -> tuple[RunCount, Guarantee]:
         """The distribution of the number of private runs, and what they cost together."""
         if self.runs is None or self.cost is None:
@@ -101,12 +96,8 @@ class Search:
         return self.runs, self.cost
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a private search, released: its record, and why there is no model, if there is none."""
-
-    record: SelectionRecord
-    nothing: str | None
+Outcome = tuple[SelectionRecord, str | None]
+"""Result of a private search, released: its record, and why there is no model, if there is none."""
 
 
 @dataclass(frozen=True)
@@ -382,12 +373,12 @@ def search_lines(search: Search) -> list[str]:
 
 def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> list[str]:
     """The result of a private search in lines: all of it is released."""
-    found = outcome.record
+    found, nothing = outcome
     lines = [f"Spent by the whole search: epsilon={found.epsilon:.4g} at delta={found.delta:g}, one record protected."]
     if insecure_seed is not None:
         lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
     if found.chosen is None:
-        lines.append(f"No model was released: {outcome.nothing}.")
+        lines.append(f"No model was released: {nothing}.")
     else:
         best, noise = listed(found.candidates[found.chosen]), f"noise of standard deviation {found.score_noise:g}"
         lines.append(f"Best: {best}; score {found.chosen_score:.4g}, with {noise}.")
@@ -484,7 +475,8 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone
         epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=runs,
-        candidates=tuple(candidate.values for candidate in search.candidates), ledgers=search.ledgers,
+        candidates=tuple(candidate.values for candidate in search.candidates),
+        ledgers=tuple(candidate.plan.ledger() for candidate in search.candidates),
         score=MEANING[search.job.task], score_noise=search.score_noise, chosen=state.candidate,
         chosen_score=state.score, spent=search.spent,
         noise_key=record.GUESSABLE if state.key.guessable else record.SECRET,
@@ -512,7 +504,7 @@ def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:
             path.unlink()
     (secret / _STATE).unlink()
     secret.rmdir()
-    return Outcome(found, None if state.candidate is not None else state.failure or "no run was drawn")
+    return found, None if state.candidate is not None else state.failure or "no run was drawn"
 
 
 def _about(search: Search) -> dict[str, Any]:

@@ -31,14 +31,13 @@ from dpfunc.train.tables import read_table, same_file
 
 @dataclass(frozen=True)
 class Writer:
-    """A trained language model; epsilon and delta of its training, None where nothing is protected; its table."""
+    """A trained language model; epsilon and delta of its training, None where nothing is protected."""
 
     model: Any = field(repr=False)
     tokenizer: Any = field(repr=False)
     epsilon: float | None
     delta: float | None
     max_length: int
-    trained_on: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,8 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
             f"Expected a private model, but the one in {str(root)!r} {why}: its texts may repeat training records. "
             "Say --allow-non-private if they are only for yourself."
         )
+    if private:
+        refuse_private_prompts(trained_on(root), prompts)
     processing = load_processing(job)
     base: Any = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
@@ -98,15 +99,12 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
             model = PeftModel.from_pretrained(base, root / MODEL)
         else:
             model = type(base).from_pretrained(root / MODEL, local_files_only=True, dtype=torch.float32)
-    writer = Writer(model.train(False), processing, epsilon, delta, job.data.max_length, trained_on(root))
-    refuse_private_prompts(writer, prompts)
-    return writer
+    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length)
 
 
-def refuse_private_prompts(writer: Writer, file: Path | None) -> None:
+def refuse_private_prompts(table: Path, file: Path | None) -> None:
     """Refuse the training table as a file of prompts: its fields would be written beside an epsilon."""
-    table = None if writer.epsilon is None else writer.trained_on
-    if file is not None and table is not None and same_file(file, table):
+    if file is not None and same_file(file, table):
         raise InvalidArgument(
             f"Expected prompts that are public, got --prompts {file}, the table that the model was trained on. Its "
             "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
@@ -146,36 +144,29 @@ def sample(
     (tests/train/test_generate.py::test_the_same_seed_gives_the_same_texts).
     """
     wanted = [prompts[i * len(prompts) // how.num] if len(prompts) < how.num else prompts[i] for i in range(how.num)]
-    starts, (rank, size) = range(0, how.num, how.batch_size), rank_and_size(ranks)
-    for turn in range(0, len(starts), size):
-        own = starts[turn + rank : turn + rank + 1]
-        draw = partial(_drawn, writer, wanted, how, own)
-        texts = all_or_none(draw, ranks, "No more texts are drawn")
+    rank, size = rank_and_size(ranks)
+    for first in range(0, how.num, size * how.batch_size):
+        start = first + rank * how.batch_size
+        own = [row["prompt"] for row in wanted[start : start + how.batch_size]]
+        texts = all_or_none(partial(_drawn, writer, own, how, start), ranks, "No more texts are drawn")
         if ranks is not None:
             of_each: list[list[str]] = [[]] * size
             dist.all_gather_object(of_each, texts, group=ranks.group)
             texts = [text for theirs in of_each for text in theirs]
-        first = starts[turn]
         for row, text in zip(wanted[first : first + len(texts)], texts, strict=True):
             yield {"text": text, **row, "epsilon": writer.epsilon, "delta": writer.delta}
 
 
-def _drawn(writer: Writer, wanted: Sequence[Mapping[str, str]], how: Sampling, starts: Sequence[int]) -> list[str]:
-    """The texts of the batches that begin at these places."""
-    texts: list[str] = []
-    for start in starts:
-        with torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
-            texts += _continue(writer, [row["prompt"] for row in wanted[start : start + how.batch_size]], how)
-    return texts
-
-
-def _continue(writer: Writer, prompts: Sequence[str], how: Sampling) -> list[str]:
+def _drawn(writer: Writer, prompts: Sequence[str], how: Sampling, start: int) -> list[str]:
+    """The texts of the batch that begins at this place."""
+    if not prompts:
+        return []
     tokenizer, model = writer.tokenizer, writer.model
     rows = [prompt_ids(tokenizer, prompt, max(1, writer.max_length // 2)) for prompt in prompts]
     length, device = max(map(len, rows)), next(model.parameters()).device
     padded = [[tokenizer.pad_token_id] * (length - len(row)) + row for row in rows]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
-    with torch.no_grad():
+    with torch.no_grad(), torch_seed(fold_in(insecure_key(how.seed), "generate", start)):
         ids: Tensor = model.generate(
             input_ids=torch.tensor(padded, device=device), attention_mask=torch.tensor(mask, device=device),
             do_sample=True, temperature=how.temperature, top_p=how.top_p, top_k=0, max_new_tokens=how.max_new_tokens,

@@ -23,7 +23,6 @@ class Table:
 
     rows: tuple[Row, ...]
     numbers: tuple[int, ...]
-    duplicates: int = 0
 
 
 def read_table(
@@ -50,7 +49,7 @@ def read_table(
         raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
     first = {tuple(row.items()): (number, row) for number, row in reversed(found)}
     kept = sorted(first.values(), key=lambda numbered: numbered[0]) if deduplicate else found
-    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept), len(found) - len(kept))
+    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept))
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
@@ -245,4 +244,4 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
         raise InvalidArgument(f"Expected images (.png, .jpg) in the folders of {str(folder)!r}, got none.")
     first = {(row["digest"], row[label_column]): number for number, row in reversed(rows.items())}
     kept = sorted(first.values()) if deduplicate else [*rows]
-    return Table(tuple(rows[number] for number in kept), tuple(kept), len(rows) - len(kept))
+    return Table(tuple(rows[number] for number in kept), tuple(kept))

@@ -14,7 +14,7 @@ from text_job import write_job
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.train._config_file import FACTORS, Grid, parse_flags, parse_grid, read_job, read_yaml, trials
+from dpfunc.train._config_file import FACTORS, parse_flags, parse_grid, read_job, read_yaml, trials
 from dpfunc.train.config import SECTIONS, TOP, job_from_dict, job_to_dict
 
 JOB = """
@@ -283,8 +283,8 @@ def test_wrong_grids_are_refused(name):
 
 
 def test_values_of_the_grid_are_those_of_a_job(tmp_path):
-    assert parse_grid([], None) == Grid({}, FACTORS)
-    assert parse_grid(["learning-rate=1e-3, 2e-3"], None).factors == (1.0,)
+    assert parse_grid([], None) == ({}, FACTORS)
+    assert parse_grid(["learning-rate=1e-3, 2e-3"], None)[1] == (1.0,)
     values = read_yaml(write_job(tmp_path))
     for flags, grid, message in (([], "steps=many", "steps"), (["--strategy", "full"], "rank=2", "no section lora")):
         with pytest.raises(InvalidArgument, match=message):

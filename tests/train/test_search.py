@@ -236,7 +236,9 @@ def test_the_whole_search_costs_the_budget(search):
         assert again.ledger() == candidate.plan.ledger()
         assert (job.training.report_to, job.training.eval_steps) == (None, None)
     assert 7.9 < search.cost.epsilon <= 8.0
-    assert selection_epsilon(RUNS, search.ledgers, 1e-3).epsilon <= search.cost.epsilon
+    assert (
+        selection_epsilon(RUNS, [each.plan.ledger() for each in search.candidates], 1e-3).epsilon <= search.cost.epsilon
+    )
     text = "\n".join(search_lines(search))
     for words in (
         "runs: 4 on average, with probability 0.99 at most 17",
@@ -260,16 +262,16 @@ def test_earlier_runs_are_counted(search, place):
 
 def test_the_best_run_alone_is_released(search, monkeypatch):
     made = MadeUpRuns(monkeypatch)
-    outcome = run_search(dataclasses.replace(search, score_noise=1e-9), insecure_seed=2101)
+    record, nothing = run_search(dataclasses.replace(search, score_noise=1e-9), insecure_seed=2101)
     best = max(range(len(made.scores)), key=made.scores.__getitem__)
     assert len(made.keys) == runs_of(2101, search) > 1
     assert len(set(made.keys)) == len(made.keys)
     assert (Path(search.job.output_dir) / "model" / "weights").read_text() == made.keys[best].hex()
-    assert outcome.record.chosen_score == pytest.approx(made.scores[best], abs=1e-6)
-    assert outcome.nothing is None
+    assert record.chosen_score == pytest.approx(made.scores[best], abs=1e-6)
+    assert nothing is None
     assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
     written = (Path(search.job.output_dir) / "privacy_accounting.json").read_text()
-    assert SelectionRecord.from_json(written) == outcome.record
+    assert SelectionRecord.from_json(written) == record
     left = "".join(path.read_text() for path in Path(search.job.output_dir).rglob("*") if path.is_file())
     assert [key for key in made.keys if key.hex() in left] == [made.keys[best]]
 
@@ -277,7 +279,7 @@ def test_the_best_run_alone_is_released(search, monkeypatch):
 def test_the_score_has_its_noise(search, monkeypatch):
     """What is compared and written has noise of the declared size, from a key of its own."""
     made = MadeUpRuns(monkeypatch)
-    found = run_search(dataclasses.replace(search, runs=RunCount(1.0, 1.0)), insecure_seed=2130).record.chosen_score
+    found = run_search(dataclasses.replace(search, runs=RunCount(1.0, 1.0)), insecure_seed=2130)[0].chosen_score
     key = fold_in(insecure_key(2130), "run", 0)
     assert found == noisy(made.scores[0], NOISE, fold_in(key, "score"))
     assert found != made.scores[0]
@@ -323,9 +325,9 @@ def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwar
 @pytest.mark.parametrize("failing", [range(0, 1), range(1, 100)], ids=["first", "all but the first"])
 def test_a_run_that_fails_is_a_run(search, monkeypatch, failing):
     made = MadeUpRuns(monkeypatch, failing=failing)
-    outcome = run_search(search, insecure_seed=2108)
+    record, _ = run_search(search, insecure_seed=2108)
     assert len(made.keys) == runs_of(2108, search) > 2
-    assert outcome.record.chosen is not None
+    assert record.chosen is not None
 
 
 def test_a_full_disk_is_no_run_that_fails(search, monkeypatch):
@@ -345,8 +347,8 @@ def test_no_run_is_released(search, monkeypatch, runs, why):
     MadeUpRuns(monkeypatch, failing=range(100))
     own = dataclasses.replace(search, runs=runs)
     seed = 2104 if runs is RUNS else next(seed for seed in range(3000, 3100) if not runs_of(seed, own))
-    outcome = run_search(own, insecure_seed=seed)
-    assert (outcome.record.chosen, outcome.nothing) == (None, why)
+    record, nothing = run_search(own, insecure_seed=seed)
+    assert (record.chosen, nothing) == (None, why)
     assert files(search) == ["privacy_accounting.json"]
 
 
@@ -354,7 +356,7 @@ def test_no_run_is_released(search, monkeypatch, runs, why):
 def test_a_killed_search_goes_on_with_the_same_result(search, monkeypatch, interrupted):
     whole = MadeUpRuns(monkeypatch)
     other = dataclasses.replace(search.job, output_dir=f"{search.job.output_dir}-whole")
-    expected = run_search(dataclasses.replace(search, job=other), insecure_seed=2112).record
+    expected = run_search(dataclasses.replace(search, job=other), insecure_seed=2112)[0]
     assert len(whole.keys) > 2
     first = MadeUpRuns(monkeypatch, interrupted=interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -364,7 +366,7 @@ def test_a_killed_search_goes_on_with_the_same_result(search, monkeypatch, inter
     with pytest.raises(InvalidArgument, match="Expected an empty output_dir"):
         run_search(search, insecure_seed=2112)
     rest = MadeUpRuns(monkeypatch)
-    found = run_search(search, resume=True, insecure_seed=2112).record
+    found = run_search(search, resume=True, insecure_seed=2112)[0]
     assert first.keys + rest.keys[1:] == whole.keys
     assert dataclasses.replace(found, date="") == dataclasses.replace(expected, date="")
     assert (Path(search.job.output_dir) / "model" / "weights").read_text() == (
@@ -392,7 +394,7 @@ def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
         run_search(search, resume=True, insecure_seed=2106)
     assert "search/state.json" in files(search)
     monkeypatch.setattr(searches.shutil, "rmtree", delete)
-    assert run_search(search, resume=True, insecure_seed=2106).nothing is None
+    assert run_search(search, resume=True, insecure_seed=2106)[1] is None
     assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
 
 

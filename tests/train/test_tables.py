@@ -46,7 +46,7 @@ def test_a_text_file_has_a_record_a_line(tmp_path):
             path.write_bytes(begin + end.join(["one, two ", "", "  ", '{"text": 1}', "one, two ", "\u2028x"]).encode())
             found = read_table(path, ["text"])
             assert [row["text"] for row in found.rows] == ["one, two ", '{"text": 1}', "\u2028x"]
-            assert (found.numbers, found.duplicates) == ((1, 4, 6), 1)
+            assert found.numbers == (1, 4, 6)
 
 
 def test_what_is_read_is_text_of_the_columns_that_are_asked_for(tmp_path):
@@ -58,10 +58,9 @@ def test_what_is_read_is_text_of_the_columns_that_are_asked_for(tmp_path):
     assert [row["label"] for row in read_table(path, ["text", "label"]).rows] == ["1", "true"]
 
 
-def test_exact_duplicates_are_left_out_and_counted(tmp_path):
+def test_exact_duplicates_are_left_out(tmp_path):
     path = write(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a "}])
     assert [row["text"] for row in read_table(path, ["text"]).rows] == ["a", "b", "a "]
-    assert read_table(path, ["text"]).duplicates == 1
     assert len(read_table(path, ["text"], deduplicate=False).rows) == 4
 
 
