@@ -140,9 +140,7 @@ class TradeOff:
 
         `m + (1 - m) delta(log(m / (1 - m)))` with m the larger of prior and 1 - prior.
         """
-        share = real("prior", prior, "0 <= prior <= 1")
-        if not 0 <= share <= 1:
-            raise fail("0 <= prior <= 1", "prior", prior)
+        share = real("prior", prior, "0 <= prior <= 1", inside=lambda share: 0 <= share <= 1)
         sure = max(share, 1 - share)
         if sure == 1:
             return 1.0
