@@ -171,7 +171,7 @@ def calibrate_batch_size(
     def ledger_for(batch_size: int) -> Ledger:
         return before.record(Event(batch_size / n, sigma, steps)) if batch_size else before
 
-    size = _largest(ledger_for, target, delta, method, limit=n, guess=n // 2)
+    size = affordable_steps(ledger_for, epsilon=target, delta=delta, limit=n, method=method)
     if size == 0:
         least = _cost(ledger_for(1), delta, method)
         raise UnreachableBudget(
@@ -217,15 +217,9 @@ def affordable_steps(
     """
     target, delta = _budget(epsilon, delta, method)
     most = integer("limit", limit)
-    return _largest(ledger_after, target, delta, method, limit=most, guess=min(most, 1000))
-
-
-def _largest(
-    ledger_for: Callable[[int], Ledger], target: float, delta: float, method: str, *, limit: int, guess: int
-) -> int:
-    """The largest number whose ledger costs at most the target; a cheap cost finds where to look."""
-    near = largest_integer(lambda k: _rough(ledger_for(k), delta), target, limit, guess)
-    return largest_integer(lambda k: _cost(ledger_for(k), delta, method), target, limit, near)
+    # a cheap cost finds where to look
+    near = largest_integer(lambda k: _rough(ledger_after(k), delta), target, most, min(most, 1000))
+    return largest_integer(lambda k: _cost(ledger_after(k), delta, method), target, most, near)
 
 
 def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
