@@ -36,22 +36,15 @@ class Draws:
     """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader.
 
     An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
-
-    Args:
-        sampler, key: of the run.
-        steps: returns the steps of an iteration; called when it begins.
-        length: number of steps of an iteration, as far as is known before.
-        rank, size: of this process among several; each draw is dealt out in turn.
-        num_records: number of records that are there, where the sampler's is a bound on it.
     """
 
     sampler: Sampler
-    key: Key = field(repr=False)
-    steps: Callable[[], range] = field(repr=False)
-    length: int
+    key: Key = field(repr=False)  # of the run
+    steps: Callable[[], range] = field(repr=False)  # those of an iteration, asked for when it begins
+    length: int  # of an iteration, as far as is known before
     rank: int = 0
     size: int = 1
-    num_records: int | None = field(default=None, repr=False)
+    num_records: int | None = field(default=None, repr=False)  # that are there, where the sampler's is a bound on it
 
     def __len__(self) -> int:
         return self.length
@@ -107,17 +100,11 @@ class Records(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Collate:
-    """A collate function of records as `Records` gives them, with torch's CPU generator seeded by the step.
-
-    Args:
-        collate: list of records -> batch.
-        allow_empty: an empty draw becomes a batch with no rows; otherwise one row, of a record that is not real.
-        rank, size: of processes that each collate, and pad, the whole draw: this one gets every size-th row, or some.
-    """
+    """A collate function of records as `Records` gives them, with torch's CPU generator seeded by the step."""
 
     collate: Callable[[list[Any]], Batch]
-    allow_empty: bool = True
-    rank: int = 0
+    allow_empty: bool = True  # an empty draw becomes a batch with no rows; else one row, of a record that is not real
+    rank: int = 0  # of processes that each collate, and pad, the whole draw: this one gets every size-th row, or some
     size: int = 1
 
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
@@ -149,18 +136,17 @@ def without_rows(batch: Batch) -> Batch:
     return tree_map(torch.clone, rows(batch, 0, 0))  # a copy: a view would keep the record in memory
 
 
-def data_loader(
-    dataset: Any, draws: Draws, collate: Collate, *, num_workers: int = 0, pin_memory: bool = False,
-    persistent_workers: bool = False, prefetch_factor: int | None = None, multiprocessing_context: Any = None,
-) -> DataLoader[Any]:  # fmt: skip
-    """The draws as batches; workers change neither their order nor their random numbers."""
+def data_loader(dataset: Any, draws: Draws, collate: Collate, **options: Any) -> DataLoader[Any]:
+    """The draws as batches, with options of torch; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
     return DataLoader(
-        Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
-        persistent_workers=persistent_workers, prefetch_factor=prefetch_factor,
-        multiprocessing_context=multiprocessing_context, generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
+        Records(dataset),
+        batch_sampler=draws,
+        collate_fn=collate,
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
 
 
 def check_readable(dataset: Any, name: str = "dataset") -> int:

@@ -92,8 +92,7 @@ class FixedSize(_FixedBatches):
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for all steps."""
-        first, last = check_span(start, stop)
-        steps = last - first
+        steps = _begun(start, stop, 1)
         return (Capped(1.0, noise_multiplier, steps, self.dataset_size, self.batch_size),) if steps else ()
 
 
