@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import UnionType
@@ -62,6 +62,7 @@ class _Published:
 
     schema: ClassVar[str]
     what: ClassVar[str]
+    counted: ClassVar[str]
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -69,7 +70,7 @@ class _Published:
             _check(field.name, hints[field.name], getattr(self, field.name))
 
     def _neighbours(self) -> Adjacency:
-        raise NotImplementedError
+        return getattr(self, self.counted).adjacency  # type: ignore[no-any-return]  # of a ledger
 
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
@@ -136,8 +137,7 @@ class Record(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema = RUN + "3"
-    what = "run"
+    schema, what, counted = RUN + "3", "run", "ledger"
 
     date: str
     unit: str
@@ -173,25 +173,19 @@ class Record(_Published):
         if self.ledger.adjacency != self.adjacency:
             raise checks.fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
 
-    def _neighbours(self) -> Adjacency:
-        return self.adjacency
-
 
 @dataclass(frozen=True)
 class SelectionRecord(_Published):
     """Record of a search that released the best of a random number of runs; it holds public facts only.
 
     Args:
-        date: when it was written, UTC, as ISO 8601. unit: what one record is: what is protected.
+        date, unit, noise_key, dataset_size, dataset_size_is, versions, not_covered: see `Record`.
         epsilon, delta: upper bound for the whole search, and for `spent`. target_epsilon: the budget.
         runs: distribution of the number of runs. How many there were is secret.
         candidates: the values of each. ledgers: what one run of each costs without its score.
         score: what is compared. score_noise: standard deviation of its noise; one record changes it by at most 1.
         chosen: number of the candidate that was released, from 0; None if nothing was. chosen_score: with its noise.
         spent: earlier runs on the same records.
-        noise_key: `secret`, or `guessable`: then nothing is protected.
-        dataset_size: number of records that was used for sampling. dataset_size_is: one of `SIZES`.
-        versions: of dpfunc, torch and python. not_covered: sentences on what epsilon and delta do not cover.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
@@ -200,8 +194,7 @@ class SelectionRecord(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema = SELECTION + "2"
-    what = "search"
+    schema, what, counted = SELECTION + "2", "search", "spent"
 
     date: str
     unit: str
@@ -233,9 +226,6 @@ class SelectionRecord(_Published):
             raise checks.fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
         if (self.chosen is None) != (self.chosen_score is None):
             raise checks.fail("chosen together with its score", "chosen_score", self.chosen_score)
-
-    def _neighbours(self) -> Adjacency:
-        return self.spent.adjacency
 
     def guarantee(self, delta: float) -> Guarantee:
         """The cost of `spent` and of the search, computed again from what was counted."""
@@ -304,16 +294,11 @@ def _check(name: str, hint: Any, value: Any) -> None:
         check(name, value)
     elif not isinstance(value, kind) or value == {}:
         raise checks.fail(f"a {kind.__name__}", name, value)
-    elif kind is dict:
-        _check_all(name, str, value)
-        _check_all(name, inner[1], value.values())
-    elif kind is tuple:
-        _check_all(name, inner[0], value)
-
-
-def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
-    for value in values:
-        _check(name, hint, value)
+    elif kind in (dict, tuple):
+        for each in value:
+            _check(name, inner[0], each)
+            if kind is dict:
+                _check(name, inner[1], value[each])
 
 
 def _text(name: str, value: object) -> None:
