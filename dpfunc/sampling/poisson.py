@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, generator_of
-from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at
+from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
 
 _CHUNK = 2**16  # gaps in memory at once; no influence on the result
 _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
@@ -90,12 +89,8 @@ class Poisson:
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for each stretch of equal q."""
-        first, last = check_span(start, stop)
-        changes = self.sampling_prob.starts() if isinstance(self.sampling_prob, Schedule) else ()
-        edges = sorted({first, last, *(edge for edge in changes if first < edge < last)})
-        return tuple(
-            Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a) for a, b in itertools.pairwise(edges)
-        )
+        spans = stretches(*check_span(start, stop), self.sampling_prob)
+        return tuple(Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a) for a, b in spans)
 
 
 @dataclass(frozen=True)
