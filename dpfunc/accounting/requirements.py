@@ -55,8 +55,7 @@ class Requirements:
 
     Args:
         dataset_size, batch_size, epochs, target_epsilon: as asked. delta: as asked, or suggested.
-        sampling_prob: batch_size / dataset_size. total_steps: `ceil(epochs * dataset_size / batch_size)`.
-        noise_multiplier: the least that meets the target. guarantee: what it gives.
+        sampling_prob, total_steps, noise_multiplier: of this batch size, see `BatchChoice`. guarantee: of them.
         recommended_batch_size: see `privacy_requirements`. choices: the sizes compared, and batch_size, ascending.
         guidance: what to keep in mind, in sentences.
     """
@@ -135,11 +134,7 @@ def _choice(n: int, size: int, epochs: float, target: float, delta: float) -> Ba
 
 
 def total_steps(dataset_size: int, batch_size: int, epochs: float) -> int:
-    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64.
-
-    >>> total_steps(dataset_size=100, batch_size=7, epochs=7)
-    100
-    """
+    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64."""
     return math.ceil(Fraction(repr(float(epochs))) * dataset_size / batch_size)
 
 
