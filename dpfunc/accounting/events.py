@@ -83,8 +83,7 @@ def from_values(values: object) -> Event:
     kind = KINDS.get(str(values.get("kind", "")))
     if kind is None:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
-    given = dict(values)
-    given.pop("kind", None)
+    given = {name: value for name, value in values.items() if name != "kind"}
     check_fields("event", given, [each.name for each in fields(kind)])
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
