@@ -90,29 +90,23 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
 
 
 def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
-    """The upper bound for neighbours in one order."""
+    """The upper bound for neighbours in one order: from the law of the sum of all losses, whose ends are joined."""
+    from scipy.fft import irfft, rfft
+
     laws = [discretize(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction, grid) for e in events]
-    composed = compose_laws(laws, [e.num_steps for e in events])
+    steps, spectrum, losses = [e.num_steps for e in events], 1.0, grid.losses()
+    with np.errstate(all="ignore"):
+        for law, number in zip(laws, steps, strict=True):
+            spectrum = spectrum * rfft(law.mass) ** number
+    # the index of loss 0 is `half`: n losses sum to 0 at n * half, modulo the size
+    mass = np.roll(irfft(spectrum, len(losses)), -((sum(steps) - 1) * grid.half % len(losses)))
+    shift = sum(number * law.shift for law, number in zip(laws, steps, strict=True))
     # Probabilities are not negative: what is below 0 is rounding, and there is as much above 0.
-    rounding = 4 * float(-np.minimum(composed.mass, 0.0).sum())
+    rounding = 4 * float(-np.minimum(mass, 0.0).sum())
     if not rounding <= delta / 10:
         raise PRVUnavailable(f"The rounding of the FFT ({rounding:.1g}) matters at delta={delta:g}. Use method 'rdp'.")
     target = delta - grid.delta_error - rounding
-    return epsilon_at(grid.losses() + composed.shift, composed.mass, target) + grid.eps_error
-
-
-def compose_laws(laws: list[Discrete], num_steps: list[int]) -> Discrete:
-    """The law of the sum of `num_steps[i]` losses from each law, all on one grid; its ends are joined."""
-    from scipy.fft import irfft, rfft
-
-    spectrum = 1.0
-    with np.errstate(all="ignore"):
-        for law, steps in zip(laws, num_steps, strict=True):
-            spectrum = spectrum * rfft(law.mass) ** steps
-    size = len(laws[0].mass)
-    zero = size // 2 - 1  # the index of loss 0: n losses sum to 0 at n * zero, modulo the size
-    mass = np.roll(irfft(spectrum, size), -((sum(num_steps) - 1) * zero % size))
-    return Discrete(mass, sum(steps * law.shift for law, steps in zip(laws, num_steps, strict=True)))
+    return epsilon_at(losses + shift, mass, target) + grid.eps_error
 
 
 def discretize(q: float, s: float, direction: Direction, grid: Grid) -> Discrete:

@@ -235,12 +235,7 @@ class SelectionRecord(_Published):
 def search_cost(
     runs: RunCount, ledgers: Sequence[Ledger], score_noise: float, delta: float, spent: Ledger
 ) -> Guarantee:
-    """Cost of a search whose runs are scored on records on which none is trained; see docs/accounting.md.
-
-    Args:
-        ledgers: training of each candidate. score_noise: standard deviation of the noise of a score, which one record
-            changes by at most 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
-    """
+    """Cost of a search whose runs are scored on records on which none is trained: of the facts of `SelectionRecord`."""
     refuse_replaced("adjacency", spent.adjacency)
     score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
@@ -307,14 +302,11 @@ def _text(name: str, value: object) -> None:
         raise checks.fail("a line of printable text", name, value)
 
 
-_CHOICES: Mapping[str, Sequence[str]] = {
-    "adjacency": ADJACENCIES,
-    "noise_key": (SECRET, GUESSABLE),
-    "dataset_size_is": SIZES,
-    "batches": (COMPARED, ELSEWHERE),
-}
 _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
-    **{name: partial(checks.one_of, allowed=values) for name, values in _CHOICES.items()},
+    "adjacency": partial(checks.one_of, allowed=ADJACENCIES),
+    "noise_key": partial(checks.one_of, allowed=(SECRET, GUESSABLE)),
+    "dataset_size_is": partial(checks.one_of, allowed=SIZES),
+    "batches": partial(checks.one_of, allowed=(COMPARED, ELSEWHERE)),
     **dict.fromkeys(
         ("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or checks.non_negative(name, value)
     ),
