@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dpfunc._utils.validation import fail
 from dpfunc.batches import batch_size, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
@@ -192,9 +191,3 @@ def check_dataset(dataset: object, dataset_size: int, num_records: int | None = 
             "public bound on their number, say so when the run begins: "
             "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."
         )
-
-
-def check_collate(collate: object) -> None:
-    """Check that a collate function can be called."""
-    if not callable(collate):
-        raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")
