@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpfunc.accounting._losses import DIRECTIONS, MEANS, Array, Direction, log_ratios, loss_of, part_masses, point
-from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail
+from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail, rdp_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
 
@@ -17,7 +17,7 @@ _MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the 
 _MAX_POINTS = 2**22
 _MAX_LOSS = 650.0  # e^650 fits into float64
 _MIN_SIGMA = 0.02
-FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
+_FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
 _MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01
 _REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
@@ -46,7 +46,7 @@ class Discrete(NamedTuple):
     shift: float
 
 
-def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
+def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
 
     The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
@@ -57,10 +57,11 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
         raise PRVUnavailable(
             f"Expected delta >= {_MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
         )
+    steps, few = sum(event.num_steps for event in events), len(events) > _FEW_KINDS
+    eps_rdp = rdp_epsilon(events, adjacency, delta, few)
     if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < _MIN_SIGMA:
         raise PRVUnavailable(f"Expected noise multipliers >= {_MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
     delta_error = delta / 1000
-    steps, few = sum(event.num_steps for event in events), len(events) > FEW_KINDS
     # both tails, of the sum of each group of events and of each single step
     total = loss_tail(events, adjacency, delta_error / (16 * len(events)), few)
     ones = [Event(e.sampling_prob, e.noise_multiplier, 1) for e in events]
@@ -80,12 +81,9 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
     return Grid(half, mesh, eps_error, delta_error)
 
 
-def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
-    """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error).
-
-    It is the largest of the directions; `eps_rdp`, the Renyi bound, sets the error.
-    """
-    grid = choose_grid(events, adjacency, delta, eps_rdp)
+def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float) -> tuple[float, float]:
+    """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error)."""
+    grid = choose_grid(events, adjacency, delta)
     return max(_one_direction(events, each, delta, grid) for each in DIRECTIONS[adjacency]), grid.eps_error
 
 

@@ -12,7 +12,7 @@ from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting._kinds import ZCDP, divided, law_of
 from dpfunc.accounting._losses import DIRECTIONS, Direction
-from dpfunc.accounting._prv import FEW_KINDS, prv_epsilon
+from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
@@ -124,8 +124,7 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
         return _by_renyi(events, adjacency, delta, "Renyi bound")
     if method == "prv":
         fewer, rounded = renyi_events(events)
-        renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)  # of which its grid depends
-        numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
+        numerical, error = prv_epsilon(fewer, adjacency, delta)
         return numerical, "prv", f"about {error:.2g} above the truth{rounded}"
     return _tightest(events, adjacency, delta, alone=method == "tilted")
 
