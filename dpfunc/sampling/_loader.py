@@ -135,17 +135,18 @@ def without_rows(batch: Batch) -> Batch:
     return tree_map(torch.clone, rows(batch, 0, 0))  # a copy: a view would keep the record in memory
 
 
-def data_loader(dataset: Any, draws: Draws, collate: Collate, **options: Any) -> DataLoader[Any]:
-    """The draws as batches, with options of torch; workers change neither their order nor their random numbers."""
+def data_loader(
+    dataset: Any, draws: Draws, collate: Collate, *, num_workers: int = 0, pin_memory: bool = False,
+    persistent_workers: bool = False, prefetch_factor: int | None = None, multiprocessing_context: Any = None,
+) -> DataLoader[Any]:  # fmt: skip
+    """The draws as batches; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
     return DataLoader(
-        Records(dataset),
-        batch_sampler=draws,
-        collate_fn=collate,
-        generator=torch.Generator().manual_seed(seed),
-        **options,
-    )
+        Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
+        persistent_workers=persistent_workers, prefetch_factor=prefetch_factor,
+        multiprocessing_context=multiprocessing_context, generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
 
 
 def check_readable(dataset: Any, name: str = "dataset") -> int:
