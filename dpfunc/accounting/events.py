@@ -83,7 +83,8 @@ def from_values(values: object) -> Event:
     kind = KINDS.get(str(values.get("kind", "")))
     if kind is None:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
-    given = {name: value for name, value in values.items() if name != "kind"}
+    given = dict(values)
+    given.pop("kind", None)
     check_fields("event", given, [each.name for each in fields(kind)])
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})

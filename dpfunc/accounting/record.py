@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import UnionType
@@ -289,11 +289,16 @@ def _check(name: str, hint: Any, value: Any) -> None:
         check(name, value)
     elif not isinstance(value, kind) or value == {}:
         raise checks.fail(f"a {kind.__name__}", name, value)
-    elif kind in (dict, tuple):
-        for each in value:
-            _check(name, inner[0], each)
-            if kind is dict:
-                _check(name, inner[1], value[each])
+    elif kind is dict:
+        _check_all(name, str, value)
+        _check_all(name, inner[1], value.values())
+    elif kind is tuple:
+        _check_all(name, inner[0], value)
+
+
+def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
+    for value in values:
+        _check(name, hint, value)
 
 
 def _text(name: str, value: object) -> None:
