@@ -20,7 +20,7 @@ from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarn
 from dpfunc.noise import Gaussian, Noise
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
-from dpfunc.sampling._loader import Collate, Draws, Once, check_collate, check_dataset, data_loader
+from dpfunc.sampling._loader import Collate, Draws, Once, check_dataset, data_loader
 from dpfunc.sampling._records import batches_name
 from dpfunc.sampling.base import own_records
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
@@ -387,7 +387,8 @@ class Plan:
 
         def described() -> str:
             check_dataset(dataset, self.sampler.dataset_size, state.num_records)
-            check_collate(collate)
+            if not callable(collate):
+                raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")
             integer("num_workers", num_workers)
             return "" if ranks is None else data_name or batches_name(dataset, collate)
 

@@ -6,9 +6,9 @@ Axis letters: B samples, G clip groups, T positions, d features.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from dpfunc._utils import validation as checks
@@ -260,3 +260,9 @@ class Schedule:
 def schedule_at(value: float | Schedule, step: int) -> float:
     """The value at a step, for a constant or a schedule."""
     return value.at(step) if isinstance(value, Schedule) else value
+
+
+def stretches(start: int, stop: int, *values: float | Schedule) -> Iterator[tuple[int, int]]:
+    """Stretches of the steps start..stop-1 in which no value changes: the first step, and the one after the last."""
+    changes = {step for value in values if isinstance(value, Schedule) for step in value.starts()}
+    return pairwise(sorted({start, stop, *(step for step in changes if start < step < stop)}))

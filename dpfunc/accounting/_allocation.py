@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpfunc.accounting._losses import Array, Direction, part_masses, point
-from dpfunc.accounting._pairs import NOTHING_HIDDEN, dominating, gaussian
+from dpfunc.accounting._pairs import dominating, gaussian
 from dpfunc.accounting._tilted_law import ULP, Atoms
 
 _POINTS, _MOST = 2**15, 2**17  # of the grid
@@ -31,8 +31,6 @@ def allocated(t: int, s: float, direction: Direction) -> Atoms:
     """The law of one epoch; that of one release of all records where nothing better is known."""
     from scipy.fft import next_fast_len
 
-    if s == 0:
-        return NOTHING_HIDDEN
     whole = gaussian(1.0, s, direction)
     top = -math.log1p(-1 / t)
     span = 2 * (math.log1p(math.expm1(min((0.5 + _REACH * s) / s**2, 300.0)) / t) + 2.0)

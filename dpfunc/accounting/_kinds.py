@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfunc._utils.validation import fail, non_negative, positive
+from dpfunc._utils.validation import fail, positive, real
 from dpfunc.accounting._allocation import allocated
 from dpfunc.accounting._losses import Array, Direction
 from dpfunc.accounting._pairs import capped, laplace, stated
@@ -59,12 +59,9 @@ class Opaque(Event):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "epsilon", non_negative("epsilon", self.epsilon))
-        object.__setattr__(self, "delta", non_negative("delta", self.delta))
-        if self.epsilon > _LARGEST:
-            raise fail(f"epsilon <= {_LARGEST:g}", "epsilon", self.epsilon)
-        if self.delta >= 1:
-            raise fail("0 <= delta < 1", "delta", self.delta)
+        epsilon = real("epsilon", self.epsilon, f"0 <= epsilon <= {_LARGEST:g}", inside=lambda x: 0 <= x <= _LARGEST)
+        object.__setattr__(self, "epsilon", epsilon)
+        object.__setattr__(self, "delta", real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1))
 
     law = Event.law  # itself, see `law_of`
 
@@ -120,6 +117,8 @@ def law_of(event: Event, direction: Direction) -> Atoms:
     """Losses that dominate those of one step; of zCDP none are known."""
     if isinstance(event, ZCDP):
         raise TiltedUnavailable("zCDP bounds Renyi divergences, and no law of losses. Use method 'rdp'.")
+    if event.noise_multiplier == 0 and not isinstance(event, Opaque):
+        return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
     return _LAWS[type(event)](event, direction)
 
 

@@ -13,8 +13,6 @@ from dpfunc.accounting._tilted_law import Atoms, atoms, connected, conserved
 _CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
 _BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
 _LAPLACE_CELLS = 2000
-NOTHING_HIDDEN = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
-"""The law of a release without noise."""
 
 
 def dominating(loss: Array, p: Array, q: Array, below: float, infinite: Array | float = 0.0) -> Atoms:
@@ -55,8 +53,6 @@ def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
     """The law of a batch of a Poisson sample that is cut to `cap` records; see `Capped`."""
     from scipy.stats import binom
 
-    if s == 0:
-        return NOTHING_HIDDEN
     if q == 1:
         return without_replacement(min(cap / n, 1.0), s, direction)
     full = float(binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
@@ -99,8 +95,6 @@ def _displaced(q: float, s: float) -> Atoms:
 @functools.lru_cache(maxsize=256)
 def laplace(q: float, b: float, direction: Direction) -> Atoms:
     """The law of a number with Laplace noise of scale b, 1 from its neighbour; the loss is constant beyond both."""
-    if b == 0:
-        return NOTHING_HIDDEN
     means = MEANS[direction]
     x = np.linspace(min(0.0, *means), max(0.0, *means), max(_LAPLACE_CELLS, math.ceil(_CELLS / b)) + 1)
     edges = np.concatenate([[-np.inf], x, [np.inf]])

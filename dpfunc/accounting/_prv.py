@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpfunc.accounting._losses import DIRECTIONS, MEANS, Array, Direction, log_ratios, loss_of, part_masses, point
-from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail
+from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail, rdp_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
 
@@ -17,7 +17,7 @@ _MIN_DELTA = 1e-9  # below it the rounding of the FFT puts the answer under the 
 _MAX_POINTS = 2**22
 _MAX_LOSS = 650.0  # e^650 fits into float64
 _MIN_SIGMA = 0.02
-FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
+_FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
 _MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01
 _REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
@@ -46,7 +46,7 @@ class Discrete(NamedTuple):
     shift: float
 
 
-def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> Grid:
+def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
 
     The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
@@ -57,10 +57,11 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
         raise PRVUnavailable(
             f"Expected delta >= {_MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
         )
+    steps, few = sum(event.num_steps for event in events), len(events) > _FEW_KINDS
+    eps_rdp = rdp_epsilon(events, adjacency, delta, few)
     if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < _MIN_SIGMA:
         raise PRVUnavailable(f"Expected noise multipliers >= {_MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
     delta_error = delta / 1000
-    steps, few = sum(event.num_steps for event in events), len(events) > FEW_KINDS
     # both tails, of the sum of each group of events and of each single step
     total = loss_tail(events, adjacency, delta_error / (16 * len(events)), few)
     ones = [Event(e.sampling_prob, e.noise_multiplier, 1) for e in events]
@@ -80,39 +81,30 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float, eps
     return Grid(half, mesh, eps_error, delta_error)
 
 
-def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float, eps_rdp: float) -> tuple[float, float]:
-    """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error).
-
-    It is the largest of the directions; `eps_rdp`, the Renyi bound, sets the error.
-    """
-    grid = choose_grid(events, adjacency, delta, eps_rdp)
+def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float) -> tuple[float, float]:
+    """An upper bound on epsilon, and how far it is above the truth at 0.998 delta, within a tenth: (epsilon, error)."""
+    grid = choose_grid(events, adjacency, delta)
     return max(_one_direction(events, each, delta, grid) for each in DIRECTIONS[adjacency]), grid.eps_error
 
 
 def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
-    """The upper bound for neighbours in one order."""
+    """The upper bound for neighbours in one order: from the law of the sum of all losses, whose ends are joined."""
+    from scipy.fft import irfft, rfft
+
     laws = [discretize(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction, grid) for e in events]
-    composed = compose_laws(laws, [e.num_steps for e in events])
+    steps, spectrum, losses = [e.num_steps for e in events], 1.0, grid.losses()
+    with np.errstate(all="ignore"):
+        for law, number in zip(laws, steps, strict=True):
+            spectrum = spectrum * rfft(law.mass) ** number
+    # the index of loss 0 is `half`: n losses sum to 0 at n * half, modulo the size
+    mass = np.roll(irfft(spectrum, len(losses)), -((sum(steps) - 1) * grid.half % len(losses)))
+    shift = sum(number * law.shift for law, number in zip(laws, steps, strict=True))
     # Probabilities are not negative: what is below 0 is rounding, and there is as much above 0.
-    rounding = 4 * float(-np.minimum(composed.mass, 0.0).sum())
+    rounding = 4 * float(-np.minimum(mass, 0.0).sum())
     if not rounding <= delta / 10:
         raise PRVUnavailable(f"The rounding of the FFT ({rounding:.1g}) matters at delta={delta:g}. Use method 'rdp'.")
     target = delta - grid.delta_error - rounding
-    return epsilon_at(grid.losses() + composed.shift, composed.mass, target) + grid.eps_error
-
-
-def compose_laws(laws: list[Discrete], num_steps: list[int]) -> Discrete:
-    """The law of the sum of `num_steps[i]` losses from each law, all on one grid; its ends are joined."""
-    from scipy.fft import irfft, rfft
-
-    spectrum = 1.0
-    with np.errstate(all="ignore"):
-        for law, steps in zip(laws, num_steps, strict=True):
-            spectrum = spectrum * rfft(law.mass) ** steps
-    size = len(laws[0].mass)
-    zero = size // 2 - 1  # the index of loss 0: n losses sum to 0 at n * zero, modulo the size
-    mass = np.roll(irfft(spectrum, size), -((sum(num_steps) - 1) * zero % size))
-    return Discrete(mass, sum(steps * law.shift for law, steps in zip(laws, num_steps, strict=True)))
+    return epsilon_at(losses + shift, mass, target) + grid.eps_error
 
 
 def discretize(q: float, s: float, direction: Direction, grid: Grid) -> Discrete:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,9 +141,7 @@ class TradeOff:
 
         `m + (1 - m) delta(log(m / (1 - m)))` with m the larger of prior and 1 - prior.
         """
-        share = real("prior", prior, "0 <= prior <= 1")
-        if not 0 <= share <= 1:
-            raise fail("0 <= prior <= 1", "prior", prior)
+        share = real("prior", prior, "0 <= prior <= 1", inside=lambda share: 0 <= share <= 1)
         sure = max(share, 1 - share)
         if sure == 1:
             return 1.0
@@ -161,24 +160,17 @@ def curve(ledger: Ledger, delta: float) -> list[Point]:
         if found[at] == 0:
             break  # larger ones cost nothing either
     grid = sorted(found.items())
-    for rate in RATES:
-        found.update(_refined(ledger, grid, rate))
-    return sorted(found.items())
 
-
-def _refined(ledger: Ledger, grid: Sequence[Point], rate: float) -> dict[float, float]:
-    """Points around the one of a grid that bounds true positives best."""
-    found: dict[float, float] = {}
-
-    def bound(log_delta: float) -> float:
+    def bound(rate: float, log_delta: float) -> float:
         at = math.exp(log_delta)
-        found[at] = ledger.epsilon(at, tight_method(ledger)).epsilon
+        found[at] = ledger.epsilon(at, method).epsilon
         return true_positives([(at, found[at])], rate)
 
-    best = min(range(len(grid)), key=lambda i: true_positives([grid[i]], rate))
-    low, high = grid[max(0, best - 1)][0], grid[min(len(grid) - 1, best + 1)][0]
-    least(bound, math.log(low), math.log(high), _WIDTH)
-    return found
+    for rate in RATES:  # around the point of the grid that is best
+        best = min(range(len(grid)), key=lambda i: true_positives([grid[i]], rate))
+        low, high = grid[max(0, best - 1)][0], grid[min(len(grid) - 1, best + 1)][0]
+        least(functools.partial(bound, rate), math.log(low), math.log(high), _WIDTH)
+    return sorted(found.items())
 
 
 def true_positives(points: Sequence[Point], rate: float) -> float:

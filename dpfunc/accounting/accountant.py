@@ -12,7 +12,7 @@ from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting._kinds import ZCDP, divided, law_of
 from dpfunc.accounting._losses import DIRECTIONS, Direction
-from dpfunc.accounting._prv import FEW_KINDS, prv_epsilon
+from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
@@ -124,8 +124,7 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
         return _by_renyi(events, adjacency, delta, "Renyi bound")
     if method == "prv":
         fewer, rounded = renyi_events(events)
-        renyi = rdp_epsilon(fewer, adjacency, delta, few=len(fewer) > FEW_KINDS)  # of which its grid depends
-        numerical, error = prv_epsilon(fewer, adjacency, delta, renyi)
+        numerical, error = prv_epsilon(fewer, adjacency, delta)
         return numerical, "prv", f"about {error:.2g} above the truth{rounded}"
     return _tightest(events, adjacency, delta, alone=method == "tilted")
 
@@ -159,8 +158,8 @@ def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, not
     return rdp_epsilon(fewer, adjacency, delta), "rdp", note + rounded
 
 
-def _kinds(events: tuple[Event, ...]) -> list[Kind]:
-    return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in events]
+def _kinds(plain: tuple[Event, ...]) -> list[Kind]:
+    return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in plain]
 
 
 def _fixed(special: tuple[Event, ...], direction: Direction) -> list[Fixed]:
@@ -201,17 +200,14 @@ def check_bound(method: str) -> str:
 def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """At most `max_kinds` events that cost at least as much, and a note on what was rounded, "" or "; ..".
 
-    Events are put into cells of a geometric grid, as fine as the limit allows; all events of a cell get its smallest
-    noise multiplier and its largest sampling probability. The grid starts at the smallest noise and the
-    largest probability of all, so that scaling all noise multipliers scales what they are rounded to.
+    All events of a cell of a geometric grid, as fine as the limit allows, get its smallest noise multiplier and largest
+    sampling probability. It starts at those of all, so that scaling all noise multipliers scales what they round to.
     """
     if len(events) <= max_kinds:
         return events, ""
-    smallest = min(event.noise_multiplier for event in events)
-    largest = max(event.sampling_prob for event in events)
-    noisiest = max(event.noise_multiplier for event in events)
-    rarest = min(event.sampling_prob for event in events)
-    step = min(math.log(_FINEST), math.log(noisiest / smallest * (largest / rarest)) / max_kinds)
+    probs, noises = [event.sampling_prob for event in events], [event.noise_multiplier for event in events]
+    smallest, largest = min(noises), max(probs)
+    step = min(math.log(_FINEST), math.log(max(noises) / smallest * (largest / min(probs))) / max_kinds)
     while True:
         cells: dict[tuple[int, int], list[Event]] = {}
         for event in events:
@@ -219,11 +215,8 @@ def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[
             prob = math.floor(math.log(largest / event.sampling_prob) / step)
             cells.setdefault((noise, prob), []).append(event)
         if len(cells) <= max_kinds:
-            ratio = math.exp(step) - 1
-            note = (
-                f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by {ratio:.2g} of itself at most"
-            )
-            return canonical(map(_worst, cells.values())), note
+            note = f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by "
+            return canonical(map(_worst, cells.values())), f"{note}{math.exp(step) - 1:.2g} of itself at most"
         step *= 1.3
 
 

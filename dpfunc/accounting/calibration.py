@@ -171,7 +171,7 @@ def calibrate_batch_size(
     def ledger_for(batch_size: int) -> Ledger:
         return before.record(Event(batch_size / n, sigma, steps)) if batch_size else before
 
-    size = _largest(ledger_for, target, delta, method, limit=n, guess=n // 2)
+    size = affordable_steps(ledger_for, epsilon=target, delta=delta, limit=n, method=method)
     if size == 0:
         least = _cost(ledger_for(1), delta, method)
         raise UnreachableBudget(
@@ -217,15 +217,9 @@ def affordable_steps(
     """
     target, delta = _budget(epsilon, delta, method)
     most = integer("limit", limit)
-    return _largest(ledger_after, target, delta, method, limit=most, guess=min(most, 1000))
-
-
-def _largest(
-    ledger_for: Callable[[int], Ledger], target: float, delta: float, method: str, *, limit: int, guess: int
-) -> int:
-    """The largest number whose ledger costs at most the target; a cheap cost finds where to look."""
-    near = largest_integer(lambda k: _rough(ledger_for(k), delta), target, limit, guess)
-    return largest_integer(lambda k: _cost(ledger_for(k), delta, method), target, limit, near)
+    # a cheap cost finds where to look
+    near = largest_integer(lambda k: _rough(ledger_after(k), delta), target, most, min(most, 1000))
+    return largest_integer(lambda k: _cost(ledger_after(k), delta, method), target, most, near)
 
 
 def _spent(spent: Ledger | None, adjacency: Adjacency) -> Ledger:
@@ -253,23 +247,14 @@ def calibrate_steps(
     """
     event = Event(sampling_prob, positive("noise_multiplier", noise_multiplier), 1)
     before = _spent(spent, adjacency)
-    steps = _more_steps(before, event, epsilon, delta, method)
+    steps, spent_before, _ = remaining(before, epsilon=epsilon, delta=delta, event=event, method=method)
     if steps == 0:
-        spent_before, one = _cost(before, delta, method), _cost(before.record(event), delta, method)
+        one = _cost(before.record(event), delta, method)
         raise UnreachableBudget(
             f"Expected a budget for at least one step, got epsilon={epsilon:g} at delta={delta:g}: "
             f"{spent_before:.4g} is spent, and one step makes it {one:.4g}. Take more noise or smaller batches."
         )
     return steps
-
-
-def _more_steps(before: Ledger, event: Event, epsilon: float, delta: float, method: str) -> int:
-    """The most steps of one kind that fit into a budget beside what was spent, up to 2**40."""
-
-    def ledger_after(steps: int) -> Ledger:
-        return before.record(replace(event, num_steps=steps)) if steps else before
-
-    return affordable_steps(ledger_after, epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
 
 
 def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, method: str = "auto") -> Remaining:
@@ -291,6 +276,10 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
     """
     if not isinstance(event, Event) or event.num_steps != 1:
         raise fail("an event of one step", "event", event, "The answer counts steps of this kind.")
-    steps = _more_steps(ledger, event, epsilon, delta, method)
+
+    def ledger_after(steps: int) -> Ledger:
+        return ledger.record(replace(event, num_steps=steps)) if steps else ledger
+
+    steps = affordable_steps(ledger_after, epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
     spent = _cost(ledger, delta, method)
     return Remaining(steps, spent, max(0.0, epsilon - spent))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +11,7 @@ from dpfunc._utils.validation import fail, integer, one_of, open_unit, signed, u
 from dpfunc.accounting.accountant import METHODS, Guarantee, cached_epsilon
 from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, surplus, to_values
 from dpfunc.errors import InvalidArgument, LedgerConflict
-from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at
+from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at, stretches
 
 _SCHEMA = "dpfunc.ledger/2"
 _SHOWN_EVENTS = 4
@@ -219,13 +218,9 @@ def schedule_ledger(
     Ledger(150 steps, add_remove: (q=0.1, sigma=0.9) x 50 + (q=0.1, sigma=1.2) x 100)
     """
     end = integer("num_steps", num_steps)
-    schedules = [value for value in (sampling_prob, noise_multiplier) if isinstance(value, Schedule)]
-    starts = {0, *(start for schedule in schedules for start in schedule.starts() if start < end)}
-    spans = itertools.pairwise([*sorted(starts), end]) if end else ()
-    return Ledger(
-        tuple(Event(schedule_at(sampling_prob, a), schedule_at(noise_multiplier, a), b - a) for a, b in spans),
-        adjacency,
-    )
+    spans = stretches(0, end, sampling_prob, noise_multiplier)
+    events = [Event(schedule_at(sampling_prob, a), schedule_at(noise_multiplier, a), b - a) for a, b in spans]
+    return Ledger(tuple(events), adjacency)
 
 
 def parsed(text: str | bytes, expected: str) -> Any:

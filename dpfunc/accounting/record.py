@@ -62,6 +62,7 @@ class _Published:
 
     schema: ClassVar[str]
     what: ClassVar[str]
+    counted: ClassVar[str]
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -69,7 +70,7 @@ class _Published:
             _check(field.name, hints[field.name], getattr(self, field.name))
 
     def _neighbours(self) -> Adjacency:
-        raise NotImplementedError
+        return getattr(self, self.counted).adjacency  # type: ignore[no-any-return]  # of a ledger
 
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
@@ -136,8 +137,7 @@ class Record(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema = RUN + "3"
-    what = "run"
+    schema, what, counted = RUN + "3", "run", "ledger"
 
     date: str
     unit: str
@@ -173,25 +173,19 @@ class Record(_Published):
         if self.ledger.adjacency != self.adjacency:
             raise checks.fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
 
-    def _neighbours(self) -> Adjacency:
-        return self.adjacency
-
 
 @dataclass(frozen=True)
 class SelectionRecord(_Published):
     """Record of a search that released the best of a random number of runs; it holds public facts only.
 
     Args:
-        date: when it was written, UTC, as ISO 8601. unit: what one record is: what is protected.
+        date, unit, noise_key, dataset_size, dataset_size_is, versions, not_covered: see `Record`.
         epsilon, delta: upper bound for the whole search, and for `spent`. target_epsilon: the budget.
         runs: distribution of the number of runs. How many there were is secret.
         candidates: the values of each. ledgers: what one run of each costs without its score.
         score: what is compared. score_noise: standard deviation of its noise; one record changes it by at most 1.
         chosen: number of the candidate that was released, from 0; None if nothing was. chosen_score: with its noise.
         spent: earlier runs on the same records.
-        noise_key: `secret`, or `guessable`: then nothing is protected.
-        dataset_size: number of records that was used for sampling. dataset_size_is: one of `SIZES`.
-        versions: of dpfunc, torch and python. not_covered: sentences on what epsilon and delta do not cover.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
@@ -200,8 +194,7 @@ class SelectionRecord(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema = SELECTION + "2"
-    what = "search"
+    schema, what, counted = SELECTION + "2", "search", "spent"
 
     date: str
     unit: str
@@ -234,9 +227,6 @@ class SelectionRecord(_Published):
         if (self.chosen is None) != (self.chosen_score is None):
             raise checks.fail("chosen together with its score", "chosen_score", self.chosen_score)
 
-    def _neighbours(self) -> Adjacency:
-        return self.spent.adjacency
-
     def guarantee(self, delta: float) -> Guarantee:
         """The cost of `spent` and of the search, computed again from what was counted."""
         return search_cost(self.runs, self.ledgers, self.score_noise, delta, self.spent)
@@ -245,12 +235,7 @@ class SelectionRecord(_Published):
 def search_cost(
     runs: RunCount, ledgers: Sequence[Ledger], score_noise: float, delta: float, spent: Ledger
 ) -> Guarantee:
-    """Cost of a search whose runs are scored on records on which none is trained; see docs/accounting.md.
-
-    Args:
-        ledgers: training of each candidate. score_noise: standard deviation of the noise of a score, which one record
-            changes by at most 1. spent: earlier runs, and the adjacency: add_remove or zero_out.
-    """
+    """Cost of a search whose runs are scored on records on which none is trained: of the facts of `SelectionRecord`."""
     refuse_replaced("adjacency", spent.adjacency)
     score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
@@ -322,14 +307,11 @@ def _text(name: str, value: object) -> None:
         raise checks.fail("a line of printable text", name, value)
 
 
-_CHOICES: Mapping[str, Sequence[str]] = {
-    "adjacency": ADJACENCIES,
-    "noise_key": (SECRET, GUESSABLE),
-    "dataset_size_is": SIZES,
-    "batches": (COMPARED, ELSEWHERE),
-}
 _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
-    **{name: partial(checks.one_of, allowed=values) for name, values in _CHOICES.items()},
+    "adjacency": partial(checks.one_of, allowed=ADJACENCIES),
+    "noise_key": partial(checks.one_of, allowed=(SECRET, GUESSABLE)),
+    "dataset_size_is": partial(checks.one_of, allowed=SIZES),
+    "batches": partial(checks.one_of, allowed=(COMPARED, ELSEWHERE)),
     **dict.fromkeys(
         ("epsilon", "epsilon_rdp"), lambda name, value: value == math.inf or checks.non_negative(name, value)
     ),

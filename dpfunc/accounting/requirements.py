@@ -55,8 +55,7 @@ class Requirements:
 
     Args:
         dataset_size, batch_size, epochs, target_epsilon: as asked. delta: as asked, or suggested.
-        sampling_prob: batch_size / dataset_size. total_steps: `ceil(epochs * dataset_size / batch_size)`.
-        noise_multiplier: the least that meets the target. guarantee: what it gives.
+        sampling_prob, total_steps, noise_multiplier: of this batch size, see `BatchChoice`. guarantee: of them.
         recommended_batch_size: see `privacy_requirements`. choices: the sizes compared, and batch_size, ascending.
         guidance: what to keep in mind, in sentences.
     """
@@ -135,11 +134,7 @@ def _choice(n: int, size: int, epochs: float, target: float, delta: float) -> Ba
 
 
 def total_steps(dataset_size: int, batch_size: int, epochs: float) -> int:
-    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64.
-
-    >>> total_steps(dataset_size=100, batch_size=7, epochs=7)
-    100
-    """
+    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64."""
     return math.ceil(Fraction(repr(float(epochs))) * dataset_size / batch_size)
 
 
@@ -176,17 +171,14 @@ _EPSILON_WORDS = (
     (20.0, "no useful bound on an observer's certainty; only attacks that were tried tell how much leaks"),
 )
 
-DELTA_TABLE: tuple[DeltaMeaning, ...] = (
-    DeltaMeaning(1.0, "delta >= 1/n: publishing one random record in full satisfies it. Not acceptable."),
-    DeltaMeaning(
-        0.5, "delta from 1/(2n) to 1/n: publishing one record with probability 1/2 satisfies it. Not acceptable."
-    ),
-    DeltaMeaning(
-        0.1, "delta from 1/(10n) to 1/(2n): giving away one record in ten runs satisfies it. Prefer a smaller one."
-    ),
-    DeltaMeaning(1e-3, "delta from 1/(1000n) to 1/(10n): the chance that some record is given away is below 10 %."),
-    DeltaMeaning(0.0, "delta < 1/(1000n): it no longer matters next to epsilon."),
+_DELTA_WORDS = (
+    (1.0, "delta >= 1/n: publishing one random record in full satisfies it. Not acceptable."),
+    (0.5, "delta from 1/(2n) to 1/n: publishing one record with probability 1/2 satisfies it. Not acceptable."),
+    (0.1, "delta from 1/(10n) to 1/(2n): giving away one record in ten runs satisfies it. Prefer a smaller one."),
+    (1e-3, "delta from 1/(1000n) to 1/(10n): the chance that some record is given away is below 10 %."),
+    (0.0, "delta < 1/(1000n): it no longer matters next to epsilon."),
 )
+DELTA_TABLE: tuple[DeltaMeaning, ...] = tuple(DeltaMeaning(ratio, words) for ratio, words in _DELTA_WORDS)
 
 
 def explain_epsilon(epsilon: float) -> EpsilonMeaning:
@@ -232,5 +224,4 @@ def explain_delta(delta: float, dataset_size: int) -> DeltaMeaning:
     """
     ratio = open_unit("delta", delta) * as_float(integer("dataset_size", dataset_size, minimum=1))
     real("delta * dataset_size", ratio, "a finite product")
-    words = next((row.words for row in DELTA_TABLE if ratio >= row.ratio * (1 - 1e-9)), DELTA_TABLE[-1].words)
-    return DeltaMeaning(ratio, words)
+    return DeltaMeaning(ratio, next(words for least, words in _DELTA_WORDS if ratio >= least * (1 - 1e-9)))

@@ -49,15 +49,26 @@ class RunCount:
     shape: float
 
     def __post_init__(self) -> None:
-        if not 1 <= positive("mean", self.mean) <= _MOST_RUNS:
-            raise fail(f"1 <= mean <= {_MOST_RUNS:g}", "mean", self.mean, "It is the expected number of runs.")
-        if self.shape != math.inf and real("shape", self.shape, "-1 < shape <= inf") <= -1:
-            raise fail("-1 < shape <= inf", "shape", self.shape)
+        hint = "It is the expected number of runs."
+        real("mean", self.mean, f"1 <= mean <= {_MOST_RUNS:g}", hint, lambda mean: 1 <= mean <= _MOST_RUNS)
+        if self.shape != math.inf:
+            real("shape", self.shape, "-1 < shape <= inf", inside=lambda shape: shape > -1)
 
-    @property
+    @functools.cached_property
     def gamma(self) -> float:
         """Parameter of the truncated negative binomial distribution; NaN for the Poisson distribution."""
-        return math.nan if self.shape == math.inf else _gamma(self.mean, self.shape)
+        if self.shape == math.inf:
+            return math.nan
+        if self.shape == 1 or self.mean == 1:
+            return 1 / self.mean
+
+        def lacking(x: float) -> float:  # gamma = e^-x
+            return self.mean - _mean(math.exp(-x), self.shape)
+
+        if lacking(700.0) > 0:
+            hint = f"The shape is {self.shape:g}: take a larger one."
+            raise fail("a mean that this shape can have", "mean", self.mean, hint)
+        return math.exp(-falling_root(lacking, 0.0, 700.0))
 
     def quantile(self, probability: float) -> int:
         """The smallest k with `P[K <= k] > probability`; of a uniform random number it is a draw of K.
@@ -69,8 +80,7 @@ class RunCount:
         >>> [RunCount(mean=2.0, shape=math.inf).quantile(u) for u in (0.0, 0.5, 0.999)]
         [0, 2, 8]
         """
-        if not 0 <= real("probability", probability, "0 <= probability < 1") < 1:
-            raise fail("0 <= probability < 1", "probability", probability)
+        real("probability", probability, "0 <= probability < 1", inside=lambda share: 0 <= share < 1)
         poisson, gamma = self.shape == math.inf, self.gamma
         if poisson:
             k, mass = 0, math.exp(-self.mean)
@@ -199,8 +209,7 @@ def selection_curve(curve: Array, orders: tuple[float, ...], runs: RunCount) -> 
 
 
 def _curve(ledger: Ledger) -> Array:
-    events, _ = renyi_events(ledger.law)
-    return composed_curve(events, ledger.adjacency, ORDERS)
+    return composed_curve(renyi_events(ledger.law)[0], ledger.adjacency, ORDERS)
 
 
 def _mean(gamma: float, shape: float) -> float:
@@ -210,17 +219,3 @@ def _mean(gamma: float, shape: float) -> float:
     log_gamma = math.log(gamma)
     below = -log_gamma if shape == 0 else -math.expm1(shape * log_gamma) / shape
     return (1 - gamma) / (gamma * below)
-
-
-@functools.lru_cache(maxsize=256)
-def _gamma(mean: float, shape: float) -> float:
-    """The gamma of a mean."""
-    if shape == 1 or mean == 1:
-        return 1 / mean
-
-    def lacking(x: float) -> float:  # gamma = e^-x
-        return mean - _mean(math.exp(-x), shape)
-
-    if lacking(700.0) > 0:
-        raise fail("a mean that this shape can have", "mean", mean, f"The shape is {shape:g}: take a larger one.")
-    return math.exp(-falling_root(lacking, 0.0, 700.0))

@@ -211,8 +211,7 @@ class Budget:
                 )
             if entry.state == SETTLE and own == entry.charged:
                 return None, entry
-            event, after = _event(account, SETTLE, run, spender, entry.token, own, entry.before)
-            return event, replace(after, planned=entry.planned)
+            return _event(account, SETTLE, run, spender, entry.token, own, entry.before)
 
         after = cast(BudgetEntry, _store().change(self.url, decide))
         if after.state != SETTLE:
@@ -270,7 +269,7 @@ def _event(
 ) -> tuple[Event, BudgetEntry]:
     date = datetime.now(UTC).isoformat(timespec="seconds")  # for people: nothing is decided by it
     event = Event(account.number + 1, kind, run, spender, token, ledger.to_json(), before.to_json(), date)
-    return event, event.entry(None)
+    return event, event.entry(account.entries.get(run))
 
 
 def _of_files(path: Path, token: str) -> Ledger:

@@ -142,18 +142,15 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
             values = tile(key, name, each.number, each.needed, room)
             noise[name][each.there] = values.reshape(-1, each.width)[each.inside]
 
-    if others < 1:
+    pool = ThreadPoolExecutor(max(others, 1), thread_name_prefix="noise")  # which begins a thread when it gets work
+    try:
+        begun = [pool.submit(draw) for _ in range(others)]
         draw()
-    else:
-        pool = ThreadPoolExecutor(others, thread_name_prefix="noise")
-        try:
-            begun = [pool.submit(draw) for _ in range(others)]
-            draw()
-            for thread in begun:
-                thread.result()  # raises what it raised: no number is given out that was not drawn
-        finally:
-            jobs.clear()
-            pool.shutdown()
+        for thread in begun:
+            thread.result()  # raises what it raised: no number is given out that was not drawn
+    finally:
+        jobs.clear()
+        pool.shutdown()
     return {name: torch.from_numpy(noise[name]).reshape(_held(leaf).shape) for name, leaf in like.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise._streams import SOURCES, Part, Source, standard_normal
 from dpfunc.noise.mechanism import Mechanism
 from dpfunc.rng import Key, check_key, check_process, fingerprint
-from dpfunc.types import Allocation, ClippedSum, Event, Schedule, schedule_at
+from dpfunc.types import Allocation, ClippedSum, Event, Schedule, schedule_at, stretches
 
 _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
@@ -203,12 +202,8 @@ class Gaussian:
 
     def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
         """Those of the sampler, for each piece of the schedule."""
-        noise = noise_multiplier
-        changes = noise.starts() if isinstance(noise, Schedule) else ()
-        spans = sorted({start, stop} | {step for step in changes if start < step < stop})
-        return tuple(
-            event for a, b in itertools.pairwise(spans) for event in sampler.events(a, b, schedule_at(noise, a))
-        )
+        noise, spans = noise_multiplier, stretches(start, stop, noise_multiplier)
+        return tuple(event for a, b in spans for event in sampler.events(a, b, schedule_at(noise, a)))
 
     def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
         """The Gaussian mechanism of a step, `gaussian` of these values."""

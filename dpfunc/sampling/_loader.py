@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dpfunc._utils.validation import fail
 from dpfunc.batches import batch_size, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
@@ -36,22 +35,15 @@ class Draws:
     """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader.
 
     An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
-
-    Args:
-        sampler, key: of the run.
-        steps: returns the steps of an iteration; called when it begins.
-        length: number of steps of an iteration, as far as is known before.
-        rank, size: of this process among several; each draw is dealt out in turn.
-        num_records: number of records that are there, where the sampler's is a bound on it.
     """
 
     sampler: Sampler
-    key: Key = field(repr=False)
-    steps: Callable[[], range] = field(repr=False)
-    length: int
+    key: Key = field(repr=False)  # of the run
+    steps: Callable[[], range] = field(repr=False)  # those of an iteration, asked for when it begins
+    length: int  # of an iteration, as far as is known before
     rank: int = 0
     size: int = 1
-    num_records: int | None = field(default=None, repr=False)
+    num_records: int | None = field(default=None, repr=False)  # that are there, where the sampler's is a bound on it
 
     def __len__(self) -> int:
         return self.length
@@ -107,17 +99,11 @@ class Records(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Collate:
-    """A collate function of records as `Records` gives them, with torch's CPU generator seeded by the step.
-
-    Args:
-        collate: list of records -> batch.
-        allow_empty: an empty draw becomes a batch with no rows; otherwise one row, of a record that is not real.
-        rank, size: of processes that each collate, and pad, the whole draw: this one gets every size-th row, or some.
-    """
+    """A collate function of records as `Records` gives them, with torch's CPU generator seeded by the step."""
 
     collate: Callable[[list[Any]], Batch]
-    allow_empty: bool = True
-    rank: int = 0
+    allow_empty: bool = True  # an empty draw becomes a batch with no rows; else one row, of a record that is not real
+    rank: int = 0  # of processes that each collate, and pad, the whole draw: this one gets every size-th row, or some
     size: int = 1
 
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
@@ -206,9 +192,3 @@ def check_dataset(dataset: object, dataset_size: int, num_records: int | None = 
             "public bound on their number, say so when the run begins: "
             "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."
         )
-
-
-def check_collate(collate: object) -> None:
-    """Check that a collate function can be called."""
-    if not callable(collate):
-        raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")

@@ -56,9 +56,6 @@ def data_name(dataset: Any) -> str:
 def batches_name(dataset: Any, collate: Callable[[list[Any]], Batch]) -> str:
     """A digest by which processes compare their data sets: the length, and the batches of up to 1024 records.
 
-    That finds another order, split or version, and other preprocessing. What the batches hold counts, so records may be
-    objects of any type.
-
     Guarantees:
         tests/sampling/test_loader.py::test_another_order_has_another_name.
     """

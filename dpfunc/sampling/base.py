@@ -54,12 +54,7 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
 
 
 def own_records(sampler: Sampler, key: Key, step: int, num_records: int | None, rank: int = 0, size: int = 1) -> Tensor:
-    """The records of a step that are there, and of these those of one of several processes.
-
-    Args:
-        sampler, key, step: of the draw. num_records: those below are there; all if that is None.
-        rank, size: of this process, see `deal`.
-    """
+    """The records of a step that are there (below num_records, or all), and of these those of a process, see `deal`."""
     drawn = sampler.indices(key, step)
     return deal(drawn if num_records is None else drawn[drawn < num_records], rank, size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ def _begun(start: int, stop: int, length: int) -> int:
 
 @dataclass(frozen=True)
 class _FixedBatches:
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")
+    """Without add/remove: one record more changes the batches of others."""
+
     dataset_size: int
     batch_size: int
 
@@ -34,11 +38,6 @@ class _FixedBatches:
             raise fail("batch_size <= dataset_size", "batch_size", self.batch_size, f"The data set has {n} records.")
         object.__setattr__(self, "dataset_size", n)
         object.__setattr__(self, "batch_size", size)
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies without add/remove: one record more changes the batches of others."""
-        return ("zero_out", "replace_one")
 
     def expected_batch_size(self, step: int) -> float:
         """The batch size; also for a smaller last batch, so that all records weigh the same."""
@@ -92,8 +91,7 @@ class FixedSize(_FixedBatches):
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for all steps."""
-        first, last = check_span(start, stop)
-        steps = last - first
+        steps = _begun(start, stop, 1)
         return (Capped(1.0, noise_multiplier, steps, self.dataset_size, self.batch_size),) if steps else ()
 
 
@@ -175,17 +173,15 @@ class RandomAllocation:
     (Allocated(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2, num_batches=20),)
     """
 
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ("add_remove", "zero_out")
+    """Those in which a record is there or not; nothing better than `Shuffled` is known of one replaced."""
+
     dataset_size: int
     num_batches: int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset_size", records(self.dataset_size))
         object.__setattr__(self, "num_batches", integer("num_batches", self.num_batches, minimum=1))
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies in which a record is there or not; nothing better than `Shuffled` is known of one replaced."""
-        return ("add_remove", "zero_out")
 
     @property
     def steps_per_epoch(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of
 from dpfunc.rng import Key
 from dpfunc.sampling.base import check_span, generator_of
-from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at
+from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
 
 _CHUNK = 2**16  # gaps in memory at once; no influence on the result
 _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
@@ -54,6 +54,9 @@ class Poisson:
     (Event(sampling_prob=0.01, noise_multiplier=1.1, num_steps=500),)
     """
 
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ADJACENCIES
+    """All, since each record is drawn independently."""
+
     dataset_size: int
     sampling_prob: float | Schedule
 
@@ -74,11 +77,6 @@ class Poisson:
         """
         return cls(dataset_size, sampling_prob_of(dataset_size, expected_batch_size))
 
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """All adjacencies, since each record is drawn independently."""
-        return ADJACENCIES
-
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step."""
         number = integer("step", step)
@@ -90,12 +88,8 @@ class Poisson:
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for each stretch of equal q."""
-        first, last = check_span(start, stop)
-        changes = self.sampling_prob.starts() if isinstance(self.sampling_prob, Schedule) else ()
-        edges = sorted({first, last, *(edge for edge in changes if first < edge < last)})
-        return tuple(
-            Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a) for a, b in itertools.pairwise(edges)
-        )
+        spans = stretches(*check_span(start, stop), self.sampling_prob)
+        return tuple(Event(schedule_at(self.sampling_prob, a), noise_multiplier, b - a) for a, b in spans)
 
 
 @dataclass(frozen=True)
@@ -119,6 +113,9 @@ class CappedPoisson:
     (Capped(sampling_prob=0.1, noise_multiplier=2.0, num_steps=5, dataset_size=1000, cap=170),)
     """
 
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")
+    """Without add/remove: the number of records decides who is cut."""
+
     dataset_size: int
     sampling_prob: float
     cap: int
@@ -127,11 +124,6 @@ class CappedPoisson:
         object.__setattr__(self, "dataset_size", records(self.dataset_size))
         object.__setattr__(self, "sampling_prob", probability("sampling_prob", self.sampling_prob))
         object.__setattr__(self, "cap", integer("cap", self.cap, minimum=1))
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """Adjacencies without add/remove: the number of records decides who is cut."""
-        return ("zero_out", "replace_one")
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step, at most `cap`."""
@@ -168,9 +160,6 @@ def successes(generator: np.random.Generator, trials: int, prob: float) -> Itera
     exponential, ceil(E / -log(1 - prob)) is geometric, as P[E > -k log(1 - prob)] = (1 - prob)^k; in float64 the
     probability of a trial is off by 2e-16 at most. The k-th gap is made of the k-th exponential number, so `trials` and
     the chunks change nothing but the end.
-
-    >>> next(successes(np.random.default_rng(0), 5, 1.0))
-    array([0, 1, 2, 3, 4])
     """
     rate = max(-math.log1p(-prob), _SLOWEST) if prob < 1 else math.inf
     start = 0

@@ -122,9 +122,8 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
 def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tensor]:
     """All groups in one list, each filled to `cap` by its first element; and which places (P, K) are its own."""
     sizes_P = torch.tensor([len(own) for own in groups], dtype=torch.int64)
-    return [each for own in groups for each in (*own, *[own[0]] * (cap - len(own)))], torch.arange(cap) < sizes_P[
-        :, None
-    ]
+    own_PK = torch.arange(cap) < sizes_P[:, None]
+    return [each for own in groups for each in (*own, *[own[0]] * (cap - len(own)))], own_PK
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
@@ -183,10 +182,8 @@ class CollatePersons:
                 "those of a person who has more."
             )
         records, mask_BK = _filled(persons, cap)
-        batch = self.collate(records)
-        return _masked(
-            {name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch.items()}, mask_BK
-        )
+        batch = self.collate(records).items()
+        return _masked({name: rearrange(value, "(B K) ... -> B K ...", K=cap) for name, value in batch}, mask_BK)
 
 
 @dataclass(frozen=True)
