@@ -170,7 +170,7 @@ def replay(
     integer("steps", steps, minimum=1)
     integer("candidates", candidates, minimum=1)
     loop = partial(_run, dp_step, init, step, fold_in(insecure_key(0) if key is None else key, "replay"))
-    return compare(loop, data, steps, candidates, removed=dp_step.plan.adjacency != "replace_one")[0]
+    return compare(loop, data, steps, candidates, removed=dp_step.plan.adjacency != "replace_one")
 
 
 def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: int, tape: Tape) -> None:
@@ -188,12 +188,8 @@ def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: 
         tape.seen.append(left_in(Path(folder), lines()))
 
 
-def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> tuple[Replay, Tape]:
-    """The replay of a loop on a pytree of tensors or on `Rows`, and the tape of its first run; see `replay`.
-
-    Args:
-        removed: neighbours lack records; otherwise they have others in their place.
-    """
+def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> Replay:
+    """The `replay` of a loop on a pytree or `Rows`; neighbours lack records if `removed`, else have others instead."""
     first = Tape()
     loop(data, steps, first)
     again = Tape(forced=first)
@@ -234,11 +230,10 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     ]
     moved += _other_rows(first, neighbour, one) + _other_rows(first, fewer, most)
     moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
-    found = Replay(
+    return Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
         tuple(sorted(unsteady - {_SUM})[:_SHOWN]),
     )  # fmt: skip
-    return found, first
 
 
 def _largest(first: Tape, candidates: int, without: Callable[[Tensor, int], Tape]) -> tuple[int, float]:

@@ -78,14 +78,10 @@ class WatchedNoise:
             if tape.forced is not None and place < len(tape.forced.releases):
                 before = tape.forced.releases[place]
                 values, after = before.values, before.state
-            tape.releases.append(Release(kept, fingerprint(key), _copied(values), after))
-            return _copied(values), after
+            tape.releases.append(Release(kept, fingerprint(key), values, after))
+            return {name: value.clone() for name, value in values.items()}, after
 
         return Mechanism(inner.init, add)
-
-
-def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in values.items()}
 
 
 @dataclass(frozen=True)
