@@ -167,9 +167,6 @@ class Script:
 def read_script(path: Path) -> Script:
     """Run a file, and take its loop: `init(dp_step, data, key)` and `step(dp_step, data, carry)`, as in `replay`; or
     `train(dp_step, data, key)`, a plain loop that yields what it has, before its first step and after each.
-
-    Raises:
-        InvalidArgument: a name is missing, or is something else.
     """
     names = runpy.run_path(str(path), run_name="__dpfunc__")
     own: dict[str, Any] = {name: names.get(name) for name in ("dp_step", "data", "init", "step", "train")}

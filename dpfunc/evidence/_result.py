@@ -58,11 +58,7 @@ def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -
 
 
 def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str, Any]:
-    """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any.
-
-    Raises:
-        InvalidArgument: no such result, or one of another plan, job, run or model.
-    """
+    """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any."""
     text = path.read_bytes() if path.is_file() else b""
     try:
         found = unique_json(text)

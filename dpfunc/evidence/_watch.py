@@ -31,7 +31,7 @@ class Release:
     """One call of the mechanism."""
 
     clipped: ClippedSum
-    key: str
+    facts: Mapping[str, object]  # that must not depend on records
     values: dict[str, Tensor]
     state: Any
 
@@ -78,7 +78,12 @@ class WatchedNoise:
             if tape.forced is not None and place < len(tape.forced.releases):
                 before = tape.forced.releases[place]
                 values, after = before.values, before.state
-            tape.releases.append(Release(kept, fingerprint(key), values, after))
+            facts = {
+                "sensitivity": kept.sensitivities,
+                "clip groups": kept.group_of,
+                "key of the noise": fingerprint(key),
+            }
+            tape.releases.append(Release(kept, facts, values, after))
             return {name: value.clone() for name, value in values.items()}, after
 
         return Mechanism(inner.init, add)
