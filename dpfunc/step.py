@@ -119,7 +119,7 @@ class DPStep:
                 start = "Start with dp_step.init(params, shared_key(ranks))."
                 raise fail("a state, which all processes share", "state", None, start)
             run = self._described(state)
-            agreement.own = summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks)
+            agreement.say(summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks))
         return rows._replace(size=agreement.num_rows)
 
     def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:

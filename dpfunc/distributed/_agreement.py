@@ -67,13 +67,17 @@ class Agreement:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.num_rows = 0  # afterwards: the largest number of rows of a process
-        self.own = RankSummary(failed=1)  # what this process means by its call
+        self._own = RankSummary(failed=1)
+
+    def say(self, own: RankSummary) -> None:
+        """Say what this process means by its call."""
+        self._own = own
 
     def __enter__(self) -> Agreement:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.num_rows = agree(self.own, self.ranks)
+        self.num_rows = agree(self._own, self.ranks)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
