@@ -113,7 +113,7 @@ def jobs(seeds: int) -> dict[str, str]:
         def found(fault: str, seed: int) -> bool:
             step, words = faults[fault]
             patch.setattr(DPTrainer, "training_step", step)
-            moved = compare(_JobLoop(prepared, insecure_key(100 + seed), folder), data, 8, 1)[0].moved
+            moved = compare(_JobLoop(prepared, insecure_key(100 + seed), folder), data, 8, 1).moved
             return any(words in what for what in moved)
 
         return counted(faults, seeds, found)

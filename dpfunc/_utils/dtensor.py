@@ -63,16 +63,15 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
     return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
-def distributed(part: Tensor, like: Tensor) -> Tensor:
+def distributed(part: Tensor, like: Tensor, placements: Any = None) -> Tensor:
     """A local part as the tensor that it is a part of: a DTensor of the layout of `like`, or itself."""
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor
 
     spec: Any = like
-    return DTensor.from_local(
-        part, spec.device_mesh, spec.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    form: Any = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(part, spec.device_mesh, placements or spec.placements, run_check=False, **form)
 
 
 def shard_dims(tensor: Tensor) -> dict[int, int]:

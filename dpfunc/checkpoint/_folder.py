@@ -73,9 +73,7 @@ def read_json(path: Path) -> Any:
         return unique_json(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(
-            f"The file {path} cannot be read: {reason}. It was changed after it was saved. {_AWAY}"
-        ) from error
+        raise _changed(path, f"it cannot be read: {reason}") from error
 
 
 def _changed(path: Path, how: str) -> CheckpointError:

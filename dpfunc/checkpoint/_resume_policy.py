@@ -38,8 +38,6 @@ from dpfunc.state import StepState, step_events
 from dpfunc.types import Event, Params
 
 NOTES = "resumed.jsonl"
-_NO_STATE: Mapping[str, Any] = {"tuple": []}
-"""The state of Gaussian noise, `()`, as a checkpoint has it."""
 LaterRuns = Literal["refuse", "ignore"]
 _DIGESTS = ("all machines", "parts of parameters")
 """Entries of a layout that a reader cannot understand: others come first in messages."""
@@ -51,19 +49,16 @@ def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     It does not contain what the caller must keep the same when resuming: engine, microbatch size.
     """
     processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
-    alone = processes == 1
+    alone, held = processes == 1, params.values()
+    parts = [f"{p.placements} on {tuple(p.device_mesh.shape)}" if is_dtensor(p) else "whole" for p in held]
     return {
         "data processes": size,
         "tensor processes": processes // size,
         "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
-        "parts of parameters": digest_over_ranks(str([_parts(p) for p in params.values()]), None),
+        "parts of parameters": digest_over_ranks(str(parts), None),
         "machine": _machine(params),
         "all machines": digest_over_ranks(_machine(params), None if alone else ranks),
     }
-
-
-def _parts(param: Any) -> str:
-    return f"{param.placements} on {tuple(param.device_mesh.shape)}" if is_dtensor(param) else "whole"
 
 
 def _machine(params: Params) -> str:
@@ -194,7 +189,7 @@ _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
 
 def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
     """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
-    if history.values["noise"] != _NO_STATE:
+    if history.values["noise"] != {"tuple": []}:  # the state of Gaussian noise, ()
         raise CheckpointError(
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise may "
             "be correlated over steps. Resume with journal=, and with what the run was started with; or begin a new "

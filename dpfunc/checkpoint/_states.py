@@ -149,10 +149,7 @@ def empty(like: Tensor | None, saved: Tensor) -> Tensor:
 def room(
     name: str, encoded: Any, table: Mapping[str, Tensor], params: Params, template: object | None = None
 ) -> dict[str, Tensor]:
-    """Empty tensors for those of a saved state, whose values `table` lacks, laid out as those of the template.
-
-    Without one, what is like its parameter is laid out as that, and the rest is not sharded.
-    """
+    """Empty tensors for those of a saved state, laid out as those of the template, or as `load` says without one."""
     found, skeleton = _slots(encoded)
     given: dict[str, Tensor] = {}
     by_place = {slot.place: given[slot.name] for slot in _slots(encode(name, template, given))[0]}

@@ -59,10 +59,6 @@ def load(
     the run goes on with the same noise only when the journal has no step beyond the checkpoint. In all cases the ledger
     has every step in the journal, so that epsilon never shrinks.
 
-    Without a journal it is unknown which steps were released after the checkpoint. With `without_journal="new_key"` no
-    noise is used twice, and each step is paid for. If steps were released after the checkpoint, they are not in its
-    ledger: begin a new run whose ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
-
     Args:
         directory: as given to `save`.
         plan, data: of this run; must equal the saved ones.
@@ -75,7 +71,9 @@ def load(
         journal: the file of `Journal`, read by the process that writes it.
         recharge: steps beyond the checkpoint that cannot be repeated are drawn anew, with a new key, at their cost.
             Save before the next step: until then another crash costs them once more.
-        without_journal: `"refuse"`, or `"new_key"`, see above.
+        without_journal: `"refuse"`; or `"new_key"`, so that no noise is used twice and each step is paid for. Steps
+            released after the checkpoint are unknown, and not in its ledger: if there are some, begin a new run whose
+            ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
         later_runs: `"refuse"` or `"ignore"` another run, which continues none of this directory, and began after this
             one in the journal, or went on from this checkpoint without one. The ledger lacks its steps: if it saw the
             same records, count both.

@@ -109,15 +109,7 @@ def _held_by_all(params: Params, ranks: Ranks, tensor: bool = False) -> Params:
 
 
 def agree(own: RankSummary, ranks: Ranks) -> int:
-    """Check that all processes can take this step and agree about it: the largest number of records that one has.
-
-    Raises:
-        StepAborted: another process failed; on the one that did, its own error is raised instead.
-        RankMismatch: on all processes, when they disagree. Nothing was spent.
-
-    Guarantees:
-        tests/distributed/test_agreement.py.
-    """
+    """Check that all processes can take this step and agree about it: the largest number of records that one has."""
     tables = [[RankSummary(*row) for row in gathered_rows(own, group, ranks.device)] for group in ranks.groups]
     failed = any(row.failed for table in tables for row in table)
     differing = _differing(tables, ranks)
@@ -173,10 +165,7 @@ class Rows(NamedTuple):
 
 
 def padded(rows: Rows, ranks: Ranks) -> tuple[Batch, Tensor | None]:
-    """Rows and their mask, with rows of weight zero up to the number that all processes run.
-
-    They repeat the first row; a process without records runs the public dummy row.
-    """
+    """Rows and their mask, with rows of weight zero, the first one or the dummy, up to the number that all run."""
     batch, mask_B, size = rows
     missing = size - batch_size(batch)
     if missing <= 0:
@@ -201,14 +190,9 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 
 
 def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
-    """A digest of what a step releases, the parts of all processes included; and the mark. All must call it.
+    """A digest of what a step releases, the parts of all processes included, which must all call it; and the mark.
 
-    Args:
-        released: name -> tensor; DTensors where processes hold parts.
-        mark: 0-d, bool; of this process alone, read together with its digest.
-
-    Raises:
-        InvalidArgument: on all processes, for numbers that are not finite in the sums of one.
+    The mark (0-d, bool) is that of this process. A number that is not finite in the sums of one is an error of all.
     """
     with in_step(ranks):
         own, names, marked = digest_and_mark(released, None, mark)

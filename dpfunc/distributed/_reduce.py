@@ -64,8 +64,7 @@ def gathered(params: Params, ranks: Ranks) -> Iterator[Params]:
         done = True
     finally:
         if not done and ranks.independent:
-            message, _ = _message(_packed(zeros(params), params, ranks), ranks)
-            _add_up(message.zero_(), ranks, failed=True)
+            _add_up(_message(_packed(zeros(params), params, ranks), ranks)[0].zero_(), ranks, failed=True)
 
 
 def _gathered(params: Params, ranks: Ranks) -> dict[str, Tensor]:
@@ -142,10 +141,7 @@ def num_bands(windows: Mapping[str, Window]) -> int:
 
 
 def sum_over(ranks: Ranks, sums: Params, params: Params) -> dict[str, Tensor]:
-    """Sums over all processes, each with the placements of its parameter. UNRELEASED, like what went in.
-
-    One all-reduce for all parameters that are not sharded over the data group. Local parts go in as plain tensors.
-    """
+    """Sums over all processes, each with the placements of its parameter. UNRELEASED, like what went in."""
     if ranks.keeps_parts:  # the engine has added over all processes; those of one without records are zeros
         own_only = [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]
         if own_only:
@@ -213,14 +209,13 @@ def _message(sums: Params, ranks: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
 
 def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     """Sum over the data group of the terms `total` of all processes, sharded as a parameter is (reduce-scatter)."""
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import Partial
 
     spec: Any = param
     axes = axes_over(param, ranks)
-    placements = [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)]
-    form: Any = {"shape": param.shape, "stride": param.stride()}
-    partial_sums = DTensor.from_local(total, spec.device_mesh, placements, run_check=False, **form)
-    return partial_sums.redistribute(placements=spec.placements)
+    terms: Any = distributed(total, param, [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)])
+    parts: Tensor = terms.redistribute(placements=spec.placements)
+    return parts
 
 
 def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:

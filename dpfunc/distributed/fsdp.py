@@ -156,11 +156,12 @@ def _shard(
             "parallelize_module, then fully_shard(layer, mesh=mesh['dp'], ignored_params=trained)."
         )
     parts = [module.get_submodule(name) for name in _layer_names(module, layers)]
-    _to_device(module, set(trained), mesh.device_type)
-    ignored = {param for name, param in module.named_parameters() if name in set(trained)}
-    for param in module.parameters():
-        if param not in ignored:
-            param.requires_grad_(False)
+    device = mesh.device_type  # FSDP ignores the trained parameters, and does not move them
+    elsewhere = [p for p in map(module.get_parameter, trained) if p.device.type != device]
+    _replace(module, {p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in elsewhere})
+    ignored = {*map(module.get_parameter, trained)}
+    for param in {*module.parameters()} - ignored:
+        param.requires_grad_(False)
     policy, again = mp_policy or MixedPrecisionPolicy(), reshard_after_forward
     for part in (*parts, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again, ignored_params=ignored)
@@ -186,12 +187,6 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
     if not found:
         raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
-
-
-def _to_device(module: nn.Module, trained: set[str], device: str) -> None:
-    """Move the trained parameters, which FSDP ignores and does not move."""
-    elsewhere = [p for name, p in module.named_parameters() if name in trained and p.device.type != device]
-    _replace(module, {p: nn.Parameter(p.detach().to(device), p.requires_grad) for p in elsewhere})
 
 
 def _replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -159,9 +159,8 @@ def sharded(
         dummy: see `Ranks`. It must run through the model.
 
     Returns:
-        Ranks for `make_dp_step(..., ranks=...)` and `plan.batches(state, ranks)`. All processes run the same number of
-        microbatches of the same shapes. After an error of one inside of the loss all raise (nccl: after its timeout),
-        nothing was released, and the job is resumed from its checkpoint.
+        As `data_parallel`. All processes run the same number of microbatches of the same shapes. After an error of one
+        in the loss all raise (nccl: after its timeout), nothing was released: resume the job from its checkpoint.
 
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer
-from dpfunc.batches import batch_size, tree_map
+from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Replay, Step, replay
@@ -24,7 +24,7 @@ from dpfunc.evidence._one_run import Audit
 from dpfunc.evidence._one_run import audit as bound
 from dpfunc.evidence._result import audit_values, replay_values
 from dpfunc.evidence._watch import Tape, WatchedSampler, settings_of
-from dpfunc.evidence.canaries import Canaries, coins
+from dpfunc.evidence.canaries import Canaries, behind, coins
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in
 from dpfunc.state import StepState
@@ -106,8 +106,7 @@ class PlantedStep(DPStep):
         n = sampler.dataset_size - planted.count
         drawn = sampler.sampler.indices(state.key, state.step)
         own = drawn[drawn >= n] - n
-        rows = tree_map(lambda leaf: torch.cat([leaf, _stand_ins(leaf, len(own))]), batch)
-        numbers = torch.cat([torch.full((batch_size(batch),), -1), own])
+        rows, numbers = behind(batch, own)
         if mask_B is not None:
             mask_B = torch.cat([mask_B, mask_B.new_ones(len(own))])
         result = self._whole(params, (rows, numbers.to(next(iter(params.values())).device)), state, mask_B=mask_B)
@@ -132,12 +131,6 @@ class PlantedStep(DPStep):
         norms_m = torch.stack([*sq_norms.values()]).sum(0).sqrt().clamp(min=1e-12)
         scores_m: Tensor = (along[1] / norms_m).detach().cpu().double().nan_to_num(0.0)
         return scores_m
-
-
-def _stand_ins(leaf: Tensor, count: int) -> Tensor:
-    """Rows that carry a canary, without their own loss: the first of the batch, or ones."""
-    first = leaf[:1] if len(leaf) else leaf.new_ones((1, *leaf.shape[1:]))
-    return first.expand(count, *leaf.shape[1:])
 
 
 def audit_loop(
@@ -174,9 +167,6 @@ class Script:
 def read_script(path: Path) -> Script:
     """Run a file, and take its loop: `init(dp_step, data, key)` and `step(dp_step, data, carry)`, as in `replay`; or
     `train(dp_step, data, key)`, a plain loop that yields what it has, before its first step and after each.
-
-    Raises:
-        InvalidArgument: a name is missing, or is something else.
     """
     names = runpy.run_path(str(path), run_name="__dpfunc__")
     own: dict[str, Any] = {name: names.get(name) for name in ("dp_step", "data", "init", "step", "train")}

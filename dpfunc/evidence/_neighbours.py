@@ -26,7 +26,7 @@ from dpfunc._utils.validation import integer, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
 from dpfunc.evidence._result import replay_values
-from dpfunc.evidence._watch import Release, Tape, WatchedStep, described, watched
+from dpfunc.evidence._watch import Tape, WatchedStep, described, watched
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, cpu_seeds, fold_in, insecure_key
 from dpfunc.step import DPStep
@@ -170,7 +170,7 @@ def replay(
     integer("steps", steps, minimum=1)
     integer("candidates", candidates, minimum=1)
     loop = partial(_run, dp_step, init, step, fold_in(insecure_key(0) if key is None else key, "replay"))
-    return compare(loop, data, steps, candidates, removed=dp_step.plan.adjacency != "replace_one")[0]
+    return compare(loop, data, steps, candidates, removed=dp_step.plan.adjacency != "replace_one")
 
 
 def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: int, tape: Tape) -> None:
@@ -188,12 +188,8 @@ def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: 
         tape.seen.append(left_in(Path(folder), lines()))
 
 
-def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> tuple[Replay, Tape]:
-    """The replay of a loop on a pytree of tensors or on `Rows`, and the tape of its first run; see `replay`.
-
-    Args:
-        removed: neighbours lack records; otherwise they have others in their place.
-    """
+def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> Replay:
+    """The `replay` of a loop on a pytree or `Rows`; neighbours lack records if `removed`, else have others instead."""
     first = Tape()
     loop(data, steps, first)
     again = Tape(forced=first)
@@ -234,11 +230,10 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     ]
     moved += _other_rows(first, neighbour, one) + _other_rows(first, fewer, most)
     moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
-    found = Replay(
+    return Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
         tuple(sorted(unsteady - {_SUM})[:_SHOWN]),
     )  # fmt: skip
-    return found, first
 
 
 def _largest(first: Tape, candidates: int, without: Callable[[Tensor, int], Tape]) -> tuple[int, float]:
@@ -298,8 +293,8 @@ def _other_rows(first: Tape, other: Tape, gone: Tensor) -> list[str]:
 
 def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
     """Differences beside the sums, without those that there are on the same data as well."""
-    pairs = zip(first.releases, other.releases, strict=False)
-    found = [f"step {number}: {what}" for number, pair in enumerate(pairs) for what in _different(*map(_facts, pair))]
+    pairs = enumerate(zip(first.releases, other.releases, strict=False))
+    found = [f"step {n}: {what}" for n, (one, two) in pairs for what in _different(one.facts, two.facts)]
     if len(first.releases) != len(other.releases):
         found.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
     nothing: dict[str, object] = {}
@@ -307,12 +302,6 @@ def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
     found += [f"step {number - 1}: {what}" for number, pair in enumerate(steps) for what in _different(*pair)]
     known = {_what(one) for one in unsteady}
     return [one for one in [*found, *_different(*left)] if _what(one) not in known]
-
-
-def _facts(release: Release) -> Mapping[str, object]:
-    """Parts of a release, beside its sum, that must not depend on records."""
-    clipped = release.clipped
-    return {"sensitivity": clipped.sensitivities, "clip groups": clipped.group_of, "key of the noise": release.key}
 
 
 def _different(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:

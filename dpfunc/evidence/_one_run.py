@@ -115,6 +115,8 @@ def audit(
     >>> audit(rng.normal(4.0, 1.0, 500), rng.normal(0.0, 1.0, 500), delta=1e-5, claim=1.0)  # doctest: +ELLIPSIS
     Audit(epsilon >= 4.439, 7.366 if Gaussian, at delta=1e-05, ...; 500 of 500 guesses right; claim 1 is refuted)
     """
+    from scipy.special import ndtr, ndtri
+
     inside, outside = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
     open_unit("delta", delta)
     alpha = 1.0 - open_unit("confidence", confidence)
@@ -122,19 +124,15 @@ def audit(
     m, level = len(inside) + len(outside), alpha / len(tried)
 
     epsilon, best = _largest(lambda epsilon, made: _p_value(m, made, epsilon, delta) <= level, tried)
-    mu, _ = _largest(lambda mu, made: _refutes_curve(m, made, level, _gaussian_curve(mu)), tried)
+    mu, _ = _largest(lambda mu, made: _refutes_curve(m, made, level, lambda t: float(ndtr(ndtri(t) - mu))), tried)
     claimed, exceeds = None, None
     if isinstance(claim, Ledger):
-        claimed = claim.epsilon(delta).epsilon
-        exceeds = math.isfinite(claimed)
-        if exceeds:
-            curve = _ledger_curve(claim)
-            exceeds = any(_refutes_curve(m, made, level, curve) for made in tried)
+        claimed, curve = claim.epsilon(delta).epsilon, _ledger_curve(claim)
+        exceeds = math.isfinite(claimed) and any(_refutes_curve(m, made, level, curve) for made in tried)
     elif claim is not None:
         claimed = non_negative("claim", claim)
         exceeds = epsilon > claimed
-    bounds = (epsilon, gaussian_epsilon(mu, delta))
-    return Audit(*bounds, delta, confidence, m, len(tried), best, claim=claimed, exceeds=exceeds)
+    return Audit(epsilon, gaussian_epsilon(mu, delta), delta, confidence, m, len(tried), best, claimed, exceeds)
 
 
 def _scores(name: str, values: Any) -> Array:
@@ -217,12 +215,6 @@ def _p_value(m: int, made: Guesses, epsilon: float, delta: float) -> float:
     steps = np.arange(1, made.correct + 1)
     lower = np.append(bdtrc(made.correct - 1 - steps[:-1], made.total, q), 1.0)
     return tail + 2 * m * delta * float(np.max((lower - tail) / steps))
-
-
-def _gaussian_curve(mu: float) -> Curve:
-    from scipy.special import ndtr, ndtri
-
-    return lambda true: float(ndtr(ndtri(true) - mu))
 
 
 def _ledger_curve(ledger: Ledger) -> Curve:

@@ -43,7 +43,7 @@ def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -
     """The values of a result; `source` is the script, or the job file of a run."""
     from dpfunc._utils.versions import installed
 
-    costs = (_cost(to_values(event)) for event in plan.events(0, max(1, found["steps"])))
+    costs = ({**to_values(event), "num_steps": 1} for event in plan.events(0, max(1, found["steps"])))
     return signed({
         "schema": schema,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -57,17 +57,8 @@ def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -
     })  # fmt: skip
 
 
-def _cost(event: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one step."""
-    return {**event, "num_steps": 1}
-
-
 def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str, Any]:
-    """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any.
-
-    Raises:
-        InvalidArgument: no such result, or one of another plan, job, run or model.
-    """
+    """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any."""
     text = path.read_bytes() if path.is_file() else b""
     try:
         found = unique_json(text)
@@ -87,7 +78,7 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
 
 def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> Iterator[tuple[str, bool]]:
     """Parts of a result, and True for those that are as in the certificate of a run."""
-    known = [_cost(event) for row in values["steps"] for event in row["events"]]
+    known = [{**event, "num_steps": 1} for row in values["steps"] for event in row["events"]]
     yield "events", bool(found["events"]) and all(event in known for event in found["events"])
     yield "adjacency", found["adjacency"] == values["claim"]["adjacency"]
     yield "source", found["of"] == "script" or (job.is_file() and found["source"] == sha256(job))

@@ -31,7 +31,7 @@ class Release:
     """One call of the mechanism."""
 
     clipped: ClippedSum
-    key: str
+    facts: Mapping[str, object]  # that must not depend on records
     values: dict[str, Tensor]
     state: Any
 
@@ -78,14 +78,15 @@ class WatchedNoise:
             if tape.forced is not None and place < len(tape.forced.releases):
                 before = tape.forced.releases[place]
                 values, after = before.values, before.state
-            tape.releases.append(Release(kept, fingerprint(key), _copied(values), after))
-            return _copied(values), after
+            facts = {
+                "sensitivity": kept.sensitivities,
+                "clip groups": kept.group_of,
+                "key of the noise": fingerprint(key),
+            }
+            tape.releases.append(Release(kept, facts, values, after))
+            return {name: value.clone() for name, value in values.items()}, after
 
         return Mechanism(inner.init, add)
-
-
-def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in values.items()}
 
 
 @dataclass(frozen=True)

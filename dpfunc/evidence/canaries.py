@@ -91,11 +91,9 @@ class Canaries:
         >>> canaries.extend(torch.zeros(3, 4))[1]
         tensor([-1, -1, -1,  0,  1])
         """
-        n, m = batch_size(data), len(self.names)
-        if not n:
+        if not batch_size(data):
             raise InvalidArgument("Expected data with at least one record, got none: canaries take its shapes.")
-        extended = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(m, *leaf.shape[1:])]), data)
-        return extended, torch.cat([torch.full((n,), -1), torch.arange(m)])
+        return behind(data, torch.arange(len(self.names)))
 
     def loss(self, loss_fn: LossFn) -> LossFn:
         """The loss of batches of `extend(data)`: that of each record, and `norm * param[position]` of each canary.
@@ -140,6 +138,16 @@ class Canaries:
     def _owned(self) -> dict[str, Tensor]:
         """Parameter -> canaries in it, bool, (m,)."""
         return {name: torch.tensor([own == name for own in self.names]) for name in dict.fromkeys(self.names)}
+
+
+def behind(data: Batch, own: Tensor) -> tuple[Batch, Tensor]:
+    """Data with the canaries of these numbers behind it, see `Canaries.extend`; with no record, ones stand for each."""
+
+    def extended(leaf: Tensor) -> Tensor:
+        row = leaf[:1] if len(leaf) else leaf.new_ones((1, *leaf.shape[1:]))
+        return torch.cat([leaf, row.expand(len(own), *leaf.shape[1:])])
+
+    return tree_map(extended, data), torch.cat([torch.full((batch_size(data),), -1), own])
 
 
 def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) -> Tensor:

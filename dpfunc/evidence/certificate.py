@@ -141,7 +141,9 @@ def certify(
         values["budget"] = _place(folder / _PLACE, values["claim"])
     values["assumptions"] = _assumptions(values)
     if private_key is not None:
-        values["signature"] = _sign(_canonical(values).encode(), private_key)
+        key = _read_key("private", Path(private_key))
+        public, signature = key.public_key().public_bytes_raw().hex(), key.sign(_canonical(values).encode()).hex()
+        values["signature"] = {"algorithm": "Ed25519", "public_key": public, "value": signature}
     values["digest"] = _digest(values)
     path = Path(out or folder / FILE)
     chain.replace_file(path, _canonical(values))
@@ -328,7 +330,8 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
     yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
     points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
-    wrong = sum(not _near(epsilon, ledger.epsilon(delta, method).epsilon) for delta, epsilon in points)
+    again = [_close("", epsilon, ledger.epsilon(delta, method).epsilon) for delta, epsilon in points]
+    wrong = sum(not each.agrees for each in again)
     yield Finding("trade-off curve", wrong == 0 < len(points), f"{len(points)} points, {wrong} of them differ")
     for each in result["attacker"]:
         rate = each["false_positives"]
@@ -348,19 +351,9 @@ def _in_budget(place: Mapping[str, Any], own: Ledger) -> Finding:
     return Finding("budget of the data set", total <= place["epsilon"] * (1 + _ROUNDING), found)
 
 
-def _near(said: float, found: float) -> bool:
-    return math.isclose(said, found, rel_tol=_ROUNDING, abs_tol=1e-9)
-
-
 def _close(name: str, said: float, found: float) -> Finding:
-    return Finding(name, _near(said, found), f"{said:.6g}, computed again {found:.6g}")
-
-
-def _sign(content: bytes, private_key: Path | str) -> dict[str, str]:
-    """The signature of a content by the key in a PEM file, and its public key."""
-    key = _read_key("private", Path(private_key))
-    public = key.public_key().public_bytes_raw().hex()
-    return {"algorithm": "Ed25519", "public_key": public, "value": key.sign(content).hex()}
+    same = math.isclose(said, found, rel_tol=_ROUNDING, abs_tol=1e-9)
+    return Finding(name, same, f"{said:.6g}, computed again {found:.6g}")
 
 
 def _signed_by(signature: Any, content: bytes, public_key: Path | str | None) -> tuple[bool, str]:

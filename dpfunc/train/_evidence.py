@@ -164,7 +164,7 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
         prepared, key = _prepared(run, Path(name) / "run")
         loop, plan = _JobLoop(prepared, key, Path(name) / "run"), cast(Plan, prepared.plan)
         data, removed = Rows(tuple(prepared.records.units)), plan.adjacency != "replace_one"
-        found, _ = compare(loop, data, steps, candidates, removed=removed)
+        found = compare(loop, data, steps, candidates, removed=removed)
     recorded = read_steps(run / files.JOURNAL).get(fingerprint(key), {})
     return found, replay_values(found, run / "job.json", plan, {
         "run": fingerprint(key),

@@ -56,7 +56,7 @@ def test_faults_of_a_job_are_found(loop, fault, monkeypatch):
     """`python -m benchmarks.evidence` does it with 20 seeds each."""
     step, words = JOB_FAULTS[fault]
     monkeypatch.setattr(DPTrainer, "training_step", step)
-    found, _ = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 8, 1)
+    found = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 8, 1)
     assert any(words in moved for moved in found.moved), found
 
 
