@@ -15,6 +15,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Batch, Params
 
+_SHARED = "Keep what is the same for all samples out of the batch: close over it in loss_fn."
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -40,11 +41,7 @@ def _refuse(batch: Batch) -> NoReturn:
     for path, leaf in leaves:
         name = "batch" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
-            advice = (
-                "Make tensors of texts in the collate_fn of plan.loader."
-                if isinstance(leaf, str)
-                else "Keep what is the same for all samples out of the batch: close over it in loss_fn."
-            )
+            advice = "Make tensors of texts in the collate_fn of plan.loader." if isinstance(leaf, str) else _SHARED
             raise InvalidArgument(
                 f"Expected every leaf of the batch to be a tensor, got {name} of type {type(leaf).__name__}. {advice}"
             )
@@ -55,10 +52,7 @@ def _refuse(batch: Batch) -> NoReturn:
                 "length in the collate_fn, with a mask; or call .to_dense()."
             )
         if leaf.ndim == 0:
-            raise InvalidArgument(
-                f"Expected axis 0 of {name} to be the samples, got a 0-dimensional tensor. "
-                "Keep what is the same for all samples out of the batch: close over it in loss_fn."
-            )
+            raise InvalidArgument(f"Expected axis 0 of {name} to be the samples, got a 0-dimensional tensor. {_SHARED}")
         sizes[name] = leaf.shape[0]
     listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
     raise InvalidArgument(
@@ -139,10 +133,7 @@ def check_named(params: Params) -> None:
 
 
 def refuse_narrow_range(params: Params) -> None:
-    """Refuse trained parameters of a type with few exponents: float16, or 8 bits.
-
-    A gradient beyond 65504 is infinite in float16, so its record would count as zero, and nobody would see it.
-    """
+    """Refuse trained parameters of a type with few exponents: float16, where 65504 is the largest number, or 8 bits."""
     for name, param in params.items():
         if param.dtype not in _TRAINED:
             raise InvalidArgument(
@@ -206,11 +197,7 @@ def own_digest(released: Params, params: Params, mark: Tensor) -> tuple[str, boo
 
 
 def refuse_sums(names: Sequence[str]) -> NoReturn:
-    """Refuse sums with a number that is not finite, which noise does not hide; no names: another process has the part.
-
-    Each sample has a bounded part in them, but a factor above 1 (of automatic rules) on very large numbers, before
-    they meet very small ones, can overflow.
-    """
+    """Refuse sums that are not finite, which noise does not hide; no names: another process has the part."""
     where = shorten(names) or "the part of another process"
     raise InvalidArgument(
         f"Expected finite sums of clipped gradients, got NaN or inf in {where}. "

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,11 +54,6 @@ from dpfunc.types import (
 
 # torch's generator, and the modules into which parameters are put, are those of the process: threads take turns.
 _TURN = threading.RLock()
-
-
-class _Groups(NamedTuple):
-    parts: Partition
-    bounds: tuple[float, ...]  # of each group
 
 
 @dataclass(frozen=True)
@@ -111,9 +106,9 @@ class ClippedGrad:
         bounds = group_bounds(self.clip.clip_norm, parts.group_names)
         if self.telemetry is not None:
             bounds = self.telemetry.bounds(bounds)
-        groups = _Groups(parts, tuple(bounds[group] for group in parts.group_names))
+        parts = replace(parts, bounds=tuple(bounds[group] for group in parts.group_names))
         if num_samples:
-            found = self._all_microbatches(groups, params, batch, real_B, key)
+            found = self._all_microbatches(parts, params, batch, real_B, key)
         else:
             none = torch.zeros(0, len(bounds), device=real_B.device)
             found = MicrobatchSums(zeros(params), none.sum(1), none, {})
@@ -125,28 +120,29 @@ class ClippedGrad:
         return clipped if self.telemetry is None else self.telemetry.add(clipped, unreleased, bounds), unreleased
 
     def _all_microbatches(
-        self, groups: _Groups, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
+        self, parts: Partition, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         num_samples = len(mask_B)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
         several = size < num_samples and not in_lockstep()
         state = state_before(self.loss_fn, params, rows(batch, 0, 1)) if several else ()
         generator = torch.default_generator.get_state()
+        sums: dict[str, Tensor] = {}
         found: list[MicrobatchSums] = []
         for number, start in enumerate(range(0, num_samples, size)):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             with first_row(start), self._seeded(key, number) as own_key:
-                own = self._microbatch(groups, params, chunk, chunk_mask_B, own_key)
+                own = self._microbatch(parts, params, chunk, chunk_mask_B, own_key)
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
                 with with_generator_state(generator):
                     refuse_counting(self.loss_fn, state)
-            if found:
-                own = _added_to(found[0].sums, own)
-            found.append(own)
-        losses, norms, aux = ([getattr(each, name) for each in found] for name in ("losses_B", "norms_BG", "aux"))
-        return MicrobatchSums(found[0].sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
+            for name, value in own.sums.items():
+                sums[name] = sums[name].add_(value) if name in sums else value
+            found.append(own._replace(sums={}))
+        _, losses, norms, _, aux = zip(*found, strict=True)
+        return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if self.microbatch_size is None:
@@ -168,14 +164,14 @@ class ClippedGrad:
             yield own_key
 
     def _microbatch(
-        self, groups: _Groups, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None
+        self, parts: Partition, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         start, generator = time.perf_counter(), torch.default_generator.get_state()
         per_sample = self.engine(self.loss_fn, params, microbatch)
         seconds = time.perf_counter() - start
         repeatable = isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
-        clip_and_sum = partial(self._clip_and_sum, groups, params, per_sample, mask_B)
+        clip_and_sum = partial(self._clip_and_sum, parts, params, per_sample, mask_B)
         # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
         # read the same marks.
         with exact(mask_B.device):
@@ -187,22 +183,15 @@ class ClippedGrad:
         return found
 
     def _clip_and_sum(
-        self, groups: _Groups, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
+        self, parts: Partition, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
         full = sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks)
-        norms_BG = groups.parts.norms(full)
-        factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(groups.bounds), mask_B)
-        sums = per_sample.weighted_sum(groups.parts.spread(factors_BG))
+        norms_BG = parts.norms(full)
+        factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(parts.bounds), mask_B)
+        sums = per_sample.weighted_sum(parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
-
-
-def _added_to(sums: dict[str, Tensor], own: MicrobatchSums) -> MicrobatchSums:
-    """A further microbatch without its sums, which are added to those of the first."""
-    for name, value in own.sums.items():
-        sums[name].add_(value)
-    return own._replace(sums={})
 
 
 def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
@@ -242,11 +231,7 @@ def make_clipped_grad(
     ranks: Ranks | None = None,
     telemetry: Telemetry | None = None,
 ) -> ClippedGrad:
-    """Prepare `clipped_grad` for many batches; the arguments are the same.
-
-    With `ranks`, parameters may be DTensors of which the engine sees the local parts. With `telemetry`, the sum of its
-    statistics is among the sums, see `clipping.Telemetry`.
-    """
+    """Prepare `clipped_grad` for many batches; with `ranks`, the engine sees the local parts of DTensors."""
     if not callable(loss_fn):
         raise InvalidArgument(f"Expected loss_fn to be a function (params, batch) -> losses, got {loss_fn!r}.")
     if not callable(getattr(clip, "factors", None)):

@@ -284,16 +284,13 @@ class Plan:
         return epsilon(self.ledger(num_steps), self.delta, self.accountant)
 
     def telemetry_errors(self, step: int = 0) -> dict[str, float]:
-        """Standard error that the noise gives each statistic of a step, known before the run.
+        """Standard error that the noise gives each statistic of a step (of a histogram each share), before the run.
 
         `z sqrt(K / share) h / b`, with h half of the distance of its bounds, b the expected batch size, and twice the
-        noise multiplier z with replace_one. How much batches differ from the data comes on top.
+        noise multiplier z with replace_one. How much batches differ from the data comes on top. Public.
 
         Args:
             step: number of the step, from 0.
-
-        Returns:
-            name -> standard error, of a histogram of each share. Public.
 
         Raises:
             InvalidArgument: noise other than `Gaussian`, which does not say its scale.

@@ -22,21 +22,12 @@ Strategy = Literal["head", "lora", "projector", "full", "pretrained"]
 
 @dataclass(frozen=True)
 class _Rule:
-    """Values of a strategy.
-
-    Args:
-        rate: of the first step; or a, low, high for a / sqrt(d) within these limits, since the noise of a step adds up
-            over the inputs of a neuron: no more was measured. That of a head is `_head_rate`.
-        hopeless: noise-to-signal ratio above which nothing was seen to be learnt. cheap: rows of a batch that cost
-            little time, so that a smaller one would only have more noise.
-    """
-
     sampling_prob: float
     steps: int
-    rate: float | tuple[float, float, float]
-    hopeless: float
+    rate: float | tuple[float, float, float]  # of the first step; or a, low, high of a / sqrt(d); of a head see `_rate`
+    hopeless: float  # noise-to-signal ratio above which nothing was seen to be learnt
     origin: str
-    cheap: int = 1
+    cheap: int = 1  # rows of a batch that cost little time: a smaller one would only have more noise
 
 
 _HEAD_STEPS = (200, 400)  # fewest and most: 4 / r between
@@ -46,7 +37,6 @@ _HEAD_WAY = 1.4  # r^(-1/4) times this / sqrt(T) is the rate of a head on rows o
 _CONSTANT = 0.5  # feature of `unit_rows` beside a row of norm 1: a longer one takes noise from what tells classes apart
 _BESIDE_RATE = 0.5  # times k^(1/4) / sqrt(r): how far a step can move a logit of a head beside adapters
 _BESIDE_RANGE = (2.0, 18.0)  # more lost accuracy on texts, less was not measured
-_UNSEARCHED = "not measured here"
 _RULES: dict[Strategy, _Rule] = {
     "head": _Rule(0.5, 100, math.nan, 0.25, "chosen on six data sets"),
     "lora": _Rule(0.16, 40, 1e-3, 1.0, "measured on two data sets of texts, in one layer"),
@@ -54,7 +44,7 @@ _RULES: dict[Strategy, _Rule] = {
         0.1, 100, (8.0, 0.0, 0.05), 1.0, "measured on two data sets of images, in one language model", cheap=1000
     ),
     "full": _Rule(0.1, 100, (2.0, 0.002, 0.1), 1.0, "chosen on four data sets", cheap=1000),
-    "pretrained": _Rule(0.1, 100, 5e-4, 1.0, f"{_UNSEARCHED}: that of Li et al. 2022"),
+    "pretrained": _Rule(0.1, 100, 5e-4, 1.0, "not measured here: that of Li et al. 2022"),
 }
 STRATEGIES: tuple[Strategy, ...] = tuple(_RULES)
 
@@ -260,8 +250,9 @@ def recipe(
     """Settings that work at the first try, from public facts alone.
 
     Every argument is public: the budget, the shape of the model, and n, which a plan publishes anyway. Nothing here
-    reads a record, so a recipe costs no privacy. Where noise hides nearly all, it warns (`NoiseWarning`). With sigma_1,
-    the noise of one release of all records at (epsilon, delta), and k = num_head_parameters / num_classes inputs:
+    reads a record, so a recipe costs no privacy and may be published. Where noise hides nearly all, it warns
+    (`NoiseWarning`). With sigma_1, the noise of one release of all records at (epsilon, delta), and
+    k = num_head_parameters / num_classes inputs:
 
         r = sqrt(d) sigma_1 / n                                          noise-to-signal ratio of the whole run
         T = 4 / r, at least 200 and at most 400                          steps of a head
@@ -296,9 +287,6 @@ def recipe(
         feature_norm: norm of what a row gives to the head, the 1 of its bias included, > 0; with a head only. None: 1,
             that of `Head` and `unit_rows`; behind a layer norm it is sqrt(k). It must be known without the data.
         sampling_prob: q, 0 < q <= 1. A smaller one costs less time and a little accuracy. None: see above.
-
-    Returns:
-        A `Recipe`, which may be published.
 
     Raises:
         InvalidArgument: a value outside its domain; num_classes or feature_norm without a head.
@@ -346,11 +334,7 @@ def recipe(
 def _head_inputs(
     strategy: Strategy, d: int, num_classes: int | None, num_head_parameters: int | None, feature_norm: float | None
 ) -> float | None:
-    """Inputs of the head, its bias included; None without a head.
-
-    Raises:
-        InvalidArgument: a head that the strategy does not have, or lacks.
-    """
+    """Inputs of the head, its bias included; None without a head."""
     if strategy == "head":
         if num_classes is None:
             raise fail("num_classes >= 1 with a head", "num_classes", num_classes, "Pass the number of its outputs.")

@@ -154,10 +154,7 @@ def fingerprint(key: Key) -> str:
 
 
 class Words:
-    """A keyed AES-128-CTR stream of 64-bit words, opened again for each key: making a stream costs ten times as much.
-
-    The words are those of `stream(key)`. One thread at a time.
-    """
+    """The words of `stream(key)`, opened again for each key: a stream costs ten times as much. One thread at a time."""
 
     def __init__(self) -> None:
         from randomgen import AESCounter

@@ -257,11 +257,7 @@ def check_new_journal(journal: object, plan: Plan) -> None:
 
 
 def check_journal(state: StepState, journal: object) -> None:
-    """Check that a resumed run writes on in the journal that it was resumed with.
-
-    Without it, or in another file, a second resumption would not know of these steps, and would release their noise on
-    other values.
-    """
+    """Check that a resumed run writes on in the journal that it was resumed with, which a second resumption reads."""
     file = getattr(journal, "file", None)
     other = file is not None and os.path.realpath(file) != os.path.realpath(state.journal)
     if state.journal and (journal is None or other):

@@ -105,10 +105,7 @@ class DPStep:
         return StepResult(self._divide(released, params, state.step), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
-        """Find what can be wrong with a call before anything is computed or spent, on any process; the rows to clip.
-
-        That the numbers of params are finite is read together with the digest, before the release (`_record`).
-        """
+        """Find what can be wrong before anything is spent, on any process; not finite numbers: see `_record`."""
         if self.ranks is not None or initialized():  # others may have joined since the step was made
             check_ranks(self.ranks, self.clipped_grad.microbatch_size)
         if self.ranks is None:
@@ -158,7 +155,7 @@ class DPStep:
         rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
         if self.ranks is None:
-            with process_context(None, independent=True):
+            with process_context("independent"):
                 return self.clipped_grad(params, rows.batch, mask_B=rows.mask_B, key=key, checked=True)
         with gathered(params, self.ranks) as whole:
             batch, mask_B = padded(rows, self.ranks)

@@ -5,6 +5,7 @@ Axis letters: B samples, G clip groups, T positions, d features.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -43,11 +44,9 @@ class PerSampleGrads(Protocol):
 
     def sq_norms(self) -> dict[str, Tensor]:
         """Squared L2 norm of each sample's gradient, for each parameter: name -> (B,), float32 or float64."""
-        ...
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`sum_i factors[name][i] * grad_i[name]`; a factor of 0 removes its row even where it is not finite."""
-        ...
 
 
 Engine = Callable[[LossFn, Params, Batch], PerSampleGrads]
@@ -70,7 +69,6 @@ class ClipRule(Protocol):
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """Scale factors (B, G) for finite norms; `dpfunc.clipping` enforces `factor * norm <= bound` after it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -252,12 +250,7 @@ class Schedule:
 
     def at(self, step: int) -> float:
         """The value at a step, counted from 0."""
-        end = 0
-        for num_steps, value in self.pieces:
-            end += num_steps
-            if step < end:
-                return value
-        return self.pieces[-1][1]
+        return self.pieces[bisect(self.starts(), step) - 1][1]
 
     def starts(self) -> tuple[int, ...]:
         """The steps at which the value may change, from 0."""

@@ -43,10 +43,7 @@ def checksum_and_marks(tensors: Iterable[tuple[str, Tensor]], marks: Iterable[Te
 
 
 def _condensed(words: Tensor) -> Tensor:
-    """Sums over the rows and over the columns of many words, and what is left; few words as they are.
-
-    One word, or two, cannot change, or change places, without a change of these sums, which take half the time.
-    """
+    """Few words as they are; of many the sums of rows and columns, which one or two changes change, and the rest."""
     count = len(words) // _COLUMNS
     if count < 2:
         return words

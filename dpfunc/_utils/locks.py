@@ -17,7 +17,7 @@ _FAR = 2**40  # Windows locks bytes, and others may not read them: one that no f
 _PAUSE = 0.05
 _ATTEMPTS = 100
 
-_held: dict[Path, int] = {}  # lock files of this process, and how many blocks hold each
+_held: set[Path] = set()  # lock files of this process
 
 
 def lock(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
@@ -63,19 +63,15 @@ def only_process(folder: Path) -> Iterator[None]:
     """
     path = folder.resolve() / LOCK_FILE
     if path in _held:
-        _held[path] += 1
-        try:
-            yield
-        finally:
-            _held[path] -= 1
+        yield
         return
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     handle = _taken(path, folder)
-    _held[path] = 1
+    _held.add(path)
     try:
         yield
     finally:
-        del _held[path]
+        _held.remove(path)
         if sys.platform == "win32":  # where an open file cannot be removed
             os.close(handle)
             with suppress(OSError):
@@ -117,10 +113,7 @@ def _taken(path: Path, folder: Path) -> int:
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Inside, `abandoned(folder)` is False for all processes; also after the folder was renamed.
-
-    Without locks on directories (Windows, some file systems) nothing happens.
-    """
+    """Inside, `abandoned(folder)` is False for all, also after a rename; no effect where folders have no locks."""
     handle = -1
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,7 @@
 """Rules for communication with the other processes of a run: none inside of the loss, or the same in all of them.
 
-Where a model is sharded, its forward and backward passes are exchanges between all processes: each must run the same
-ones, in the same order. What an engine decides by the values of its own rows must then be decided by all; and who fails
-says so in the store of the job, since the others wait for it inside of the model.
+Where a model is sharded, all run the same passes in the same order: what an engine decides by the values of its own
+rows is decided by all, and who fails says so in the store of the job, since the others wait inside of the model.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,15 +21,8 @@ from torch import Tensor
 from dpfunc._utils.dtensor import is_dtensor
 from dpfunc.errors import StepAborted, UnsupportedModel
 
-
-class _ProcessContext(NamedTuple):
-    """Other processes that take part in a step."""
-
-    group: dist.ProcessGroup | None  # processes with other records; None for a step of one process
-    independent: bool  # nothing inside of the loss communicates
-
-
-_context: ContextVar[_ProcessContext | None] = ContextVar("dpfunc_process_context", default=None)
+# In a step: the processes with other records, in lockstep; or "independent", nothing in the loss communicates.
+_context: ContextVar[dist.ProcessGroup | Literal["independent"] | None] = ContextVar("dpfunc_process", default=None)
 broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 """Groups in which messages of a step that one process left are still on their way, and why it left."""
 
@@ -40,10 +32,10 @@ _FAILED, _ENDED = "dpfunc/failed", "dpfunc/ended"
 
 
 @contextmanager
-def process_context(group: dist.ProcessGroup | None, *, independent: bool) -> Iterator[None]:
-    """Inside, a step computes its gradients together with these processes, or independently of them."""
+def process_context(processes: dist.ProcessGroup | Literal["independent"]) -> Iterator[None]:
+    """Inside, a step computes its gradients in lockstep with processes that have other records, or independently."""
     with ExitStack() as stack:
-        stack.callback(_context.reset, _context.set(_ProcessContext(group, independent)))
+        stack.callback(_context.reset, _context.set(processes))
         stack.push(lambda kind, error, trace: failed(error))
         yield
 
@@ -70,10 +62,15 @@ class AllGather:
         arrived(gather(output_tensor, input_tensor, group=group, async_op=True))
 
 
+def _lockstep_group() -> dist.ProcessGroup | None:
+    processes = _context.get()
+    return None if processes == "independent" else processes
+
+
 def over_gloo() -> bool:
     """True in lockstep with processes whose messages a thread of the host waits for."""
-    context = _context.get()
-    return context is not None and not context.independent and dist.get_backend(context.group) == "gloo"
+    group = _lockstep_group()
+    return group is not None and dist.get_backend(group) == "gloo"
 
 
 def _store() -> Any:
@@ -94,11 +91,11 @@ def told() -> str:
 
 def failed(error: BaseException | None) -> None:
     """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all."""
-    context: Any = _context.get()
-    if error is None or not in_lockstep():
+    group: Any = _lockstep_group()
+    if error is None or group is None:
         return
     store, own = _store(), tell(error)
-    place = f"dpfunc/{context.group._get_sequence_number_for_group()}"
+    place = f"dpfunc/{group._get_sequence_number_for_group()}"
     all_failed = store.add(f"{place}/failed", 1) == dist.get_world_size()
     end = time.monotonic() + _ALIKE
     while not all_failed and time.monotonic() < end and not any(store.check([key]) for key in (place, _ENDED)):
@@ -107,7 +104,7 @@ def failed(error: BaseException | None) -> None:
     if verdict == "all":
         return
     first = store.compare_set(_ENDED, "", verdict).decode()
-    broken[context.group] = (
+    broken[group] = (
         f"A process failed inside of a sharded model ({first}). No process took the step, nothing was released and "
         "nothing was spent. The others were waiting for it, so that these processes cannot go on together: start all "
         "of them again, from the last checkpoint."
@@ -115,7 +112,7 @@ def failed(error: BaseException | None) -> None:
     if first == own:
         time.sleep(2 * _LOOK.total_seconds())  # where the store ends with this process, the others can read it
         raise error
-    raise StepAborted(broken[context.group]) from error
+    raise StepAborted(broken[group]) from error
 
 
 def initialized() -> bool:
@@ -125,25 +122,23 @@ def initialized() -> bool:
 
 def is_independent() -> bool:
     """True if nothing inside of the loss may communicate."""
-    context = _context.get()
-    return context is not None and context.independent
+    return _context.get() == "independent"
 
 
 def in_lockstep() -> bool:
     """True if all processes must run the same forward and backward passes."""
-    context = _context.get()
-    return context is not None and not context.independent
+    return _lockstep_group() is not None
 
 
 def on_any_process(flag: bool) -> bool:
     """True if a flag is set on this process, or on one with other records that runs in lockstep with it."""
-    context = _context.get()
-    if context is None or context.independent:
+    group = _lockstep_group()
+    if group is None:
         return flag
     count = torch.tensor([flag], dtype=torch.float32)
-    if dist.get_backend(context.group) == "nccl":
+    if dist.get_backend(group) == "nccl":
         count = count.cuda()
-    arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=context.group, async_op=True))
+    arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=group, async_op=True))
     return bool(count > 0)
 
 

@@ -197,8 +197,8 @@ def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> S
     if history.values["noise"] != _NO_STATE:
         raise CheckpointError(
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise may "
-            "be correlated over steps. Resume with journal=, and with what the run was started with; or begin a new run "
-            f"that counts this one: {_BEGIN})."
+            "be correlated over steps. Resume with journal=, and with what the run was started with; or begin a new "
+            f"run that counts this one: {_BEGIN})."
         )
     epoch = getattr(plan.sampler, "steps_per_epoch", 1)
     if state.step % epoch:

@@ -42,10 +42,7 @@ def _check_one(name: str, value: float) -> float:
 
 
 def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str, ...]) -> dict[str, float]:
-    """Bound C_g of each group, from one bound on the whole gradient or one for each.
-
-    A number is the bound on the whole gradient, in equal parts: `C_g = clip_norm / sqrt(G)`. A mapping names each.
-    """
+    """Bound C_g of each group: as a mapping says, or `clip_norm / sqrt(G)` of one on the whole gradient."""
     if not isinstance(clip_norm, Mapping):
         return {group: clip_norm / math.sqrt(len(group_names)) for group in group_names}
     if set(clip_norm) != set(group_names):

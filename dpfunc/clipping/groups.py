@@ -106,6 +106,7 @@ class Partition:
 
     group_of: Mapping[str, str]
     group_names: tuple[str, ...]
+    bounds: tuple[float, ...] = ()  # of each group
 
     def norms(self, sq_norms: Mapping[str, Tensor]) -> Tensor:
         """Norms of each sample in each group, (B, G), from squared norms name -> (B,)."""

@@ -47,7 +47,7 @@ def check_placements(params: Params, ranks: Ranks) -> None:
 
 def in_step(ranks: Ranks) -> AbstractContextManager[None]:
     """Inside, this process takes a step together with the others; see `lockstep.process_context`."""
-    return process_context(ranks.group, independent=ranks.independent)
+    return process_context("independent" if ranks.independent else ranks.group)
 
 
 @contextmanager

@@ -151,10 +151,7 @@ def refuse_old_vmap(module: nn.Module) -> None:
 
 @contextmanager
 def recovered(module: nn.Module) -> Iterator[None]:
-    """Inside, an error in a forward or backward pass resets sharded parts, so that the next pass can begin.
-
-    Who waits for the parameters of another process learns that it failed (`lockstep.arrived`).
-    """
+    """Inside, an error in a pass resets sharded parts for the next; who waits for another learns of it (`arrived`)."""
     done = False
     for part in fsdp_parts(module).values() if over_gloo() else ():
         with suppress(AttributeError, ValueError):  # an older torch, or several meshes: a timeout ends the wait

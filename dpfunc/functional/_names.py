@@ -78,10 +78,7 @@ def _unknown(module: nn.Module, named: Mapping[str, Tensor], unknown: Sequence[s
 
 
 def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """For each parameter and buffer (by id) one name for each module attribute that holds it.
-
-    A module that is registered under two names has the first one alone: its places would be swapped twice.
-    """
+    """For each parameter and buffer (by id) one name for each module attribute that holds it, to be swapped once."""
     places: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():  # each module once
         for attribute, tensor in {**owner._parameters, **owner._buffers}.items():

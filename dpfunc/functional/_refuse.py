@@ -25,11 +25,7 @@ _CHECKPOINTED = (
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel and of `torch.compile`.
-
-    The first would average gradients that must be clipped before; the second puts `_orig_mod.` before each name, and
-    hides operations that a step must see.
-    """
+    """The module inside of DistributedDataParallel, which averages gradients, and torch.compile, which hides code."""
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"Expected a torch module, got {type(module).__name__}.")
     if isinstance(module, nn.parallel.DistributedDataParallel):

@@ -18,25 +18,13 @@ from dpfunc.errors import UnsupportedModel
 _PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 
 
-def batchnorm_names(module: nn.Module) -> list[str]:
-    """The names of the BatchNorm layers of a module, in any mode, each layer once; its type if it is one itself.
-
-    >>> batchnorm_names(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    ['1']
-    """
-    return [name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-
-
 def count_batchnorm(module: nn.Module) -> int:
-    """Count the BatchNorm layers of a module, in training and in evaluation mode.
-
-    Args:
-        module: any module.
+    """Count the BatchNorm layers of any module, in training and in evaluation mode, each once.
 
     >>> count_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)))
     2
     """
-    return len(batchnorm_names(module))
+    return sum(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:

@@ -145,7 +145,7 @@ def late_use(engine, independent):
 
     run, params = getattr(engines, engine)(), {"w": torch.linspace(-1, 1, 6).reshape(2, 3)}
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    with process_context(dist.group.WORLD, independent=independent):
+    with process_context("independent" if independent else dist.group.WORLD):
         run(losses, params, batch).sq_norms()
         batch *= 1000 if dist.get_rank() == 1 else 1
         found = run(losses, params, batch).sq_norms()["w"]

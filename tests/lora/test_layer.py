@@ -69,10 +69,11 @@ def test_merge(kind):
         torch.testing.assert_close(logits(adapter.forward(adapter.params, x)), plain, rtol=1e-4, atol=1e-5)
         params = random_b(adapter.params)
         merged = logits(adapter.merge(params)(x))
-        assert torch.allclose(logits(adapter.forward(params, x)), merged, rtol=1e-4, atol=1e-3), options
+        rounding = {"rtol": 1e-4, "atol": 1e-3 + 1e-6 * float(merged.detach().abs().max())}
+        assert torch.allclose(logits(adapter.forward(params, x)), merged, **rounding), options
         assert not torch.allclose(merged, plain, atol=1e-3), options
         with torch.no_grad():  # TransformerEncoderLayer then hands its weights to one kernel and calls no layer
-            assert torch.allclose(logits(adapter.forward(params, x)), merged, rtol=1e-4, atol=1e-3), options
+            assert torch.allclose(logits(adapter.forward(params, x)), merged, **rounding), options
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from scipy import stats
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import FixedSize, InOrder, Poisson, RandomAllocation, Shuffled
-from dpfunc.types import ADJACENCIES
+from dpfunc.types import ADJACENCIES, Capped, Event
 
 KEY = insecure_key(0)
 every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
@@ -73,6 +73,13 @@ def test_steps_are_independent(sampler, lag):
     both, trials = int((member_TN[lag:] * member_TN[:-lag]).sum()), member_TN[lag:].size
     for factor, accepted in ((1.0, True), (0.9, False), (1.1, False)):
         assert (1e-6 < stats.binom.cdf(both, trials, factor * 0.04) < 1 - 1e-6) == accepted
+
+
+def test_shuffled_is_not_accounted_as_poisson():
+    """100 batches of 1 % cost a whole Gaussian release, not a hundred amplified ones."""
+    assert Shuffled(10_000, 100).events(0, 100, 1.0) == (Event(1.0, 1.0, 1),)
+    assert Poisson.of_batch_size(10_000, 100).events(0, 100, 1.0) == (Event(0.01, 1.0, 100),)
+    assert FixedSize(10_000, 100).events(0, 100, 1.0) == (Capped(1.0, 1.0, 100, 10_000, 100),)
 
 
 def test_which_neighbours_a_sampler_covers():
