@@ -17,20 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Direction, above, part_masses, point
 from dpfunc.accounting._search import falling_root
-from dpfunc.accounting._tilted_aim import (
-    Aim,
-    Sampled,
-    best_tilt,
-    choose_ends,
-    laplace,
-    make_aim,
-    renyi_estimate,
-    saddle,
-    sampled_losses,
-)
 from dpfunc.accounting._tilted_law import Atoms, Fixed, Kind, Law, TiltedUnavailable, atoms, gaussian_part, tilt
 from dpfunc.accounting._tilted_sum import compose
 
@@ -74,8 +64,8 @@ def tilted_epsilon(
 def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
     """Fast estimate of epsilon by Laplace's method, within some percent for many steps; not a bound."""
     kinds = _within_domain(kinds, delta)
-    few, log_delta = sampled_losses(kinds, direction, delta, 32, fixed), math.log(delta)
-    return laplace(few, best_tilt(few, log_delta), log_delta)[0]
+    few, log_delta = aims.sampled_losses(kinds, direction, delta, 32, fixed), math.log(delta)
+    return aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)[0]
 
 
 def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
@@ -126,15 +116,15 @@ def one_direction(
     Each round chooses parameters for an epsilon, and bounds it, until they were made for about the one that was found.
     """
     log_delta = math.log(delta)
-    few = sampled_losses(kinds, direction, delta, 32, fixed)
-    t = best_tilt(few, log_delta)
-    base = sampled_losses(kinds, direction, delta, 0, fixed)
-    renyi = 0.0 if floor else max(0.0, renyi_estimate(base, t, log_delta))
-    about, t = laplace(few, t, log_delta)
+    few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
+    t = aims.best_tilt(few, log_delta)
+    base = aims.sampled_losses(kinds, direction, delta, 0, fixed)
+    renyi = 0.0 if floor else max(0.0, aims.renyi_estimate(base, t, log_delta))
+    about, t = aims.laplace(few, t, log_delta)
     slope = t
     best, fine = math.inf, _FINE[bool(fixed)]
     for _ in range(_MAX_ROUNDS):
-        aim = make_aim(few, about, slope, t, log_delta, fine)
+        aim = aims.make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
         gain, best = best - found, min(best, found)
         settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
@@ -142,14 +132,14 @@ def one_direction(
             break
         fine /= 8 if settled else 1
         about, slope = best, steepness
-        t = saddle(few, about)
+        t = aims.saddle(few, about)
     return _Bound(best, renyi)
 
 
-def discrete_laws(base: Sampled, aim: Aim) -> list[Law]:
+def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
     """The tilted law of each kind on its cells."""
     laws = [tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
-    ends = choose_ends(base, aim) if len(base.steps) else []
+    ends = aims.choose_ends(base, aim) if len(base.steps) else []
     lengths = np.array([len(some) for some in ends])
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)

@@ -15,24 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dpfunc.engines import _numerics as numerics
 from dpfunc.engines._cost import matrix
-from dpfunc.engines._numerics import (
-    LONG,
-    ROUNDINGS,
-    TOLERATED,
-    accumulation_dtype,
-    any_dropped,
-    cancelling_samples,
-    exact,
-    in_pieces,
-    lengths,
-    mended_pairs,
-    of_pairs,
-    safe_sq_norms,
-    sq_sum,
-    to_accumulation_dtype,
-    without_dropped,
-)
+from dpfunc.engines._numerics import to_accumulation_dtype
 
 # Larger gradients (numbers of all samples) are not copied to be computed with others.
 _SMALL = 2**15
@@ -73,10 +58,10 @@ class Dense:
         return self.grads_B
 
     def sq_norms(self) -> Tensor:
-        return sq_sum(_flat(self.grads_B))
+        return numerics.sq_sum(_flat(self.grads_B))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        factors_B, grads_B = without_dropped(factors_B, self.grads_B)
+        factors_B, grads_B = numerics.without_dropped(factors_B, self.grads_B)
         flat_BP = to_accumulation_dtype(_flat(grads_B))
         return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
 
@@ -110,7 +95,7 @@ class Zeros:
         return to_accumulation_dtype(self.like.new_zeros(self.num_samples))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        return torch.zeros_like(self.like, dtype=accumulation_dtype(self.like.dtype))
+        return torch.zeros_like(self.like, dtype=numerics.accumulation_dtype(self.like.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,31 +127,31 @@ class Outer:
             return _of_one_product(self.a_BTp[:, 0], self.b_BTd[:, 0])
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
-            return safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
-        sq_norms_B, reach_B, lost_B = mended_pairs(
+            return numerics.safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
+        sq_norms_B, reach_B, lost_B = numerics.mended_pairs(
             self._ghost(a_BTp, b_BTd),
             lambda doubtful_B: self._measured(a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()),
         )
-        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
+        return numerics.safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     @staticmethod
     def _measured(a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
         """Squared norms of the formed gradients, and the sums of the norms of all positions."""
-        reach_B = (lengths(a_BTp, 2) * lengths(b_BTd, 2)).sum(1)
+        reach_B = (numerics.lengths(a_BTp, 2) * numerics.lengths(b_BTd, 2)).sum(1)
 
         def form(a: Tensor, b: Tensor) -> tuple[Tensor]:
-            return (sq_sum((a.transpose(1, 2) @ b).flatten(1)),)
+            return (numerics.sq_sum((a.transpose(1, 2) @ b).flatten(1)),)
 
-        (sq_norms_B,) = in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
+        (sq_norms_B,) = numerics.in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
         return sq_norms_B, reach_B
 
     def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
 
         def pair(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
             a_BTT = self._products_of_a(a) if a is a_BTp else _products(a)
-            return of_pairs(a_BTT, a.shape[2], _products(b), b.shape[2])
+            return numerics.of_pairs(a_BTT, a.shape[2], _products(b), b.shape[2])
 
-        return in_pieces(pair, a_BTp.shape[1] ** 2, a_BTp, b_BTd)
+        return numerics.in_pieces(pair, a_BTp.shape[1] ** 2, a_BTp, b_BTd)
 
     def _products_of_a(self, a_BTp: Tensor) -> Tensor:
         """`a a^T` of each sample, or those that a gradient with the same `a` has left; they are taken once."""
@@ -179,7 +164,7 @@ class Outer:
 
     def cancelling(self) -> Tensor | None:
         """Mask (B,) of samples whose products cancel; None without any."""
-        return None if self.a_BTp.shape[1] == 1 else cancelling_samples(self.cancels, self.sq_norms)
+        return None if self.a_BTp.shape[1] == 1 else numerics.cancelling_samples(self.cancels, self.sq_norms)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
@@ -189,7 +174,7 @@ class Outer:
             formed = Dense(replace(self, a_BTp=self.a_BTp[hard_B != 0], b_BTd=self.b_BTd[hard_B != 0]).dense())
             rest = replace(self, cancels=[torch.zeros_like(cancels_B)])
             return rest.weighted_sum(easy_B) + formed.weighted_sum(hard_B[hard_B != 0])
-        factors_B, a_BTp, b_BTd = without_dropped(
+        factors_B, a_BTp, b_BTd = numerics.without_dropped(
             factors_B, to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         )
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
@@ -204,8 +189,8 @@ def _of_one_product(a_Bp: Tensor, b_Bd: Tensor) -> Tensor:
     """Squared norms `|a|^2 |b|^2` of products of two vectors, in float64: no square is lost, and nothing cancels."""
     norms_B: Tensor = torch.linalg.vector_norm(a_Bp, dim=1, dtype=torch.float64)
     norms_B = norms_B * torch.linalg.vector_norm(b_Bd, dim=1, dtype=torch.float64)
-    dtype = accumulation_dtype(a_Bp.dtype)
-    return (norms_B * (1 + ROUNDINGS * torch.finfo(dtype).eps)).square().to(dtype)
+    dtype = numerics.accumulation_dtype(a_Bp.dtype)
+    return (norms_B * (1 + numerics.ROUNDINGS * torch.finfo(dtype).eps)).square().to(dtype)
 
 
 def _products(a_BTp: Tensor) -> Tensor:
@@ -232,7 +217,7 @@ class Gather:
 
     def _rows(self) -> Tensor:
         """In float64 where so many equal rows may be added one by one that float32 would drift."""
-        return self.g_BTd.double() if self.ids_BT.shape[1] > LONG else to_accumulation_dtype(self.g_BTd)
+        return self.g_BTd.double() if self.ids_BT.shape[1] > numerics.LONG else to_accumulation_dtype(self.g_BTd)
 
     def dense(self) -> Tensor:
         """Add the rows of each sample into a table of its own: (B, V, ...)."""
@@ -255,20 +240,20 @@ class Gather:
         """Squared norms after rows of the same id are added up."""
         if not self.ids_BT.numel():
             return to_accumulation_dtype(self.g_BTd.new_zeros(len(self.g_BTd)))
-        reach_B = lengths(self.g_BTd, 2).sum(1)
-        sq_norms_B = sq_sum(self._merged()[1].flatten(1)).to(reach_B.dtype)
-        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, additions=self.ids_BT.shape[1])
+        reach_B = numerics.lengths(self.g_BTd, 2).sum(1)
+        sq_norms_B = numerics.sq_sum(self._merged()[1].flatten(1)).to(reach_B.dtype)
+        return numerics.safe_sq_norms(sq_norms_B, reach_B, self.cancels, additions=self.ids_BT.shape[1])
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
         ids_BT, g_BTd = self.ids_BT, self._rows()
-        if self.ids_BT.numel() and cancelling_samples(self.cancels, self.sq_norms) is not None:
+        if self.ids_BT.numel() and numerics.cancelling_samples(self.cancels, self.sq_norms) is not None:
             ids_BT, g_BTd = self._merged()
-        factors_B, ids_BT, g_BTd = without_dropped(factors_B, ids_BT, g_BTd)
+        factors_B, ids_BT, g_BTd = numerics.without_dropped(factors_B, ids_BT, g_BTd)
         scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
         table_Vd = table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
-        return table_Vd.to(accumulation_dtype(self.g_BTd.dtype))
+        return table_Vd.to(numerics.accumulation_dtype(self.g_BTd.dtype))
 
 
 @dataclass(frozen=True)
@@ -293,14 +278,14 @@ class Tied:
         cross_B = (a_BSV.gather(2, ids_BST) * (b_BSd @ g_BTd.transpose(1, 2))).sum((1, 2))
         gather_B, outer_B = self.gather.sq_norms(), self.outer.sq_norms()
         parts_B, total_B = (gather_B.sqrt() + outer_B.sqrt()).square(), gather_B + outer_B + 2 * cross_B
-        rounding_B = ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
-        doubtful_B = ~(rounding_B <= TOLERATED * total_B)
+        rounding_B = numerics.ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
+        doubtful_B = ~(rounding_B <= numerics.TOLERATED * total_B)
         safe_B = torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
-        return safe_sq_norms(safe_B, parts_B.sqrt(), self.cancels)
+        return numerics.safe_sq_norms(safe_B, parts_B.sqrt(), self.cancels)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """Sum of both parts; gradients of samples in which the parts cancel are formed first."""
-        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        cancels_B = numerics.cancelling_samples(self.cancels, self.sq_norms)
         if cancels_B is not None:
             easy_B, hard_B = torch.where(cancels_B, 0, factors_B), torch.where(cancels_B, factors_B, 0)
             return self._sum(easy_B) + Dense(self.dense()).weighted_sum(hard_B)
@@ -377,7 +362,7 @@ class _Stack:
         """Sums of all parameters by one product; None where samples are dropped, or have parts that cancel."""
         same = all(factors_B is factors[0] for factors_B in factors)
         factors_NB = factors[0][None] if same else torch.stack(tuple(factors))
-        if any_dropped(factors[0] if same else factors_NB):
+        if numerics.any_dropped(factors[0] if same else factors_NB):
             return None
         if isinstance(self.joined, Outer):
             if self.joined.cancelling() is not None:
@@ -428,12 +413,12 @@ class PerSample:
         return sorted(stacks, key=lambda stack: math.prod(stack.grads[0].shape), reverse=True)
 
     def sq_norms(self) -> dict[str, Tensor]:
-        with exact(self.losses_B.device):
+        with numerics.exact(self.losses_B.device):
             found = {name: norms_B for stack in self._stacks for name, norms_B in stack.sq_norms().items()}
         return {name: found[name] for name in self.grads}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with exact(self.losses_B.device):
+        with numerics.exact(self.losses_B.device):
             found = {name: total for stack in self._stacks for name, total in stack.weighted_sums(factors).items()}
         return {name: found[name] for name in self.grads}
 

@@ -15,15 +15,8 @@ from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines._ghost import Source
+from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.kept_state import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
-from dpfunc.engines._guards.loss import (
-    backward_inside,
-    check_aux,
-    check_depends,
-    check_losses,
-    refuse_reentrant,
-    split_aux,
-)
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
     Below,
@@ -310,16 +303,16 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
         given = params if rows.source else mode.leaves
         try:
-            with told_of_transforms(), backward_inside(), mode, custom_functions(settings.plain_functions):
-                losses_1, aux = split_aux(rows.loss_fn(dict(given), record))
+            with told_of_transforms(), checks.backward_inside(), mode, custom_functions(settings.plain_functions):
+                losses_1, aux = checks.split_aux(rows.loss_fn(dict(given), record))
                 if mode.stopped is not None:
                     raise mode.stopped
                 mode.begin_backward()
                 with torch._C.DisableTorchFunction():
-                    check_depends(check_losses(losses_1, 1).requires_grad, told=mode.told)
-                    check_aux(aux, 1)
+                    checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=mode.told)
+                    checks.check_aux(aux, 1)
                     if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
-                        refuse_reentrant((), losses_1)
+                        checks.refuse_reentrant((), losses_1)
                 found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
         except ORDINARY as error:
             refuse_out_of_memory(error)

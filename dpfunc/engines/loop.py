@@ -20,6 +20,7 @@ from dpfunc._utils.dtensor import local, local_like
 from dpfunc._utils.lockstep import in_lockstep, on_any_process, refused_by_all
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
+from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines._guards.kept_state import (
     RowMemory,
@@ -28,18 +29,6 @@ from dpfunc.engines._guards.kept_state import (
     refuse_earlier,
     refuse_kept,
     refuse_undeclared,
-)
-from dpfunc.engines._guards.loss import (
-    backward_inside,
-    check_aux,
-    check_depends,
-    check_losses,
-    joined_aux,
-    parameters_unchanged,
-    refuse_reentrant,
-    split_aux,
-    uncompiled,
-    unfollowed_code_is_an_error,
 )
 from dpfunc.engines._levels import opened, run_backward, told_of_transforms
 from dpfunc.engines._per_sample import Dense, PerSample
@@ -162,7 +151,7 @@ def loop() -> Loop:
     return Loop()
 
 
-@unfollowed_code_is_an_error()
+@checks.unfollowed_code_is_an_error()
 def rows_alone(
     loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int], *, read: bool = False
 ) -> PerSample:
@@ -185,11 +174,11 @@ def rows_alone(
         if (alone.told or not row) and not in_lockstep():
             torch.default_generator.set_state(seed)  # a seed that the loss has set is no state: each row begins anew
             refuse_counting(loss_fn, before)
-    check_depends(reached, told=asked)
+    checks.check_depends(reached, told=asked)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)
     grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
-    result = PerSample(losses_B, grads, alone=True, aux=joined_aux(aux))
+    result = PerSample(losses_B, grads, alone=True, aux=checks.joined_aux(aux))
     torch.default_generator.set_state(seed)
     torch.empty(()).random_()  # the next step draws other numbers, whatever the rows have drawn
     if num_samples and not in_lockstep():  # FSDP keeps what it communicates
@@ -212,7 +201,8 @@ def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Itera
     """Inside, a loss is called for the row of a mode, and its backward pass runs."""
     try:
         with (
-            own_only(recorder), torch.enable_grad(), backward_inside(), uncompiled(), told_of_transforms(), mode,
+            own_only(recorder), torch.enable_grad(), checks.backward_inside(), checks.uncompiled(),
+            told_of_transforms(), mode,
         ):  # fmt: skip
             yield
     finally:
@@ -224,10 +214,10 @@ def row_gradients(
 ) -> Alone:
     """Loss and gradients of a row, by its position in the batch. torch's generator is at the state of the step."""
     leaves, mode = _copies(params), RowAlone(row, position)
-    with parameters_unchanged(leaves), _inside(mode, recorder):
-        losses_1, aux = split_aux(loss_fn(leaves, row))
-        refuse_reentrant((), check_losses(losses_1, 1))
-        check_aux(aux, 1)
+    with checks.parameters_unchanged(leaves), _inside(mode, recorder):
+        losses_1, aux = checks.split_aux(loss_fn(leaves, row))
+        checks.refuse_reentrant((), checks.check_losses(losses_1, 1))
+        checks.check_aux(aux, 1)
         grads = run_backward(losses_1.sum(), tuple(leaves.values()))
     used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     local_grads = {

@@ -24,14 +24,7 @@ from dpfunc.engines._guards.loss import (
 )
 from dpfunc.engines._levels import inside
 from dpfunc.errors import UnsupportedModel
-from dpfunc.functional._fsdp import (
-    constant,
-    recovered,
-    refuse_communication,
-    refuse_managed,
-    refuse_old_vmap,
-    refuse_swapped,
-)
+from dpfunc.functional import _fsdp as fsdp
 from dpfunc.functional._names import select, storage_places
 from dpfunc.functional._refuse import all_parts, check_params, checkpoint_is_an_error, refuse_unsupported, unwrapped
 from dpfunc.types import Params
@@ -71,9 +64,9 @@ class Forward:
         with torch._C.DisableTorchFunction():  # an engine does not look at each shape
             check_params(params, self.shapes)
         if is_independent() and initialized():
-            refuse_communication(self.module)
+            fsdp.refuse_communication(self.module)
         if _may_be_sharded():  # since it was functionalized
-            refuse_swapped(self.module, (*self.shapes, *self.frozen))
+            fsdp.refuse_swapped(self.module, (*self.shapes, *self.frozen))
         stack, parts = until_backward(), all_parts(self.module)
         refuse_unsupported(self.module, parts, checkpointing=stack is not None)
         if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
@@ -81,7 +74,7 @@ class Forward:
                 stack.enter_context(self._swapped(params, parts))
                 with _put_back(parts):
                     return self.module(*args, **kwargs)
-        refuse_old_vmap(self.module)
+        fsdp.refuse_old_vmap(self.module)
         with (
             unfollowed_code_is_an_error(), checkpoint_is_an_error(), self._writing_is_an_error(),
             self._swapped(params, parts), _put_back(parts),
@@ -102,7 +95,7 @@ class Forward:
                 held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
                 swapped.append((held, name, held.get(name, _ABSENT)))
                 held[name] = tensor
-            with recovered(self.module) if _may_be_sharded() else nullcontext():
+            with fsdp.recovered(self.module) if _may_be_sharded() else nullcontext():
                 yield
         finally:
             for place, (held, name, before) in zip(state, swapped, strict=False):
@@ -215,8 +208,8 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     module = unwrapped(module)
     refuse_unsupported(module)
     chosen = select(module, trainable)
-    refuse_managed(module, chosen)
-    stay = constant(module) | chosen.keys()
+    fsdp.refuse_managed(module, chosen)
+    stay = fsdp.constant(module) | chosen.keys()
     others = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in stay}
     buffers = dict(module.named_buffers())
     places = storage_places(module)

@@ -17,25 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpfunc.engines import _numerics as numerics
 from dpfunc.engines._cost import Costs, Kernel, matrix, summed
-from dpfunc.engines._numerics import (
-    SCRATCH,
-    cancelling_samples,
-    in_pieces,
-    lengths,
-    mended_pairs,
-    of_pairs,
-    safe_sq_norms,
-    sq_sum,
-    to_accumulation_dtype,
-    without_dropped,
-)
+from dpfunc.engines._numerics import to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
 
 # Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
-_PIECE = SCRATCH // 16
+_PIECE = numerics.SCRATCH // 16
 
 _Sizes = int | Sequence[int]
 
@@ -135,7 +125,7 @@ class Convolved:
         """Squared norms, in pieces that bound the memory."""
         if not len(self.g_BmP):
             nothing = to_accumulation_dtype(self.g_BmP.new_zeros(0))
-            return safe_sq_norms(nothing, nothing, self.cancels)
+            return numerics.safe_sq_norms(nothing, nothing, self.cancels)
         kernel, costs = self.kernel(), self.kernel().costs()
         ghost = costs.ghost_pays
         numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
@@ -144,8 +134,8 @@ class Convolved:
             sides = to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC)
             return self._ghost(*sides) if ghost else self._measured(*sides)
 
-        sq_norms_B, reach_B, lost_B = in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
-        return safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
+        sq_norms_B, reach_B, lost_B = numerics.in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
+        return numerics.safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
 
     def kernel(self) -> Kernel:
         moved, still = self._sides(self.g_BmP, self.x_BmC)
@@ -159,7 +149,7 @@ class Convolved:
 
     def _measured(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reach_B = self._reach(g_BmP, x_BmC)
-        return sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), reach_B, torch.zeros_like(reach_B)
+        return numerics.sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), reach_B, torch.zeros_like(reach_B)
 
     def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
         """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
@@ -170,7 +160,7 @@ class Convolved:
         for axis, size in enumerate(still.shape[2:], 2):
             windows = windows.narrow(axis, 0, size)  # output_padding may reach further
         reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
-        return lengths(reach_BG, 1) / scale_B / other_B
+        return numerics.lengths(reach_BG, 1) / scale_B / other_B
 
     def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
@@ -182,14 +172,16 @@ class Convolved:
         channels, per_group = still.shape[1], (len(g_BmP), self.args.groups)
         numbers = math.prod(self.args.shape) // self.args.groups // channels
         of_windows_nTT = self._of_windows(moved, still.shape[3:])
-        found = of_pairs(of_windows_nTT, numbers, _products(still), channels)
+        found = numerics.of_pairs(of_windows_nTT, numbers, _products(still), channels)
         sq_norms_BG, reach_BG, lost_BG = (torch.unflatten(each_n, 0, per_group) for each_n in found)
 
         def measure(doubtful_B: Tensor) -> tuple[Tensor, ...]:
             doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
-            return in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
+            return numerics.in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
 
-        return mended_pairs((sq_norms_BG.sum(1), lengths(reach_BG, 1), lengths(lost_BG, 1)), measure)
+        return numerics.mended_pairs(
+            (sq_norms_BG.sum(1), numerics.lengths(reach_BG, 1), numerics.lengths(lost_BG, 1)), measure
+        )
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
@@ -220,7 +212,7 @@ class Convolved:
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One weight gradient of all samples; those in which positions cancel are formed first."""
-        cancels_B = cancelling_samples(self.cancels, self.sq_norms)
+        cancels_B = numerics.cancelling_samples(self.cancels, self.sq_norms)
         if cancels_B is None:
             return self._sum(factors_B)
         hard_B = cancels_B & (factors_B != 0)
@@ -232,7 +224,7 @@ class Convolved:
         return total
 
     def _sum(self, factors_B: Tensor) -> Tensor:
-        factors_B, g_BmP, x_BmC = without_dropped(
+        factors_B, g_BmP, x_BmC = numerics.without_dropped(
             factors_B, to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
         )
         if not len(g_BmP):
@@ -251,7 +243,7 @@ def _scaled(side: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     peaks_B = torch.linalg.vector_norm(side.flatten(1), ord=torch.inf, dim=1)
     scale_B = torch.ldexp(torch.ones_like(peaks_B), -torch.frexp(peaks_B).exponent.clamp(-100, 100))
     scaled = side * scale_B.reshape(-1, *(1,) * (side.ndim - 1))
-    return lengths(torch.unflatten(scaled.flatten(0, 1), 1, (groups, -1)), 2).square(), scale_B
+    return numerics.lengths(torch.unflatten(scaled.flatten(0, 1), 1, (groups, -1)), 2).square(), scale_B
 
 
 def _products(side: Tensor) -> Tensor:
