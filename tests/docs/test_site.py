@@ -112,15 +112,15 @@ def test_the_quick_start_runs(capsys):
 def test_what_privacy_officers_read_is_what_runs_write():
     """The page names fields of `privacy_accounting.json`; and it has no code."""
     from dpfunc import clipping, insecure_key
-    from dpfunc.accounting.record import SIZES
+    from dpfunc.accounting.record import RECORD_FILE, SIZES
     from dpfunc.checkpoint import make_record
-    from dpfunc.hf.trainer._files import ACCOUNTING, JOURNAL
+    from dpfunc.hf.trainer._files import JOURNAL
     from dpfunc.plan import Plan
     from dpfunc.sampling import Poisson
     from dpfunc.step import make_dp_step
 
     page = (DOCS / "privacy_officers.md").read_text()
-    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{ACCOUNTING}`"))
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{RECORD_FILE}`"))
     plan = Plan(Poisson(100, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-5)
     dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
     with pytest.warns(UserWarning, match="known to everybody"):
