@@ -48,7 +48,7 @@ class _Walked(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What a walk back gives: gradients of the shares of inputs and of states, if they differ, and of first states."""
+    """Results of a walk back: gradients of the shares of inputs and of states, if they differ, and of first states."""
 
     inputs_TBG: Tensor
     states_TBG: Tensor

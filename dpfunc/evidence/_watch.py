@@ -38,7 +38,7 @@ class Release:
 
 @dataclass
 class Tape:
-    """What one run of a loop does. `forced` is the run whose releases it gets; `without` records that are not drawn."""
+    """Record of one run of a loop. `forced` is the run whose releases it gets; `without` records that are not drawn."""
 
     forced: Tape | None = None
     without: Tensor | None = None

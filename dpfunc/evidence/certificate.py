@@ -291,7 +291,7 @@ def _second(ledger: Ledger, delta: float) -> tuple[float, str]:
 
 
 def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the claim rests on: met by what was recorded, not met, or (null) nothing that a run can show."""
+    """Assumptions of the claim: met by what was recorded, not met, or (null) nothing that a run can show."""
     claim, how = values["claim"], values["mechanism"]
     budget = claim["target_epsilon"]
     held: dict[str, bool] = {}

@@ -41,7 +41,7 @@ _DATA = "records of a replay"  # the data set has no name and no digest: it is a
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
-    """How a Trainer is watched: its plan, its run, the step that ends it, and where its steps are noted."""
+    """The watch over a Trainer: its plan, its run, the step that ends it, and where its steps are noted."""
 
     plan: Callable[[Plan], Plan]
     begin: Callable[[runs.Run], runs.Run]

@@ -84,7 +84,7 @@ def save_features(folder: Path, front: Front) -> None:
 
 
 def load_features(folder: Path) -> tuple[Front, Any]:
-    """What reads the features of a record, and the trained model of a folder."""
+    """The reader of the features of a record, and the trained model of a folder."""
     config = PreTrainedConfig.from_pretrained(folder)
     model = FeatureClassifier.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
     if not config.front:

@@ -193,7 +193,7 @@ def budget_of(job: Job) -> Budget | None:
 
 
 def spent_before(job: Job) -> Ledger | None:
-    """What earlier runs on the records of the job have spent, as it says or as the budget of the data set does."""
+    """Costs of earlier runs on the records of the job, as it says or as the budget of the data set does."""
     budget = budget_of(job)
     return read_spent(job.data.spent) if budget is None else budget.spent()
 

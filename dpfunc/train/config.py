@@ -290,7 +290,7 @@ class Job:
 
 
 def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], ...]:
-    """What a job over tables and images must have, and what no other one may."""
+    """Check the keys that a job over tables and images must have, and that no other one may."""
     task, data, path, size = job.task, job.data, job.model.path, job.data.image_size
     table, images = task == "table_classification", task == "image_classification"
     columns = [*(data.numbers or ()), *(data.categories or ())]

@@ -45,7 +45,7 @@ def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """What each record is called, and its features."""
+    """The name of each record, and its features."""
     if isinstance(front, TableFeatures):
         table = read_table(path, [*front.numbers, *front.categories], deduplicate=False)
         for number, row in zip(table.numbers, table.rows, strict=True):

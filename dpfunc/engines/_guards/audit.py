@@ -74,7 +74,7 @@ class Audits:
 
 
 class Credited(NamedTuple):
-    """What an engine credited to the samples of a batch, whose rows are computed alone."""
+    """Gradients that an engine credited to the samples of a batch, whose rows are computed alone."""
 
     loss_fn: LossFn
     params: Params
