@@ -135,7 +135,7 @@ def on_any_process(flag: bool) -> bool:
     group = _lockstep_group()
     if group is None:
         return flag
-    count = torch.tensor([flag], dtype=torch.float32)
+    count = torch.tensor([flag], dtype=torch.float32, device="cpu")
     if dist.get_backend(group) == "nccl":
         count = count.cuda()
     arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=group, async_op=True))
@@ -144,7 +144,7 @@ def on_any_process(flag: bool) -> bool:
 
 def on_any_rank(params: Mapping[str, Tensor], flag: bool) -> bool:
     """The same, or on a rank that holds other parts of these parameters."""
-    count = torch.tensor([flag], dtype=torch.float32)
+    count = torch.tensor([flag], dtype=torch.float32, device="cpu")
     for mesh in dict.fromkeys(param.device_mesh for param in params.values() if is_dtensor(param)):
         for dim in range(mesh.ndim):
             arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True))

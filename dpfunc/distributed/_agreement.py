@@ -172,7 +172,7 @@ def padded(rows: Rows, ranks: Ranks) -> tuple[Batch, Tensor | None]:
         return batch, mask_B
     if not batch_size(batch):
         batch = _dummy_of(batch, ranks)
-    real_B = torch.ones(size - missing, dtype=torch.bool) if mask_B is None else mask_B
+    real_B = torch.ones(size - missing, dtype=torch.bool, device="cpu") if mask_B is None else mask_B
     return pad_rows(batch, size), torch.cat([real_B, real_B.new_zeros(missing)])
 
 

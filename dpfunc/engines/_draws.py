@@ -54,7 +54,7 @@ class OwnDraws:
             generator = torch.cuda.default_generators[index]
         self._own = self._own or {_hash(self._first)}
         seeded_by_loss = _hash(torch.default_generator.get_state()) not in self._own  # none that these draws have left
-        number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
+        number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator))
         self._own.add(_hash(torch.default_generator.get_state()))
         after = generator.get_state()
         try:

@@ -227,7 +227,7 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-ANCHOR = torch.zeros((), requires_grad=True)
+ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 Results = tuple[Tensor, ...]
 
 

@@ -77,7 +77,7 @@ class Pass(TorchFunctionMode):
         self.rules, self.watched = rules, watched
         self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
         with Below():
-            self.anchor = over.leaf(torch.zeros(()))
+            self.anchor = over.leaf(torch.zeros((), device="cpu"))
         self.noted: list[Use] = []
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None

@@ -96,7 +96,7 @@ class Rows:
         """The rows at these places."""
         if len(places) == len(self.positions):
             return self
-        chosen = torch.tensor(places)
+        chosen = torch.tensor(places, device="cpu")
         batch = pytree.tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batch)
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 

@@ -180,7 +180,7 @@ def rows_alone(
     grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
     result = PerSample(losses_B, grads, alone=True, aux=checks.joined_aux(aux))
     torch.default_generator.set_state(seed)
-    torch.empty(()).random_()  # the next step draws other numbers, whatever the rows have drawn
+    torch.empty((), device="cpu").random_()  # the next step draws other numbers, whatever the rows have drawn
     if num_samples and not in_lockstep():  # FSDP keeps what it communicates
         refuse_counting(loss_fn, before)
     if on_any_process(told and num_samples > 1):

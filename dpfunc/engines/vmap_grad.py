@@ -86,7 +86,7 @@ class Grouped:
 
     @property
     def _order(self) -> Tensor:
-        return torch.tensor([row for part in self.parts if part.counted for row in part.rows]).argsort()
+        return torch.tensor([row for part in self.parts if part.counted for row in part.rows], device="cpu").argsort()
 
     @property
     def losses_B(self) -> Tensor:

@@ -42,7 +42,7 @@ class Planted:
     count: int
     records: Batch | None = field(default=None, repr=False)
     canaries: Canaries | None = None
-    present: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    present: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"), repr=False)
     reads: list[Tensor] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
         raise fail("a sampler that is a dataclass", "sampler", plan.sampler)
     n, m = plan.sampler.dataset_size, planted.count
     larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
-    out = torch.arange(m) if planted.records is None else torch.nonzero(~planted.present)[:, 0]
+    out = torch.arange(m, device="cpu") if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
     return dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings)
 

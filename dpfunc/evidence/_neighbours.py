@@ -197,7 +197,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     unsteady = {*_moved(first, again, ())}
     if any(distance > _OF_SUM * size for _, _, distance, _, size in _distances(first, again)):  # more than rounding
         unsteady.add(_SUM)
-    everything = torch.arange(len(data.rows) if isinstance(data, Rows) else batch_size(data))
+    everything = torch.arange(len(data.rows) if isinstance(data, Rows) else batch_size(data), device="cpu")
 
     def on(index: Tensor, steps: int, gone: Tensor | None = None) -> Tape:
         """Another run, on the records of these numbers; an error in it is something that only it has."""
@@ -214,7 +214,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
         return on(index, steps, gone if removed else None)
 
     record, ratio = _largest(first, candidates, without)
-    one, most = torch.tensor([record]), everything[everything % _KEPT != 0]
+    one, most = torch.tensor([record], device="cpu"), everything[everything % _KEPT != 0]
     neighbour, fewer = without(one), without(most)
     others = {
         "without the record": neighbour,
@@ -245,9 +245,11 @@ def _largest(first: Tape, candidates: int, without: Callable[[Tensor, int], Tape
             "more steps."
         )
     drawn = first.draws[begin]
-    places = torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn))).round().long()
+    places = torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn)), device="cpu").round().long()
     tried = drawn[places].unique()
-    ratios = torch.tensor([_ratio(first, without(one[None], begin + 1)) for one in tried], dtype=torch.float64)
+    ratios = torch.tensor(
+        [_ratio(first, without(one[None], begin + 1)) for one in tried], dtype=torch.float64, device="cpu"
+    )
     return int(tried[ratios.argmax()]), float(ratios.max())
 
 

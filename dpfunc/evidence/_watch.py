@@ -123,7 +123,7 @@ class WatchedStep(DPStep):
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
     ) -> StepResult:
-        self.tape.draws.append(torch.zeros(0) if state is None else self.plan.draw(state, state.step))
+        self.tape.draws.append(torch.zeros(0, device="cpu") if state is None else self.plan.draw(state, state.step))
         real = batch if mask_B is None else tree_map(lambda leaf: leaf[mask_B.to(leaf.device)], batch)
         self.tape.rows.append(_digests_of_rows(real))
         return super().__call__(params, batch, state, mask_B=mask_B)

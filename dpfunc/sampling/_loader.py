@@ -116,8 +116,8 @@ class Collate:
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
         if self.size > 1:
-            own_rows = deal(torch.arange(batch_size(batch)), self.rank, self.size)
-            return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64))
+            own_rows = deal(torch.arange(batch_size(batch), device="cpu"), self.rank, self.size)
+            return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64, device="cpu"))
         return without_rows(batch) if self.allow_empty and not first.real else batch
 
 
@@ -142,10 +142,12 @@ def data_loader(
     """The draws as batches; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
+    default = torch.get_default_device()  # torch draws the seed there, and wants a generator of that device
+    generator = torch.Generator(default if default.type == "cuda" else "cpu").manual_seed(seed)
     return DataLoader(
         Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
         persistent_workers=persistent_workers, prefetch_factor=prefetch_factor,
-        multiprocessing_context=multiprocessing_context, generator=torch.Generator().manual_seed(seed),
+        multiprocessing_context=multiprocessing_context, generator=generator,
     )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ class InOrder(_Epochs):
         """The indices of the batch of a step; no random numbers are drawn."""
         check_key(key)
         _, places = self._places(step)
-        return torch.arange(places.start, places.stop)
+        return torch.arange(places.start, places.stop, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Persons:
             InvalidArgument: no tensors, a tensor that has fewer rows than the table, or one named `text_mask`.
         """
         leaves = self._checked(texts)
-        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
+        chosen = torch.arange(len(self), device="cpu") if persons_B is None else persons_B.cpu()
         index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(leaves[0].device)
         own = tree_map(lambda leaf: leaf[index_BK.to(leaf.device)], texts)
         return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
@@ -115,14 +115,14 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     rows = _rows_by_person(persons)
     kept = [own if len(own) <= cap else _chosen(own, cap, key, person) for person, own in rows.items()]
     index, mask_PK = _filled(kept, cap)
-    index_PK = torch.tensor(index, dtype=torch.int64).reshape(-1, cap)
+    index_PK = torch.tensor(index, dtype=torch.int64, device="cpu").reshape(-1, cap)
     return Persons(index_PK, mask_PK, len(persons) - int(mask_PK.sum()))
 
 
 def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tensor]:
     """All groups in one list, each filled to `cap` by its first element; and which places (P, K) are its own."""
-    sizes_P = torch.tensor([len(own) for own in groups], dtype=torch.int64)
-    own_PK = torch.arange(cap) < sizes_P[:, None]
+    sizes_P = torch.tensor([len(own) for own in groups], dtype=torch.int64, device="cpu")
+    own_PK = torch.arange(cap, device="cpu") < sizes_P[:, None]
     return [each for own in groups for each in (*own, *[own[0]] * (cap - len(own)))], own_PK
 
 

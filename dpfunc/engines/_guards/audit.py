@@ -183,7 +183,9 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     moved = {}
     for name, param in params.items():
         scale = units * torch.finfo(param.dtype).eps if param.dtype in TOLERANCES else 0.0
-        noise = scale * torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        noise = scale * torch.randn(
+            param.shape, generator=generator, dtype=accumulation_dtype(param.dtype), device="cpu"
+        )
         value = param.detach()
         moved[name] = (value + value * shard_like(noise.to(param.device, param.dtype), param)).detach()
     return moved
