@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum_and_marks, in_hex
-from dpfunc._utils.dtensor import local
+from dpfunc._utils.processes import checksum_and_marks, in_hex, local
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Batch, Params

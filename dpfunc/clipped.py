@@ -17,9 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import in_lockstep
 from dpfunc._utils.memory import out_of_memory
+from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfunc import errors
-from dpfunc._utils.digests import digest
-from dpfunc._utils.dtensor import local
+from dpfunc._utils.processes import digest, local
 from dpfunc._utils.validation import fail, integer, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.lockstep import is_independent
+from dpfunc._utils.processes import is_dtensor, is_independent, local
 from dpfunc._utils.validation import integer, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered

@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _w
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # type: ignore[attr-defined]  # private
 from torch.autograd.graph import _engine_run_backward
 
-from dpfunc._utils.lockstep import initialized, is_independent
+from dpfunc._utils.processes import initialized, is_independent
 
 Below = torch._C._DisableFuncTorch
 """Context in which plain tensors are computed below both levels."""

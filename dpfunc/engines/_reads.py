@@ -15,7 +15,7 @@ from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.lockstep import in_lockstep
+from dpfunc._utils.processes import in_lockstep
 from dpfunc.engines._levels import Below, Levels, inside, is_row, of_rows, transforms_seen
 from dpfunc.engines._per_sample import Late, PerSampleGrad
 from dpfunc.engines._rules.table import Use

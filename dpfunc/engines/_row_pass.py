@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.processes import is_dtensor
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks

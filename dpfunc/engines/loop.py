@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import local, local_like
-from dpfunc._utils.lockstep import in_lockstep, on_any_process, refused_by_all
+from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
 from dpfunc.engines._guards import loss as checks

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import failed, in_lockstep, on_any_process
 from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.processes import failed, in_lockstep, is_dtensor, on_any_process
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size
 from dpfunc.engines._draws import positions_of

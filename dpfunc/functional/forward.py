@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfunc._utils.lockstep import initialized, is_independent
+from dpfunc._utils.processes import initialized, is_independent
 from dpfunc._utils.validation import shorten
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,

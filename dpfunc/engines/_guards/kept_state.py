@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.processes import is_dtensor
 from dpfunc.engines._levels import inside, is_dead, is_row
 from dpfunc.errors import UnsupportedModel
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import in_lockstep
 from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import integer, positive, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
