@@ -21,8 +21,7 @@ from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import integer, one_of
 from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
-from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
-from dpfunc.clipping.groups import Partition, partition
+from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks

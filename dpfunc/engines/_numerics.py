@@ -18,7 +18,7 @@ LONG = 1024  # look-ups of a sample that are added one by one in float32; with m
 ROUNDINGS = 4  # sums of products are off by fewer units of rounding, relative to the sum of their magnitudes
 _TINY = 1e-10  # norms that matter nowhere
 _CANCELS = 64  # parts that are this much larger than their sum are added up sample by sample
-TOLERATED = 2.0**-13  # relative error of a squared norm that clipping.bounds.SLACK pays for
+TOLERATED = 2.0**-13  # relative error of a squared norm that clipping.rules.SLACK pays for
 # Relative differences of a value that is computed twice: float64, float32, and 16 bits or autocast.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 COARSE = 0.1

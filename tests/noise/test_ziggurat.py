@@ -14,7 +14,7 @@ from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from randomgen import UserBitGenerator
 from scipy import stats
 
-from dpfunc.noise import _ziggurat as ziggurat
+from dpfunc.noise import _streams as ziggurat
 from dpfunc.noise._streams import (
     CERTAIN,
     EDGES,
