@@ -17,8 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, in_lockstep, is_dtensor, on_any_process
 from dpfunc._utils.validation import one_of
-from dpfunc.batches import batch_size
-from dpfunc.engines._draws import positions_of
+from dpfunc.batches import batch_size, positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state, refuse_kept
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged
