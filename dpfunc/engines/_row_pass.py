@@ -18,7 +18,7 @@ from dpfunc.batches import positions_of
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
-from dpfunc.engines._guards.kept_state import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
+from dpfunc.engines._guards.loss import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
     Below,

@@ -19,8 +19,8 @@ from dpfunc._utils.processes import failed, in_lockstep, is_dtensor, on_any_proc
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size, positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
-from dpfunc.engines._guards.kept_state import note_changed, python_state, refuse_kept
-from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged
+from dpfunc.engines._guards.kept_state import note_changed, python_state
+from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
 from dpfunc.engines._levels import below_both
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
