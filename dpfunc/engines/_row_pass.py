@@ -21,8 +21,12 @@ from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.loss import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
+    Alone,
     Below,
     Levels,
+    NoRules,
+    Pass,
+    Passed,
     custom_functions,
     inside,
     is_row,
@@ -33,7 +37,7 @@ from dpfunc.engines._levels import (
     transforms_seen,
 )
 from dpfunc.engines._per_sample import Kept
-from dpfunc.engines._reads import READS, Alone, Handler, NoRules, Pass, Passed, any_row, numbers, stacked
+from dpfunc.engines._reads import READS, Handler, any_row, numbers, stacked
 from dpfunc.engines._recurrent import RECURRENT_LAYERS
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.composite import COMPOSITES

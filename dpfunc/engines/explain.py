@@ -12,7 +12,7 @@ from dpfunc.batches import batch_size, rows, tree_map
 from dpfunc.engines._cost import summed
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import backward_inside
-from dpfunc.engines._reads import Passed
+from dpfunc.engines._levels import Passed
 from dpfunc.engines._rules.table import Use
 from dpfunc.engines.loop import RowAlone, state_before
 from dpfunc.engines.vmap_grad import VmapGrad

@@ -21,10 +21,9 @@ from dpfunc.batches import batch_size, positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import below_both
+from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
-from dpfunc.engines._reads import Alone, Diverged, FirstRead, NoRules, Passed, Stop
 from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass
 from dpfunc.engines._rules.table import Use
 from dpfunc.engines.loop import loop, rows_alone, warm_up
