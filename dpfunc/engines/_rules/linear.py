@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._cost import Costs, matrix, summed, table
-from dpfunc.engines._numerics import to_accumulation_dtype
+from dpfunc.engines._numerics import Costs, matrix, summed, table, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Gather, Outer, PerSampleGrad
 from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
 

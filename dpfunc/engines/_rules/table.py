@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines._cost import BUDGET, Choice, Costs, summed
+from dpfunc.engines._numerics import BUDGET, Choice, Costs, summed
 from dpfunc.engines._per_sample import PerSampleGrad
 
 Bound = dict[str, Any]
