@@ -23,8 +23,7 @@ from dpfunc.engines._numerics import Costs, exact, matrix
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
 from dpfunc.engines._reads import Handler, read
 from dpfunc.engines._rules import RULES
-from dpfunc.engines._rules.linear import column_sum
-from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
+from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use, column_sum
 
 
 class Weights(NamedTuple):
