@@ -17,8 +17,8 @@ import click
 
 from benchmarks.results import DOCS, FOLDER, fill, markdown, read, write
 from dpfunc.distributed._agreement import RankSummary
-from dpfunc.engines._cost import BUDGET
-from dpfunc.engines._cost import matrix as matrix_costs
+from dpfunc.engines._numerics import BUDGET
+from dpfunc.engines._numerics import matrix as matrix_costs
 
 RESULT, DOCUMENT = FOLDER / "scaling.json", DOCS / "scaling.md"
 EngineName = Literal["vmap", "auto", "ghost"]

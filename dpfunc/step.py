@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfunc import state as states
-from dpfunc._utils.lockstep import initialized, process_context
+from dpfunc._utils.processes import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger

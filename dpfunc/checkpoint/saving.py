@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.locks import in_use
+from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import fail, integer, wrong_type
 from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._cost import Costs, matrix
 from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, credit_use
-from dpfunc.engines._levels import Below, apply_node, inside, of_rows
-from dpfunc.engines._numerics import exact
+from dpfunc.engines._levels import Below, Pass, apply_node, inside, of_rows
+from dpfunc.engines._numerics import Costs, exact, matrix
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
-from dpfunc.engines._reads import Handler, Pass, read
+from dpfunc.engines._reads import Handler, read
 from dpfunc.engines._rules import RULES
-from dpfunc.engines._rules.linear import column_sum
-from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
+from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use, column_sum
 
 
 class Weights(NamedTuple):

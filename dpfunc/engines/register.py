@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfunc.engines._levels import Passed
 from dpfunc.engines._per_sample import Dense
-from dpfunc.engines._reads import Passed
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.loop import loop

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.digests import digest
+from dpfunc._utils.processes import digest
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning

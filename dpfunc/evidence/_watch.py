@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum
+from dpfunc._utils.processes import checksum
 from dpfunc.batches import tree_map
 from dpfunc.noise import Mechanism, Noise
 from dpfunc.plan import Plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.functional._refuse import check_params
+from dpfunc.functional.forward import check_params
 from dpfunc.lora.adapter import LoRA, attach
 from dpfunc.rng import insecure_key
 from dpfunc.types import Params

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dpfunc.batches import batch_size, rows, take, tree_map
+from dpfunc.batches import batch_size, deal, own_records, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sampling._own_rows import check_reading, check_rows
 from dpfunc.sampling._records import read
-from dpfunc.sampling.base import Sampler, deal, own_records
+from dpfunc.sampling.base import Sampler
 from dpfunc.types import Batch
 
 CHECKED_IN = 100
@@ -52,7 +52,8 @@ class Draws:
         for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
             # Processes with other records draw other randomness.
             key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
-            own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
+            drawn = self.sampler.indices(self.key, step)
+            own = own_records(drawn, self.num_records, self.rank, self.size).tolist()
             checked = len(own) > 1 and step % CHECKED_IN == 0
             yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
 

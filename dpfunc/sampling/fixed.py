@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, records
 from dpfunc.rng import Key, check_key
-from dpfunc.sampling.base import check_span, generator_of
+from dpfunc.sampling.poisson import check_span, generator_of
 from dpfunc.types import Adjacency, Allocated, Capped, Event
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dpfunc
 from dpfunc import clipping, engines
-from dpfunc._utils.lockstep import process_context
+from dpfunc._utils.processes import process_context
 from dpfunc.errors import DPFuncError
 
 

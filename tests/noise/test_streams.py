@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpfunc._utils.dtensor import Window
+from dpfunc._utils.processes import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
 from dpfunc.noise._streams import TILE, philox_normal, secure_normal, standard_normal, tile, tiles

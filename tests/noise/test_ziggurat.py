@@ -14,9 +14,21 @@ from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from randomgen import UserBitGenerator
 from scipy import stats
 
-from dpfunc.noise import _ziggurat as ziggurat
-from dpfunc.noise._streams import TILE, room_for, tile
-from dpfunc.noise._ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
+from dpfunc.noise import _streams as ziggurat
+from dpfunc.noise._streams import (
+    CERTAIN,
+    EDGES,
+    HEIGHTS,
+    LAYERS,
+    STEPS,
+    TAIL,
+    TILE,
+    normals,
+    room_for,
+    scratch,
+    tile,
+    words_for,
+)
 from dpfunc.rng import fold_in, insecure_key, stream
 
 KEY = insecure_key(0)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 from isolation.cases import Loss
