@@ -193,14 +193,6 @@ def test_json_round_trip(name):
     assert plan_difference(plan, values) == []
 
 
-def test_difference_names_the_field():
-    other = Plan(**{**GOOD, "clip": clipping.Flat(2.0), "num_steps": 21})
-    assert plan_difference(other, plan_to_dict(Plan(**GOOD))) == [
-        "plan.clip.clip_norm: saved 1.0, now 2.0",
-        "plan.num_steps: saved 20, now 21",
-    ]
-
-
 def test_a_rule_of_ones_own_cannot_be_written():
     class Mine:
         groups = clipping.AllParameters()

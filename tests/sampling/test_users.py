@@ -240,20 +240,6 @@ def test_persons_of_tuples_and_tensors(kind, engine):
     check_sums(mean_over_texts(records_loss), batch, units, 0.5, engine)
 
 
-@pytest.mark.parametrize("engine", [auto, vmap, ghost, loop])
-def test_views_of_a_record_are_averaged_before_the_clip(engine):
-    """K views as an axis of the record, as the guide has it: the mean of their gradients is clipped, in all engines."""
-    generator = torch.Generator().manual_seed(2)
-    x_BK, y = torch.randn(6, 3, 4, generator=generator), torch.randint(3, (6,), generator=generator)
-
-    def loss_of_views(params, batch):
-        x, y = batch
-        return records_loss(params, (x.flatten(0, 1), y.repeat_interleave(3))).unflatten(0, (-1, 3)).mean(1)
-
-    units = [(x, label.expand(3)) for x, label in zip(x_BK, y, strict=True)]
-    check_sums(loss_of_views, (x_BK, y), units, 0.3, engine)
-
-
 BAD = {
     "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
     "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
