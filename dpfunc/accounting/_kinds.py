@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from dpfunc._utils.validation import fail, positive, real
-from dpfunc.accounting._allocation import allocated
-from dpfunc.accounting._losses import Array, Direction
-from dpfunc.accounting._pairs import capped, laplace, stated
-from dpfunc.accounting._tilted_law import Atoms, TiltedUnavailable, tilt
+from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
+from dpfunc.accounting._pairs import allocated, capped, laplace, stated
 from dpfunc.types import Allocated, Capped, Event
 
 _LARGEST = 700.0  # e^700 fits into float64

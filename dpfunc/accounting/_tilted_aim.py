@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting._losses import MEANS, Array, Direction, log_ratios
+from dpfunc.accounting._losses import MEANS, Array, Direction, Fixed, Kind, gaussian_part, log_ratios, tilt
 from dpfunc.accounting._search import least
-from dpfunc.accounting._tilted_law import Fixed, Kind, gaussian_part, tilt
 
 TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
 _CELL_ERROR = 2e-6  # relative to epsilon

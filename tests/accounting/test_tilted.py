@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting._gaussian import gaussian_epsilon
-from dpfunc.accounting._tilted import discrete_laws, one_direction, one_step_delta, tilted_epsilon
+from dpfunc.accounting._losses import TiltedUnavailable, atoms, conserved
+from dpfunc.accounting._tilted import compose, discrete_laws, one_direction, one_step_delta, tilted_epsilon
 from dpfunc.accounting._tilted_aim import make_aim, saddle, sampled_losses
-from dpfunc.accounting._tilted_law import TiltedUnavailable, atoms, conserved
-from dpfunc.accounting._tilted_sum import compose
 from dpfunc.types import Event
 
 BOTH = ("remove", "add")
