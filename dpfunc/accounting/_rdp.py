@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._kinds import curve_of, divided
 from dpfunc.accounting._losses import DIRECTIONS, Array, log_ratios
+from dpfunc.accounting.events import curve_of, divided
 from dpfunc.types import Adjacency, Event
 
 # alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.

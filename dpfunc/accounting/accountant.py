@@ -10,13 +10,12 @@ from typing import Literal, get_args
 
 from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting._kinds import ZCDP, divided, law_of
 from dpfunc.accounting._losses import DIRECTIONS, Direction, Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting.events import canonical
+from dpfunc.accounting.events import ZCDP, canonical, divided, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
 

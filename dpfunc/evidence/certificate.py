@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, cast
 
 from dpfunc._utils.validation import apart, fail, unique_json, unsigned
 from dpfunc.accounting import Ledger
-from dpfunc.accounting._kinds import divided
 from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
-from dpfunc.accounting.events import from_values, to_values
+from dpfunc.accounting.events import divided, from_values, to_values
 from dpfunc.accounting.record import COMPARED, COVERED, EXACT_SIZE, NEIGHBOURS, RECORD_FILE, SECRET, Record
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
