@@ -78,7 +78,6 @@ def above(q: Array | float, s: Array | float, x: Array, masses: Array, direction
 
 
 def loss_of(q: Array | float, s: Array | float, x: Array, direction: Direction) -> Array:
-    """The privacy losses `log(P / Q)` of the outputs x of one step."""
     return np.asarray(np.subtract(*log_ratios(q, s, x, direction)))
 
 
@@ -184,7 +183,6 @@ class Law:
 
     @property
     def variance(self) -> float:
-        """Variance of the tilted loss of all steps together."""
         return float(self.steps * (self.weight @ (self.loss * self.loss)))
 
 

@@ -61,7 +61,6 @@ def _ends(s: float, low: float, high: float) -> Array:
 
 
 def gaussian(q: float, s: float, direction: Direction) -> Atoms:
-    """The law of one Poisson-sampled Gaussian release, on cells of its own."""
     return atoms(q, s, _ends(s, min(0.0, *MEANS[direction]), max(0.0, *MEANS[direction])), direction)
 
 

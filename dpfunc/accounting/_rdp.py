@@ -36,7 +36,6 @@ def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few
 
 
 def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
-    """The epsilon of a Renyi curve, >= 0; see `rdp_epsilon`."""
     a = np.array(orders)
     bounds = curve + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
     return max(0.0, float(np.min(bounds)))

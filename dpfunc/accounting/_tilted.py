@@ -163,7 +163,6 @@ def one_direction(
 
 
 def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
-    """The tilted law of each kind on its cells."""
     laws = [tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
     ends = aims.choose_ends(base, aim) if len(base.steps) else []
     lengths = np.array([len(some) for some in ends])
@@ -214,7 +213,6 @@ class _Waves:
     absolute: float
 
     def at(self, offset: float) -> float:
-        """`sum Re f(s) e^(i s offset)`."""
         phase = self.s * offset
         return float(self.real @ np.cos(phase) - self.imag @ np.sin(phase))
 

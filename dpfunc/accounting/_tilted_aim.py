@@ -81,8 +81,6 @@ def saddle(base: Sampled, epsilon: float) -> float:
 
 
 def _least(function: Callable[[float, float], float]) -> tuple[float, float]:
-    """Minimum of a function of t and log t: its t, and its value."""
-
     def at(log_t: float) -> float:
         return function(math.exp(log_t), log_t)
 
@@ -112,7 +110,6 @@ def laplace(few: Sampled, t: float, log_delta: float) -> tuple[float, float]:
 
 
 def _spread(base: Sampled, t: float) -> float:
-    """Standard deviation of the loss of all steps under the tilted law."""
     step = 0.02 * t
     second = base.log_moment(t + step) + base.log_moment(t - step) - 2 * base.log_moment(t)
     return math.sqrt(max(second, 1e-300)) / step

@@ -108,7 +108,6 @@ def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
 
 
 def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
-    """The bound by one method, or the smaller one of two."""
     named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
     if not events:
         return 0.0, named, "nothing spent"
@@ -151,7 +150,6 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
 
 
 def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, note: str) -> _Bound:
-    """The smallest bound over orders of Renyi differential privacy; `note` goes into the answer."""
     fewer, rounded = renyi_events(events)
     return rdp_epsilon(fewer, adjacency, delta), "rdp", note + rounded
 
@@ -165,7 +163,6 @@ def _fixed(special: tuple[Event, ...], direction: Direction) -> list[Fixed]:
 
 
 def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> float:
-    """A loose and cheap estimate of epsilon."""
     if not events:
         return 0.0
     plain, special = divided(events)

@@ -152,7 +152,6 @@ def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Ar
 
 
 def name_of(event: object) -> str:
-    """The name of the kind of an event."""
     for name, kind in KINDS.items():
         if type(event) is kind:
             return name
@@ -192,7 +191,6 @@ def _values(event: Event) -> dict[str, Any]:
 
 
 def to_values(event: Event) -> dict[str, Any]:
-    """An event as a JSON object."""
     name = name_of(event)
     return {**({"kind": name} if name else {}), **_values(event)}
 

@@ -193,7 +193,6 @@ def _content(path: Path | str, what: str, name: str) -> bytes:
 
 
 def _read(text: bytes) -> dict[str, Any]:
-    """The values of a certificate; it is not checked."""
     try:
         values = unique_json(text)
     except ValueError as error:
@@ -244,7 +243,6 @@ def _place(path: Path, claim: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
-    """The steps of runs, those in a row of equal cost together."""
     rows: list[dict[str, Any]] = []
     for name, taken in runs.items():
         for step in sorted(taken):
@@ -257,7 +255,6 @@ def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
 
 
 def _result(record: Record, ledger: Ledger) -> dict[str, Any]:
-    """Epsilon by two accountants, and the trade-off curve."""
     points, method = curve(ledger, record.delta), tight_method(ledger)
     tight = dict(points)[record.delta]
     if not math.isfinite(tight):
@@ -374,7 +371,6 @@ def _signed_by(signature: Any, content: bytes, public_key: Path | str | None) ->
 
 
 def _read_key(kind: str, path: Path) -> Any:
-    """The Ed25519 key in a PEM file."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
