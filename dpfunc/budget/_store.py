@@ -133,8 +133,8 @@ def _address(url: str, mode: str) -> URL:
     path = Path(str(made.database)).absolute()
     if mode != "rwc" and not path.is_file():
         raise fail("a file with a budget", "url", shown(url), "There is no such file. Make it: dpfunc budget create.")
-    opened = "rwc" if mode == "rwc" else "rw"  # who reads undoes what a killed process has half-written
-    return URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": opened, "uri": "true"})
+    query = {"mode": mode.replace("ro", "rw"), "uri": "true"}  # who reads undoes what a killed process has half-written
+    return URL.create("sqlite", database=f"file:{quote(str(path))}", query=query)
 
 
 def _was_cut(error: DBAPIError) -> bool:

@@ -326,8 +326,8 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
     yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
     points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
-    again = [_close("", epsilon, ledger.epsilon(delta, method).epsilon) for delta, epsilon in points]
-    wrong = sum(not each.agrees for each in again)
+    same = [_close("", epsilon, ledger.epsilon(delta, method).epsilon).agrees for delta, epsilon in points]
+    wrong = same.count(False)
     yield Finding("trade-off curve", wrong == 0 < len(points), f"{len(points)} points, {wrong} of them differ")
     for each in result["attacker"]:
         rate = each["false_positives"]

@@ -240,6 +240,7 @@ def test_persons_of_tuples_and_tensors(kind, engine):
     check_sums(mean_over_texts(records_loss), batch, units, 0.5, engine)
 
 
+ONE = group_by_person(["a"], max_texts=1, key=KEY)
 BAD = {
     "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
     "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
@@ -248,14 +249,12 @@ BAD = {
     "NaN": (lambda: group_by_person(["a", float("nan")], max_texts=1, key=KEY), "nan in row 1"),
     "too few texts": (
         lambda: group_by_person(["a", "b"], max_texts=1, key=KEY).batch({"x": torch.zeros(1)}),
-        "at least 2, on axis 0: x has 1",
+        "at least 2 on axis 0 of each tensor, got 1",
     ),
-    "no tensors": (lambda: group_by_person(["a"], max_texts=1, key=KEY).batch(["text"]), "texts as tensors"),
+    "no tensors": (lambda: ONE.batch(["text"]), "to be a tensor, got .* of type str"),
+    "no axis": (lambda: ONE.batch({"x": torch.tensor(1.0)}), r"axis 0 of batch\['x'\]"),
     "no pair": (lambda: mean_over_texts(records_loss)({}, torch.zeros(1, 1)), "a batch of Persons.batch"),
-    "name taken": (
-        lambda: group_by_person(["a"], max_texts=1, key=KEY).batch({"text_mask": torch.zeros(1)}),
-        "other names than 'text_mask'",
-    ),
+    "name taken": (lambda: ONE.batch({"text_mask": torch.zeros(1)}), "other names than 'text_mask'"),
     "no mask": (lambda: mean_over_texts(linear)(inner, {}, {"x": torch.zeros(1, 1)}), "a batch of Persons.batch"),
 }
 
