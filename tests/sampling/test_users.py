@@ -20,7 +20,6 @@ from dpfunc.engines import auto, ghost, loop, vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.users import group_by_person, mean_over_texts
-from dpfunc.state import replay
 
 KEY = insecure_key(7)
 ENGINES = {"vmap": vmap, "ghost": ghost, "auto": auto}
@@ -96,18 +95,6 @@ def test_T7_engines_agree_on_persons(engine, name):
         assert torch.allclose(got.sums[param], expected.sums[param], atol=1e-9), param
 
 
-def test_T7_a_persons_gradient_is_the_mean_over_own_texts(case):
-    forward, params, persons, texts = case
-    rows = auto()(partial(mean_over_texts(classify), forward), params, persons.batch(texts))
-    single = loop()(partial(classify, forward), params, texts)
-    for number, (index_K, mask_K) in enumerate(zip(persons.index_PK, persons.mask_PK, strict=True)):
-        own = index_K[mask_K]
-        assert torch.allclose(rows.losses_B[number], single.losses_B[own].mean())
-        for name in params:
-            expected = single.grads[name].dense()[own].mean(0)
-            assert torch.allclose(rows.grads[name].dense()[number], expected, atol=1e-10), name
-
-
 @given(table=tables, cap=caps, seed=st.integers(0, 99))
 def test_T7_removing_a_person_removes_one_row(table, cap, seed):
     """All texts of the others stay, and which of them are kept stays."""
@@ -168,26 +155,6 @@ def test_T7_a_person_has_bounded_sensitivity(seed, sizes, power):
     full, without = clipped(0)[0], clipped(sizes[0])[0]
     assert (flat(full.sums) - flat(without.sums)).norm() <= full.sensitivity
     assert full.sensitivity == pytest.approx(0.7)
-
-
-# a few persons, so that some batches have none
-@pytest.mark.filterwarnings("ignore:Expected noise with room:dpfunc.errors.NoiseWarning")
-def test_T7_a_private_run_over_persons(case):
-    """The unit of the plan is the person; batches of no persons are steps like any other."""
-    forward, params, persons, texts = case
-    plan = dpfunc.Plan.for_budget(
-        epsilon=8.0, delta=1e-3, dataset_size=len(persons), expected_batch_size=1, num_steps=6, clip=clipping.Flat(1.0)
-    )
-    dp_step = dpfunc.make_dp_step(partial(mean_over_texts(classify), forward), plan)
-    state = replay(dp_step.init(params, insecure_key(1)))
-    drawn = []
-    for indices in plan.batches(state):
-        grads, state, _ = dp_step(params, persons.batch(texts, indices), state)
-        drawn.append(len(indices))
-        assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
-    assert 0 in drawn
-    assert max(drawn) > 0
-    assert state.ledger.num_steps == 6
 
 
 def test_batches_are_rows_of_the_whole(case):
