@@ -79,7 +79,6 @@ class Replay:
         Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
     def __repr__(self) -> str:
-        """The verdict in one line."""
         others = f"what moves: {'; '.join(self.moved)}" if self.moved else "nothing else moves"
         rest = f"; not compared: {'; '.join(self.not_compared)}" if self.not_compared else ""
         return (
@@ -96,7 +95,6 @@ class Rows:
 
 
 def left_in(folder: Path, lines: str) -> dict[str, object]:
-    """Lines and files that a run leaves."""
     left: dict[str, object] = {f"line {n} of what it prints": line for n, line in enumerate(lines.splitlines())}
     files = (path for path in folder.rglob("*") if path.is_file())
     return left | {f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}
@@ -174,7 +172,6 @@ def replay(
 
 
 def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: int, tape: Tape) -> None:
-    """Run the loop of a user in an empty folder."""
     with tempfile.TemporaryDirectory() as folder, chdir(folder), lines_of() as lines, cpu_seeds(key):
         own = watched(dp_step, tape)
         carry = init(own, data, key)
@@ -254,7 +251,6 @@ def _largest(first: Tape, candidates: int, without: Callable[[Tensor, int], Tape
 
 
 def _chosen(data: Any, index: Tensor) -> Any:
-    """Data whose records are those at these places."""
     if isinstance(data, Rows):
         return Rows(tuple(data.rows[place] for place in index.tolist()))
     return tree_map(lambda leaf: leaf[index.to(leaf.device)].clone(), data)
@@ -275,7 +271,6 @@ def _distances(first: Tape, other: Tape) -> Iterator[tuple[int, str, float, floa
 
 
 def _ratio(first: Tape, other: Tape) -> float:
-    """The largest distance over its sensitivity, in all steps."""
     return max((distance / most for _, _, distance, most, _ in _distances(first, other)), default=0.0)
 
 
@@ -307,12 +302,10 @@ def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
 
 
 def _different(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:
-    """Places that have not the same value."""
     return sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
 
 
 def _what(found: str) -> str:
-    """A finding without its step."""
     return re.sub(r"^step -?\d+: ", "", found)
 
 

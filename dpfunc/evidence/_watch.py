@@ -28,8 +28,6 @@ _IGNORED = -100  # a label without a loss
 
 @dataclass(frozen=True)
 class Release:
-    """One call of the mechanism."""
-
     clipped: ClippedSum
     facts: Mapping[str, object]  # that must not depend on records
     values: dict[str, Tensor]
@@ -130,7 +128,6 @@ class WatchedStep(DPStep):
 
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
-    """The step with a tape; it writes no journal."""
     plan = dataclasses.replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
     return WatchedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, tape=tape)
 
@@ -141,7 +138,6 @@ def watched_plan(plan: Plan, tape: Tape) -> Plan:
 
 
 def settings_of(dp_step: DPStep) -> dict[str, Any]:
-    """The arguments that make the same step once more."""
     return {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
 
 
@@ -182,7 +178,6 @@ def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, ob
 
 
 def _parts(value: Any) -> Mapping[str, object]:
-    """Parts of a value, or of its state."""
     for kinds, parts in _KINDS:
         if isinstance(value, kinds):
             return parts(value)

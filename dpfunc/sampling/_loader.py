@@ -22,8 +22,6 @@ CHECKED_IN = 100
 
 
 class Drawn(NamedTuple):
-    """A record that was drawn for one step."""
-
     key: Key  # of this step and this process, for random augmentation; that of the run is not sent to workers
     record: int
     real: bool = True  # not one that is read in place of those of an empty draw

@@ -117,7 +117,7 @@ class CappedPoisson:
 
     Guarantees:
         tests/sampling/test_poisson.py: all subsets at their probability (test_every_cut_subset_at_its_probability);
-        tests of its cost are in tests/accounting/test_kinds.py.
+        tests of its cost are in tests/accounting/test_events.py.
 
     >>> CappedPoisson(1000, 0.1, cap=170).events(0, 5, noise_multiplier=2.0)
     (Capped(sampling_prob=0.1, noise_multiplier=2.0, num_steps=5, dataset_size=1000, cap=170),)
