@@ -42,6 +42,16 @@ def language_model(seed=0, dropout=0.1):
     return GPT2LMHeadModel(config)
 
 
+def adapted(**options):
+    """A language model with adapters by PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    base = language_model()
+    torch.manual_seed(5)
+    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True, **options)
+    return get_peft_model(base, config)
+
+
 def labelled(num_records=NUM_RECORDS):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 50, (num_records, 6), generator=generator)
