@@ -237,27 +237,6 @@ def _train(way, engine, whole=False, microbatch_size=None, adam=False, **options
     return distributed.unshard(weights), state.ledger.to_json(), counts, (sharded, sum(v.numel() for v in held))
 
 
-def noise_of_parts(hsdp):
-    """For leaves that do not divide: whether this process drew exactly its part of the noise of one process."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from dpfunc.noise import add_gaussian
-    from dpfunc.noise._streams import secure_normal
-    from dpfunc.types import ClippedSum
-
-    mesh, key = mesh_of(hsdp), insecure_key(3)
-    found = {}
-    for shape in ((7,), (7, 5), (3, 4), (3, 300, 2), (1,), (700, 300)):
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        leaf = distribute_tensor(torch.zeros(shape), mesh, placements)
-        released = add_gaussian(ClippedSum({"w": leaf}, {"w": "all"}, {"all": 1.0}), 1.0, key)["w"]
-        expected = distribute_tensor(secure_normal(key, {"w": torch.zeros(shape)})["w"], mesh, placements)
-        assert is_dtensor(released)
-        assert released.placements == tuple(placements)
-        found[shape] = tuple(local(released).shape), torch.equal(local(released), local(expected)), local(released)
-    return found
-
-
 def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
     """What a step gives on this process: its error, or the gradients put together; and what was spent."""
     the_plan = plan(20.0)

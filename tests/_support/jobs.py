@@ -67,21 +67,24 @@ CLIPS = {
 }
 
 
-def train(seed, engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True, steps=8, journal=None):
+def steps_of(loss_fn, the_plan, current, records, ranks, seed=7, **options):
     """A run of some noisy steps: parameters, ledger, how many records this process had in each step."""
-    ranks = distributed.data_parallel() if use_ranks else None
-    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), num_steps=steps)
-    write = Journal(journal, the_plan) if journal else None
-    dp_step = make_dp_step(
-        loss_fn, the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks, journal=write
-    )
-    current, records, counts = params(dtype), data(dtype), []
+    dp_step, counts = make_dp_step(loss_fn, the_plan, ranks=ranks, **options), []
     state = replay(dp_step.init(current, insecure_key(seed)))
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(current, take(records, indices), state)
+        assert all(type(grads[name]) is type(p) for name, p in current.items())
         current = {name: p - 0.3 * grads[name] for name, p in current.items()}
         counts.append(len(indices))
     return current, state.ledger.to_json(), counts
+
+
+def train(engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True, steps=8, journal=None):
+    """The run of `steps_of` with the records of this file."""
+    ranks = distributed.data_parallel() if use_ranks else None
+    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), num_steps=steps)
+    options = {"engine": engine, "microbatch_size": microbatch_size, "journal": journal and Journal(journal, the_plan)}
+    return steps_of(loss_fn, the_plan, params(dtype), data(dtype), ranks, **options)
 
 
 def step_of(dp_step, state, ranks, current=None):
@@ -171,11 +174,6 @@ def part_of_the_mesh():
     current = distributed.shard(params(), mesh["shard"], min_size=1)
     dp_step = make_dp_step(loss_fn, plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5)), ranks=ranks)
     return caught(step_of, dp_step, replay(dp_step.init(current, insecure_key(3))), ranks, current)
-
-
-def no_ranks():
-    """A step of a process that does not know of the others."""
-    return caught(make_dp_step, loss_fn, plan())[1]
 
 
 def shared_keys():

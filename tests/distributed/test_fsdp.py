@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from sharded_cases import check, close, expected
 from workers import outcomes, run
 
@@ -168,20 +167,6 @@ def test_parts_give_the_same(case):
 def test_replicas_of_parts():
     """HSDP: each half of the parameters is held by two processes, and stays the same on both in every bit."""
     check(run(4, "fsdp_jobs:train_with", {"way": "full", "engine": "auto", "hsdp": True}), expected("full", "loop"))
-
-
-@pytest.mark.parametrize(("size", "hsdp"), [(2, False), (4, True)])
-def test_each_process_draws_the_noise_of_its_part(size, hsdp):
-    """Rows that do not divide, fewer rows than processes, several tiles: slices of the noise of one process."""
-    found = run(size, "fsdp_jobs:noise_of_parts", hsdp)
-    for shape in found[0]:
-        parts = [row[shape] for row in found]
-        assert all(equal for _, equal, _ in parts)
-        parts_of = 2 if hsdp else size
-        assert sum(part[0] for part, _, _ in parts) == shape[0] * (size // parts_of)
-        if hsdp:  # replicas
-            assert torch.equal(parts[0][2], parts[2][2])
-            assert torch.equal(parts[1][2], parts[3][2])
 
 
 def test_an_error_of_one_process():

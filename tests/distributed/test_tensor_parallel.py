@@ -43,7 +43,7 @@ def test_norms_of_parts_are_found_out():
 
 TROUBLE = {
     "data parallel": ("InvalidArgument", "dpfunc.distributed.sharded"),
-    "one process": ("InvalidArgument", "or sharded(mesh)"),
+    "one process": ("InvalidArgument", "the process group has 2 processes"),
     "microbatches": ("InvalidArgument", "what each process measures may differ"),
     "other records": ("RankMismatch", "same records"),
     "one ulp": ("RankMismatch", ""),
