@@ -257,14 +257,7 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     Raises:
         CheckpointError: not an adapter file, or it does not fit the module; the difference is shown.
     """
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            saved, metadata = load_file(path), file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
+    saved, metadata = _read(path)
     if metadata.get("schema") != SCHEMA:
         raise CheckpointError(f"Expected an adapter with schema {SCHEMA!r} in {path}, got {metadata.get('schema')!r}.")
     try:
@@ -282,3 +275,14 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
 
 def _form(value: Tensor | None) -> str:
     return "absent" if value is None else str(tuple(value.shape))
+
+
+def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return load_file(path), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The adapter {path} cannot be read: {error}") from error
