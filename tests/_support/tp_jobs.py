@@ -222,7 +222,6 @@ def squares(forward):
 
 
 NUM_RECORDS, STEPS = 24, 3
-DEFAULTS = {"clip": "flat", "frozen_sharded": False, "expected": 2.9, "checkpointing": False}
 SEED = 24  # 2.9 expected records: draws of 1, 0 and 4, so that some processes, and all, have none
 
 
@@ -230,9 +229,8 @@ def _mesh(parts):
     return init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
 
 
-def train(name, parts, more):
+def train(name, parts, clip="flat", frozen_sharded=False, expected=2.9, checkpointing=False, **options):
     """Noisy steps; `parts` processes hold one replica. 0 is one whole model without ranks."""
-    clip, frozen_sharded, expected, checkpointing = (more.get(key, default) for key, default in DEFAULTS.items())
     model, ranks = built(name), None
     if parts:
         mesh = _mesh(parts)
@@ -249,7 +247,6 @@ def train(name, parts, more):
     groups = clipping.PerLayer() if clip == "layers" else clipping.AllParameters()
     sampler = sampling.Poisson(NUM_RECORDS, expected / NUM_RECORDS)
     plan = Plan(sampler, clipping.Flat(0.5, groups=groups), 1.0, STEPS, delta=1e-3)
-    options = {key: value for key, value in more.items() if key not in DEFAULTS}
     params, ledger, counts = steps_of(
         CASES[name][2](forward), plan, params, batch_of(NUM_RECORDS), ranks, SEED, **options
     )
@@ -263,7 +260,7 @@ def without_the_sum_of_norms(name):
     proper = clipped.full_norms
     clipped.full_norms = lambda params, sq_norms, ranks: sq_norms
     try:
-        return train(name, dist.get_world_size(), {})
+        return train(name, dist.get_world_size())
     finally:
         clipped.full_norms = proper
 

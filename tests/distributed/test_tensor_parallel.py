@@ -25,9 +25,9 @@ def test_sharded_models_train_like_whole_ones(case):
     """Noisy steps, one of them without records; some also shard the frozen base by FSDP2; a tensor dimension may have size 1."""
     name, size, parts, more = case
     plain = {key: value for key, value in more.items() if key in ("clip", "expected")}
-    [(expected, ledger, drawn)] = run(1, f"{JOBS}:train", name, 0, plain)
+    [(expected, ledger, drawn)] = run(1, f"{JOBS}:train", name, 0, **plain)
     assert drawn == [1, 0, 4] or "expected" in more
-    for params, its_ledger, _ in run(size, f"{JOBS}:train", name, parts, more):
+    for params, its_ledger, _ in run(size, f"{JOBS}:train", name, parts, **more):
         assert its_ledger == ledger
         assert params.keys() == expected.keys()
         for key, value in expected.items():
