@@ -58,10 +58,7 @@ _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num
 
 
 class Agreement:
-    """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
-
-    Nothing inside may communicate.
-    """
+    """Inside, without communication, each process says what it means by its call; then all mean the same, or raise."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -189,10 +186,7 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 
 
 def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
-    """A digest of what a step releases, the parts of all processes included, which must all call it; and the mark.
-
-    The mark (0-d, bool) is that of this process. A number that is not finite in the sums of one is an error of all.
-    """
+    """Digest of what all processes release, and the mark (0-d, bool) of this one; NaN in the sums of one stops all."""
     with in_step(ranks):
         own, names, marked = digest_and_mark(released, None, mark)
         own = _SPOILED if names else own

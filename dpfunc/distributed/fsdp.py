@@ -166,12 +166,6 @@ def _shard(
 
 
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
-    """The names of layers, see `shard_frozen`.
-
-    >>> model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.Linear(1, 1))
-    >>> _layer_names(model, None), _layer_names(model, "^1$")
-    (['0.0', '0.1'], ['1'])
-    """
     names = list(dict(module.named_modules()))[1:]  # without the module itself
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))

@@ -29,7 +29,7 @@ from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
 from dpfunc.hf import peft
 from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
-from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
+from dpfunc.hf.tasks import TASKS, make_loss_fn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
@@ -156,13 +156,13 @@ def as_function(
     return managed.forward, managed.engine, managed.ranks
 
 
-def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
+def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Mapping[str, Any]], Tensor]:
     """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
 
     def forward(params: Params, *args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), infer_task(model) if task is None else task)
+    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), task)
     return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
