@@ -18,7 +18,7 @@ from dpfunc.hf.models import four_bit
 from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
 from dpfunc.hf.vision_language._strategies import prepare
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train._feature_model import load_front, new_model
+from dpfunc.train._features import load_front, new_model
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, Job, LoraSection
 
 # Task -> the class of Transformers that loads its model, and the name of the task in PEFT, which adapts no images.

@@ -35,7 +35,7 @@ from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, read_records, seen_lines
-from dpfunc.train._feature_model import Front, save_features
+from dpfunc.train._features import Front, save_features
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line

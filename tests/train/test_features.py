@@ -15,8 +15,15 @@ from yaml import safe_load
 from dpfunc.errors import InvalidArgument
 from dpfunc.train import _features as features
 from dpfunc.train._dataset import read_records
-from dpfunc.train._feature_model import load_front
-from dpfunc.train._features import CHANNELS, MISSING, ScatteringFeatures, TableFeatures, load_encoder, scattering
+from dpfunc.train._features import (
+    CHANNELS,
+    MISSING,
+    ScatteringFeatures,
+    TableFeatures,
+    load_encoder,
+    load_front,
+    scattering,
+)
 from dpfunc.train._model import load_processing
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.tables import Table, image_files, read_images
