@@ -12,8 +12,6 @@ from dpfunc.checkpoint import journal_ledger
 from dpfunc.checkpoint._folder import sha256
 
 DATA = as_batch(random_rows(0, 60))
-
-
 PLAN = Plan(sampling.Poisson(60, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=8, delta=1e-3)
 
 
@@ -58,6 +56,19 @@ class Run:
     def load(self, **changes):
         options = {"plan": PLAN, "params": self.values, "data": DATA, "journal": self.path}
         return load(self.folder / "c", **{**options, **changes})
+
+    def resume(self, **changes):
+        """Load, and go on from there with the parameters, the optimizer and the state that were saved."""
+        saved = self.load(**changes)
+        with torch.no_grad():
+            for name, p in self.values.items():
+                p.copy_(saved.params[name])
+        self.optimizer.load_state_dict(dict(saved.optimizer_state))
+        self.state = saved.state
+        return self
+
+    def copies(self):
+        return {name: p.detach().clone() for name, p in self.values.items()}
 
     @property
     def ledger(self):

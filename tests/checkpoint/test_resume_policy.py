@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfunc import BudgetExhausted, Journal, Ledger, Plan, clipping, load, make_dp_step, sampling, save, secure_key
-from dpfunc.checkpoint import loading, saving
+from dpfunc.checkpoint import saving
 from dpfunc.checkpoint._folder import all_checkpoints
 from dpfunc.checkpoint._resume_policy import NOTES, known_notes, layout
 from dpfunc.checkpoint.journal import journal_ledger
@@ -62,7 +62,7 @@ class Run:
     def load(self, size, **changes):
         self.size = size
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loading, "layout", self.layout)
+            patch.setattr(saving, "layout", self.layout)
             options = {"params": self.params, "plan": self.plan, "data": DATA, "journal": self.path}
             self.state = load(self.folder / "c", **{**options, **changes}).state
 
