@@ -207,7 +207,7 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
         if key in values or not all(found) or len(set(found)) != len(found):
             raise fail("each key of --grid once, with different values", "--grid", text)
         values[key] = found
-    chosen = FACTORS if factors is None else _factors(factors)
+    chosen = _factors(factors)
     if "learning_rate" in values:
         if factors is not None:
             raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply these.")
@@ -218,7 +218,9 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     return values, chosen
 
 
-def _factors(text: str) -> tuple[float, ...]:
+def _factors(text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return FACTORS
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:

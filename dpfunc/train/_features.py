@@ -277,14 +277,18 @@ def load_front(job: Job, options: Mapping[str, Any]) -> Front:
     return ScatteringFeatures(height, width, data.grey)
 
 
+def names_of_classes(job: Job) -> dict[str, Any]:
+    """The classes of a job in the configuration of a model."""
+    names = dict(enumerate(job.data.classes))
+    return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
+
+
 def new_model(job: Job, front: Front, key: Key) -> nn.Module:
     """The model of a job before training; new weights by a public key."""
-    names = dict(enumerate(job.data.labels or ()))
     facts = {} if isinstance(front, EncoderFeatures) else dataclasses.asdict(front)
     config = PreTrainedConfig(
-        num_labels=len(names), id2label=names, label2id={label: number for number, label in names.items()},
-        num_features=front.size, hidden=job.model.hidden if job.strategy == "full" else 0, front=facts,
-        task=job.task, problem_type="single_label_classification",
+        **names_of_classes(job), num_features=front.size, front=facts, task=job.task,
+        hidden=job.model.hidden if job.strategy == "full" else 0, problem_type="single_label_classification",
     )  # fmt: skip
     with torch_seed(key):
         return FeatureClassifier(config)

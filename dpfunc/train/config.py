@@ -74,7 +74,7 @@ def _key(text: str, default: object = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
+def refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
     """Raise the error of the first rule that is broken: (broken, error), for what no type of one key can say."""
     for broken, error in rules:
         if broken:
@@ -95,7 +95,7 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         both = self.gguf_file is not None and self.init == "random"
-        _refuse((both, "Expected model.gguf_file or model.init: random, got both."))
+        refuse((both, "Expected model.gguf_file or model.init: random, got both."))
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class DataSection:
 
     def __post_init__(self) -> None:
         given = {name for name, value in vars(self).items() if value}
-        labels, size = self.labels or (), self.image_size
-        _refuse(
+        labels, size = self.classes, self.image_size
+        refuse(
             *((given.issuperset(pair), f"Expected data.{pair[0]} or data.{pair[1]}, got both{why}.")
               for pair, why in _APART.items()),
             *((len(given.intersection(pair)) == 1,
@@ -147,6 +147,16 @@ class DataSection:
              fail("data.image_size to be [height, width], both >= 1", "data.image_size", size)),
         )  # fmt: skip
         self.placeholders()
+
+    @property
+    def units_size(self) -> int:
+        """Most records of a unit."""
+        return self.max_records_per_unit or 1
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The labels; none where there are no classes."""
+        return self.labels or ()
 
     def placeholders(self) -> tuple[str, ...]:
         """The columns that the prompt template names."""
@@ -200,7 +210,7 @@ class TrainingSection:
     cache_mib: _Whole = _key("Most memory for what frozen layers give, computed once a record; 0 for none.", 2048)
 
     def __post_init__(self) -> None:
-        _refuse(
+        refuse(
             (self.steps is not None and self.epochs is not None,
              "Expected one of training.steps and training.epochs, got both."),
             (self.head_rate is not None and self.optimizer != "adamw_torch",
@@ -240,7 +250,7 @@ class Job:
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
-        _refuse(*_rules_of_strategy(self), *_rules_of_task(self), *_rules_of_tables(self), *_rules_of_images(self))
+        refuse(*_rules_of_strategy(self), *_rules_of_task(self), *_rules_of_tables(self), *_rules_of_images(self))
 
     @property
     def deduplicates(self) -> bool:
@@ -303,6 +313,9 @@ def _rules_of_task(job: Job) -> _Rules:
          fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
         (job.model.path is None and task not in FEATURES,
          "Expected model.path in the job. Name the folder of a model."),
+        (task in CLASSIFIES and data.labels is None,
+         "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
+         "are not read off the private table."),
     )  # fmt: skip
 
 

@@ -122,16 +122,16 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     if file is None:
         return ({"prompt": prompt or ""},)
     path = Path(file)
-    column = "text" if path.suffix == ".txt" else "prompt"
+    column = {".txt": "text"}.get(path.suffix, "prompt")
     table = read_table(path, [column], deduplicate=False)
     if path.suffix != ".jsonl":
         return tuple({"prompt": row[column]} for row in table.rows)
     lines = path.read_text("utf-8-sig").split("\n")
-    fields = [json.loads(lines[number - 1]) for number in table.numbers]
+    fields = [{name: str(value) for name, value in json.loads(lines[number - 1]).items()} for number in table.numbers]
     reserved = {"text", "epsilon", "delta"} & set().union(*fields)
     if reserved:
         raise InvalidArgument(f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here.")
-    return tuple({name: str(value) for name, value in row.items()} for row in fields)
+    return tuple(fields)
 
 
 def sample(

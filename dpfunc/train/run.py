@@ -149,14 +149,14 @@ def run_job(
             distributed.once(ranks, lambda: folders.write_job(job, prepared.job, reasons, folder, insecure_seed))
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
         continues = resume and (job.privacy.dp_enabled or folders.has_checkpoint(job))
-        trainer.train(resume_from_checkpoint=True if continues else None)
+        trainer.train(resume_from_checkpoint=continues)
         if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
             distributed.once(ranks, lambda: folders.check_accounting(folder))
         distributed.once(ranks, lambda: save_model(folder / folders.MODEL, trainer.model, prepared.processing))
         measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
-        return finished[0] if finished else {}
+        return next(iter(finished), {})
 
 
 def save_model(folder: Path, model: Any, processing: Any) -> None:
@@ -206,7 +206,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
-    many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
+    many = _FEATURES_AT_ONCE // job.data.units_size
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return (kind or DPTrainer)(
         model=prepared.model, args=training_arguments(prepared),

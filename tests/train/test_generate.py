@@ -143,7 +143,7 @@ def test_a_model_without_privacy_is_refused(here, message):
 
 
 def classifier(content):
-    content["filled"]["task"] = "text_classification"
+    content["filled"]["task"] = "text_regression"
     content["filled"]["data"]["prompt_template"] = None
 
 
@@ -155,7 +155,7 @@ FOLDERS = {  # what happened to the folder of a run -> message
     "no model": (lambda folder: shutil.rmtree(folder / "model"), "Expected a finished run"),
     "no job": (lambda folder: (folder / "job.json").unlink(), "without job.json"),
     "no folder": (shutil.rmtree, "does not exist"),
-    "a classifier": (lambda folder: changed_job(folder, classifier), "Expected a run with task causal_lm, got 'text_classification'"),
+    "a classifier": (lambda folder: changed_job(folder, classifier), "Expected a run with task causal_lm, got 'text_regression'"),
 }  # fmt: skip
 
 
