@@ -150,9 +150,8 @@ UNSAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNSAVED)
-def test_what_cannot_be_saved(tmp_path, name):
-    changes, message = UNSAVED[name]
+@pytest.mark.parametrize(("changes", "message"), UNSAVED.values(), ids=UNSAVED)
+def test_what_cannot_be_saved(tmp_path, changes, message):
     state, values, _ = start()
     with pytest.raises(InvalidArgument, match=message):
         save(tmp_path, **{"params": values, "state": state, "plan": PLAN, "data": DATA, **changes})

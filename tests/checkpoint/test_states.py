@@ -90,9 +90,8 @@ UNREADABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_a_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, name):
-    content, message = UNREADABLE[name]
+@pytest.mark.parametrize(("content", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, content, message):
     state, values, optimizer = start()
     with pytest.raises(InvalidArgument, match=message):
         store(tmp_path, state, values, optimizer, optimizer_state={"good": torch.ones(2), **content})

@@ -117,9 +117,8 @@ BAD_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_FLAGS)
-def test_flags_that_do_not_parse(name):
-    flags, message = BAD_FLAGS[name]
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS.values(), ids=BAD_FLAGS)
+def test_flags_that_do_not_parse(flags, message):
     with pytest.raises(click.UsageError, match=message):
         parse_flags(flags)
 
@@ -174,9 +173,8 @@ UNREADABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_unreadable_files_are_refused_in_one_line(tmp_path, name):
-    text, message = UNREADABLE[name]
+@pytest.mark.parametrize(("text", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_unreadable_files_are_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=message) as caught:
@@ -260,9 +258,8 @@ BAD_VALUES_OF_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_VALUES_OF_FLAGS)
-def test_values_of_flags_that_are_refused(config, name):
-    flags, message = BAD_VALUES_OF_FLAGS[name]
+@pytest.mark.parametrize(("flags", "message"), BAD_VALUES_OF_FLAGS.values(), ids=BAD_VALUES_OF_FLAGS)
+def test_values_of_flags_that_are_refused(config, flags, message):
     with pytest.raises(InvalidArgument, match=message):
         read_job(config, flags)
 

@@ -221,9 +221,8 @@ BAD_ROWS = {  # task, the second row, message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_rows_that_cannot_be_used_are_named_by_number(place, name):
-    task, row, message = BAD_ROWS[name]
+@pytest.mark.parametrize(("task", "row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_rows_that_cannot_be_used_are_named_by_number(place, task, row, message):
     place(task, "gpt2")
     write("mails.jsonl", [TABLES[task](rows(1)[0], 0), row])
     with pytest.raises(InvalidArgument, match=re.escape(message)) as caught:
@@ -247,9 +246,8 @@ REFUSED = {  # task, flags -> message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_the_task_is_refused(place, name):
-    task, flags, message = REFUSED[name]
+@pytest.mark.parametrize(("task", "flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_the_task_is_refused(place, task, flags, message):
     place(task, "gpt2")
     with pytest.raises(InvalidArgument, match=re.escape(message)):
         prepared(*flags)

@@ -112,9 +112,8 @@ BAD_ROWS = {  # change of the rows -> message
 }
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_row_that_does_not_fit_is_refused_by_number(tmp_path, name):
-    change, message = BAD_ROWS[name]
+@pytest.mark.parametrize(("change", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_row_that_does_not_fit_is_refused_by_number(tmp_path, change, message):
     table = people(30)
     table[2] |= change
     with pytest.raises(InvalidArgument, match=message) as caught:
@@ -130,9 +129,8 @@ COLUMNS = {  # change of the job -> message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-def test_public_facts_that_are_not_of_this_table_are_refused(tmp_path, name):
-    change, message = COLUMNS[name]
+@pytest.mark.parametrize(("change", "message"), COLUMNS.values(), ids=COLUMNS)
+def test_public_facts_that_are_not_of_this_table_are_refused(tmp_path, change, message):
     with pytest.raises(InvalidArgument, match=message):
         read(job(write_csv(tmp_path / "people.csv", people(30)), **change))
 
@@ -227,9 +225,8 @@ BAD_FOLDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD_FOLDERS)
-def test_folders_that_are_not_those_of_the_job_are_refused(tmp_path, photos, name):
-    change, message = BAD_FOLDERS[name]
+@pytest.mark.parametrize(("change", "message"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
+def test_folders_that_are_not_those_of_the_job_are_refused(tmp_path, photos, change, message):
     folder = shutil.copytree(photos, tmp_path / "photos")
     change(folder)
     with pytest.raises(InvalidArgument, match=message):

@@ -159,9 +159,8 @@ FOLDERS = {  # what happened to the folder of a run -> message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_no_text_from_another_folder(here, name):
-    change, message = FOLDERS[name]
+@pytest.mark.parametrize(("change", "message"), FOLDERS.values(), ids=FOLDERS)
+def test_no_text_from_another_folder(here, change, message):
     copy = Path(shutil.copytree("run", here / "copy"))
     change(copy)
     result = generate("--num", 1, "--out", here / "x.jsonl", folder=copy)
@@ -179,9 +178,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_refused(here, name):
-    options, code, message = BAD[name]
+@pytest.mark.parametrize(("options", "code", "message"), BAD.values(), ids=BAD)
+def test_bad_options_are_refused(here, options, code, message):
     result = generate(*options, "--out", here / "x.jsonl")
     assert result.exit_code == code
     assert message in result.stderr

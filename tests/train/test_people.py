@@ -172,9 +172,8 @@ BAD = {  # the value of one row -> message
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_row_that_is_nobodys_is_refused(tmp_path, name):
-    values, message = BAD[name]
+@pytest.mark.parametrize(("values", "message"), BAD.values(), ids=BAD)
+def test_a_row_that_is_nobodys_is_refused(tmp_path, values, message):
     table = authored(6, 3)
     del table[1]["author"]
     table[1] |= values
