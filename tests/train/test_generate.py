@@ -11,15 +11,7 @@ import pytest
 from text_job import TOPICS, run, train, write_job
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.generate import (
-    Sampling,
-    Writer,
-    load_writer,
-    read_prompts,
-    refuse_private_prompts,
-    sample,
-    write_texts,
-)
+from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
 
 ACCOUNTING = "privacy_accounting.json"
 # Hardly any noise: these tests are about what is drawn, and the model shall have learnt something whatever the key.
@@ -196,25 +188,16 @@ def test_nothing_is_overwritten(here):
         write_texts(here / "x.txt", iter(()))
 
 
-def test_the_training_table_is_no_file_of_prompts(tmp_path):
+def test_the_training_table_is_no_file_of_prompts(here, monkeypatch):
     """Its responses would be written beside an epsilon that does not cover them."""
-    table, copy, other = (tmp_path / name for name in ("mails.jsonl", "copy.jsonl", "other.jsonl"))
-    table.write_text('{"prompt": "a", "response": "b"}\n')
-    copy.write_text(table.read_text())
-    other.write_text('{"prompt": "c", "response": "d"}\n')
+    table, copy = here / "mails.jsonl", here / "copy.jsonl"
+    for file in (table, copy):
+        file.write_text('{"prompt": "a", "response": "b"}\n')
+    monkeypatch.setattr("dpfunc.train.generate.trained_on", lambda folder: table)
     for private in (table, copy):
-        with pytest.raises(InvalidArgument, match="the table that the model was trained on"):
-            refuse_private_prompts(table, private)
-    for file in (other, None):
-        refuse_private_prompts(table, file)
-
-
-def test_the_command_refuses_the_training_table(here, monkeypatch):
-    Path(here, "prompts.jsonl").write_text('{"prompt": "label"}\n')
-    monkeypatch.setattr("dpfunc.train.generate.same_file", lambda one, other: other == Path.cwd() / "mails.jsonl")
-    result = generate("--num", 2, "--prompts", here / "prompts.jsonl", "--out", here / "texts.jsonl")
-    assert (result.exit_code, "Expected prompts that are public" in result.stderr) == (1, True)
-    assert not Path(here, "texts.jsonl").exists()
+        result = generate("--num", 2, "--prompts", private, "--out", here / "texts.jsonl")
+        assert (result.exit_code, "the table that the model was trained on" in result.stderr) == (1, True)
+        assert not (here / "texts.jsonl").exists()
 
 
 def test_prompts_from_files(tmp_path):
