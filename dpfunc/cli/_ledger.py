@@ -15,8 +15,7 @@ from dpfunc import accounting
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
-from dpfunc.checkpoint._prior_ledgers import read_cost
-from dpfunc.checkpoint.journal import read_steps, steps_ledger
+from dpfunc.checkpoint.journal import read_cost, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 

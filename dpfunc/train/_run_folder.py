@@ -16,8 +16,7 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.checkpoint._folder import remove
-from dpfunc.checkpoint._prior_ledgers import read_spent
-from dpfunc.checkpoint.journal import count_steps, journal_ledger
+from dpfunc.checkpoint.journal import count_steps, journal_ledger, read_spent
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer._files import JOURNAL, START, is_complete, newest, released
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
