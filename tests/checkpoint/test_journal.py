@@ -7,26 +7,20 @@ import json
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import search_cases
-import torch
 from cases import linear_loss
 from journal_cases import line, written
 from record_cases import LEDGER, RECORD, record
-from run_cases import DATA, PLAN, Run, start, steps, store
+from run_cases import DATA, PLAN, Run, start, steps
 
 from dpfunc import (
-    BudgetExhausted,
     Event,
     Journal,
     Ledger,
-    Plan,
-    clipping,
-    load,
     make_dp_step,
-    sampling,
-    secure_key,
     take,
 )
 from dpfunc._utils.validation import signed
@@ -289,37 +283,26 @@ def test_a_checkpoint_that_nobody_counts_is_refused(tmp_path):
 def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
     """A checkpoint of a resumed run that had not caught up: the steps in its ledger are not free for another key."""
     plan = dataclasses.replace(PLAN, epsilon=PLAN.guarantee().epsilon)
-    _, values, optimizer = start()
-    dp_step = make_dp_step(linear_loss, plan)
-    state = first = dp_step.init(values, secure_key())
-    for indices in list(plan.batches(state))[:4]:
-        state = dp_step(values, take(DATA, indices), state).state
-    behind = replay(first)._replace(charged=4, ledger=state.ledger)
-    store(tmp_path, behind, values, optimizer, plan=plan)
-    found = load(tmp_path, plan=plan, params=values, data=DATA, without_journal="new_key").state
+    run = Run(tmp_path, plan=plan)
+    first = run.state
+    run.step(4, journal=None)
+    run.save(state=replay(first)._replace(charged=4, ledger=run.ledger), journal=None)
+    found = run.load(journal=None, without_journal="new_key").state
     assert (found.step, found.charged, found.limit) == (0, 0, 4)  # 8 steps in all
-    for indices in plan.batches(found):
-        found = dp_step(values, take(DATA, indices), found).state
-    assert found.ledger == plan.ledger()
-    with pytest.raises(BudgetExhausted):
-        dp_step(values, take(DATA, torch.arange(3)), found)
+    run.step(5, journal=None, state=found)
+    assert (run.state.step, run.ledger) == (4, plan.ledger())
 
 
-def steps_of(tmp_path, monkeypatch, what, path="run/journal.jsonl"):
+def steps_of(tmp_path, monkeypatch, what):
     """A run of six steps into a journal of a relative path; `what` happens to its folder after the fourth."""
     monkeypatch.chdir(tmp_path)
-    plan = Plan(sampling.Poisson(40, 0.5), clipping.Flat(1.0), 1.0, 6, 1e-3)
-    journal = Journal(path, plan)
-    dp_step = make_dp_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(1), plan, journal=journal)
-    data, params = torch.randn(40, 2), {"w": torch.zeros(2)}
-    state = dp_step.init(params, secure_key())
-    for indices in plan.batches(state):
-        grads, state, _ = dp_step(params, data[indices], state)
-        params = {"w": params["w"] - 0.1 * grads["w"]}
-        if state.step == 2:
-            shutil.copytree("run", "backup")
-        if state.step == 4:
-            what(tmp_path)
+    run = Run(Path("run"))
+    journal = Journal(run.path, PLAN)
+    run.step(2, journal)
+    shutil.copytree("run", "backup")
+    run.step(2, journal)
+    what(tmp_path)
+    run.step(2, journal)
     return journal
 
 
