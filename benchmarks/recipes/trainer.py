@@ -36,9 +36,8 @@ from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.recipes import Head
 from dpfunc.train._dataset import PadRight
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._metrics import classification
 from dpfunc.train.config import job_from_dict
-from dpfunc.train.run import LOSSES, Prepared, make_trainer, prepare
+from dpfunc.train.run import LOSSES, Prepared, classification, make_trainer, prepare
 
 RESULT = FOLDER / "recipes_trainer.json"
 HEADS = ("data", "strategy", "way", "tokens", "n", "parameters", "rate of head", "majority", "recipe", "runs")
