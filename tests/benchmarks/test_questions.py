@@ -26,7 +26,7 @@ TABLES = {
     "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
     "readme": (recipes.README, lambda: recipes.short(rows_of(recipes.RESULT))),
     "trainer": (recipes.PAGE, lambda: trainer.tables(rows_of(trainer.RESULT))),
-    "scaling": (scaling.DOCUMENT, lambda: scaling.filled_in(read(scaling.RESULT))),
+    "scaling": (scaling.DOCUMENT, scaling.tables),
 }
 
 
