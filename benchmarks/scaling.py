@@ -435,8 +435,8 @@ def tables() -> dict[str, str]:
     """Of docs/scaling.md."""
     job = next(jobs())
     return {
-        "workload": f"Records of {job.length} tokens, {job.microbatch} in a microbatch, {job.expected_batch} expected in "
-        f"a step on all GPUs together; {RESERVE:.0%} of a GPU's memory is left free.",
+        "workload": f"Records of {job.length} tokens, {job.microbatch} in a microbatch, {job.expected_batch} expected "
+        f"in a step on all GPUs together; {RESERVE:.0%} of a GPU's memory is left free.",
         "models": models(),
         "memory LoRA": memory("LoRA"),
         "memory full": memory("full"),

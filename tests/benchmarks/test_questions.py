@@ -9,7 +9,18 @@ import pytest
 from click.testing import CliRunner
 from local_process import locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
 
-from benchmarks import distributed, freed_memory, gpu, growth, loader, noise_cost, overhead, scaling, small_steps
+from benchmarks import (
+    audit_power,
+    distributed,
+    freed_memory,
+    gpu,
+    growth,
+    loader,
+    noise_cost,
+    overhead,
+    scaling,
+    small_steps,
+)
 from benchmarks import targets as goals
 from benchmarks.engines import __main__ as engines
 from benchmarks.engines.cases import CASES
@@ -27,6 +38,7 @@ TABLES = {
     "readme": (recipes.README, lambda: recipes.short(rows_of(recipes.RESULT))),
     "trainer": (recipes.PAGE, lambda: trainer.tables(rows_of(trainer.RESULT))),
     "scaling": (scaling.DOCUMENT, scaling.tables),
+    "trust": (audit_power.PAGE, audit_power.tables),
 }
 
 
