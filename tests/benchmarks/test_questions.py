@@ -26,7 +26,6 @@ from benchmarks.engines import __main__ as engines
 from benchmarks.engines.cases import CASES
 from benchmarks.measure import ROOT
 from benchmarks.recipes import __main__ as recipes
-from benchmarks.recipes import trainer
 from benchmarks.results import filled, read, rows_of
 from benchmarks.survey import __main__ as survey
 
@@ -36,7 +35,6 @@ TABLES = {
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
     "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
     "readme": (recipes.README, lambda: recipes.short(rows_of(recipes.RESULT))),
-    "trainer": (recipes.PAGE, lambda: trainer.tables(rows_of(trainer.RESULT))),
     "scaling": (scaling.DOCUMENT, scaling.tables),
     "trust": (audit_power.PAGE, audit_power.tables),
 }
