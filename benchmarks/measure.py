@@ -48,11 +48,7 @@ class TakesNoPart(RuntimeError):
 
 
 class Failed(RuntimeError):
-    """What a process answered in place of a result, and what is known of a contestant that is not timed."""
-
-    def __init__(self, status: str, record: dict[str, Any] | None = None) -> None:
-        super().__init__(status)
-        self.record = record
+    """What a process answered in place of a result."""
 
 
 class Contestant(NamedTuple):
@@ -267,17 +263,14 @@ def reason(error: BaseException) -> str:
 
 
 def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack) -> tuple[Process, dict[str, Any]]:
-    """Set a contestant up and compare its sums with the truth.
+    """Set a contestant up and compare its sums with the truth: its process, and its record with a `status`.
 
     Where float32 is off by more than is allowed, float64 decides: in networks with kinks (ReLU, max pooling) the last
     digit of an activation can switch a unit, for everybody in the same way.
-
-    Raises:
-        Failed: it does not run, or its step takes longer than `patience`; `wrong: ...` where a sum is wrong.
     """
     process = Process(spec)
     stack.callback(process.close)
-    record = dict(process.facts)
+    record = {"status": "ok", **process.facts}
     if not record.pop("compared"):
         return process, record
     sums, first = process.sums()
@@ -288,21 +281,16 @@ def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack
         found = record["relative_error_float64"] = error(name, wide.sums()[0], True)
     record["first_step_seconds"] = first  # engines look at a new loss and at new shapes
     if not found <= TOLERANCE:
-        raise Failed(f"wrong: {found:.2g}", record)
-    if first > patience and (seconds := process.ask("step")["seconds"]) > patience:
-        raise Failed(f"x: one step takes {seconds:.0f} s", record)
+        record["status"] = f"wrong: {found:.2g}"
+    elif first > patience and (seconds := process.ask("step")["seconds"]) > patience:
+        record["status"] = f"x: one step takes {seconds:.0f} s"
     return process, record
 
 
 def compete(
-    specs: Mapping[str, Spec | TakesNoPart],
-    rounds: int,
-    *,
-    base: str,
-    error: Error = lambda *_: 0.0,
-    memory: bool = False,
-    patience: float = math.inf,
-) -> dict[str, dict[str, Any]]:
+    specs: Mapping[str, Spec | TakesNoPart], rounds: int, *, base: str, error: Error = lambda *_: 0.0,
+    memory: bool = False, patience: float = math.inf,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Parity, then time in interleaved rounds, then memory in a new process each.
 
     Args:
@@ -321,13 +309,11 @@ def compete(
             try:
                 if isinstance(spec, TakesNoPart):
                     raise spec
-                admitted[name], record = admit(name, spec, error, patience, stack)
-                records[name] = {"status": "ok", **record}
-            except (Failed, TakesNoPart) as caught:
-                known = getattr(caught, "record", None)
-                records[name] = (
-                    {"status": f"x: {reason(caught)}"} if known is None else {**known, "status": str(caught)}
-                )
+                process, records[name] = admit(name, spec, error, patience, stack)
+                if records[name]["status"] == "ok":
+                    admitted[name] = process
+            except (Failed, TakesNoPart) as why:
+                records[name] = {"status": f"x: {reason(why)}"}
         if rounds and base in admitted:
             steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
             for name, numbers in statistics_of(in_turn(steps, rounds), base).items():
@@ -366,7 +352,7 @@ class Server:
         self.device = spec.get("device", "cpu")
         make = partial(importlib.import_module(spec["module"]).contestant, spec)
         weighed = spec.get("memory") and "python" not in spec  # torch is in this interpreter
-        self.contestant, self.built = allocated(make, self.device) if weighed else (make(), Allocated(0, 0))
+        self.contestant, (_, self.built) = allocated(make, self.device) if weighed else (make(), Allocated(0, 0))
         gc.collect()
         gc.freeze()  # what is there now is not looked at again by the collections before each step
 
@@ -397,8 +383,8 @@ class Server:
         if self.contestant.memory is not None:
             return self.contestant.memory()
         self.step()
-        _, used = allocated(self.contestant.step, self.device)
-        numbers = {"peak_mib": used.peak, "total_mib": self.built.left + used.peak, "resident_mib": resident()}
+        _, (peak, _) = allocated(self.contestant.step, self.device)
+        numbers = {"peak_mib": peak, "total_mib": self.built + peak, "resident_mib": resident()}
         return {name: value / MIB for name, value in numbers.items()}
 
 
