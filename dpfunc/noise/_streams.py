@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +40,7 @@ from dpfunc.rng import Key, Words, fold_in
 TILE = 2**16
 TILE_COLS = 2**8
 _MAX_THREADS = 16
+_TOGETHER = 2**15  # numbers of small tiles that are made together
 # Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
 _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
@@ -66,7 +67,7 @@ Room = tuple["Scratch", Words]
 
 def room_for(size: int) -> Room:
     """New memory."""
-    return scratch(words_for(size)), Words()
+    return scratch(words_for(size) + len(_BETWEEN)), Words()
 
 
 def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None = None) -> npt.NDArray[np.float64]:
@@ -132,25 +133,29 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
     The number of threads, one a core of this process unless given, has no influence on the result.
     """
     noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
-    jobs: deque[tuple[str, Tile]] = deque()
+    found: list[tuple[str, Tile]] = []
     for name, leaf in like.items():
         if leaf.dtype not in _NUMPY_DTYPES:
             raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
         part = _window(leaf, name)
         noise[name] = np.empty(part.shape, _NUMPY_DTYPES[leaf.dtype])
-        jobs.extend((name, each) for each in tiles(part))
-    largest = max((each.needed for _, each in jobs), default=0)
+        found += [(name, each) for each in tiles(part)]
+    largest = max([_TOGETHER, *(each.needed for _, each in found)])
+    jobs = deque(_groups(found, largest))
     others = min(threads or _cores(), len(jobs)) - 1
 
     def draw() -> None:
-        room = room_for(largest)
+        memory, words = room_for(largest)
         while True:
             try:
-                name, each = jobs.popleft()
+                group = jobs.popleft()
             except IndexError:
                 return
-            values = tile(key, name, each.number, each.needed, room)
-            noise[name][each.there] = values.reshape(-1, each.width)[each.inside]
+            draws = (words.opened(fold_in(key, "normal", name, each.number)) for name, each in group)
+            drawn = normals_of_each(draws, [each.needed for _, each in group], memory)
+            for (name, each), values in zip(group, drawn, strict=True):
+                numbers = tile(key, name, each.number, each.needed) if values is None else values
+                noise[name][each.there] = numbers.reshape(-1, each.width)[each.inside]
 
     pool = ThreadPoolExecutor(max(others, 1), thread_name_prefix="noise")  # which begins a thread when it gets work
     try:
@@ -162,6 +167,20 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
         jobs.clear()
         pool.shutdown()
     return {name: torch.from_numpy(noise[name]).reshape(_held(leaf).shape) for name, leaf in like.items()}
+
+
+def _groups(found: Iterable[tuple[str, Tile]], most: int) -> Iterator[list[tuple[str, Tile]]]:
+    """Tiles that are made together: so many that their numbers and words between them have room, at least one."""
+    group: list[tuple[str, Tile]] = []
+    total = 0
+    for name, each in found:
+        total += words_for(each.needed) + len(_BETWEEN)
+        if group and total > words_for(most):
+            yield group
+            group, total = [], words_for(each.needed) + len(_BETWEEN)
+        group.append((name, each))
+    if group:
+        yield group
 
 
 def _window(leaf: Tensor | Part, name: str) -> Window:
@@ -337,6 +356,39 @@ def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = Non
         room = scratch(total)
         room.words[: len(words)] = words
         _read(draw, room.words[len(words) :])
+
+
+# They follow the words of a tile that is made with others: certain, and two of them are a number of the tail. So what
+# begins in a tile needs no word of the next one.
+_BETWEEN = np.full(3, 100 | 1 << 40, np.uint64)
+
+
+def normals_of_each(
+    draws: Iterable[Callable[[int], _Words]], sizes: Sequence[int], room: Scratch
+) -> list[_Floats | None]:
+    """`normals` of several streams, whose words have room together; None where the first words do not suffice.
+
+    An operation on an array takes longer to begin than for a few thousand numbers, of which many tiles have no more.
+
+    Guarantees:
+        tests/noise/test_ziggurat.py: the numbers of each alone (test_several_are_as_each_alone).
+    """
+    parts, start = [], 0
+    for draw, size in zip(draws, sizes, strict=True):
+        stop = start + words_for(size)
+        _read(draw, room.words[start:stop])
+        room.words[stop : stop + len(_BETWEEN)] = _BETWEEN
+        parts.append((start, stop, size))
+        start = stop + len(_BETWEEN)
+    words = room.words[:start]
+    numbers, doubtful = _products(words, room)
+    keep, _ = _decide(words, numbers, doubtful)
+    found: list[_Floats | None] = []
+    for start, stop, size in parts:
+        own = numbers[start:stop]
+        count = _squeeze(own, keep[start:stop], stop - start)
+        found.append(own[:size] if count > size else None)  # one more: the last that is wanted ends before it
+    return found
 
 
 def _read(draw: Callable[[int], _Words], words: _Words) -> None:
