@@ -27,8 +27,8 @@ from dpfunc.rng import fold_in, insecure_key
 
 LIMIT_SECONDS = 600.0
 NO_GPU = 2
-CASES = ",".join(["mnist", "w1", *GPU_CASES])
-CONTESTANTS = "plain,vmap,ghost,auto,opacus-hooks,opacus-ghost,whole-plain,whole-dpfunc"
+CASES = ",".join(["mnist", *GPU_CASES])
+CONTESTANTS = "plain,auto,opacus-hooks,opacus-ghost,whole-plain,whole-dpfunc,whole-dpfunc-device"
 
 
 def commands(results: Path, pages: Path) -> dict[str, list[str]]:
@@ -36,7 +36,7 @@ def commands(results: Path, pages: Path) -> dict[str, list[str]]:
     measure = ["--device", "cuda", "--cases", CASES, "--engines", CONTESTANTS, "--rounds", "7", "--out", str(engines)]
     # only files with such tests: to collect all takes as long as these tests
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "import devices" in file.read_text()]
-    rows = ["--device", "cuda", "--programs", "300", "--out", str(results / "rows_gpu.json")]
+    rows = ["--device", "cuda", "--programs", "200", "--out", str(results / "rows_gpu.json")]
     return {
         "tests": [python, "-m", "pytest", "-m", "cuda", *files],
         "rows": [python, "-m", "benchmarks.rows", *rows],
