@@ -70,7 +70,7 @@ def noise(device: str, numbers: Sequence[int] = (10**5, 10**7), rounds: int = 11
 
 
 def page(report: dict[str, Any], engines: dict[str, Any], rows: dict[str, Any]) -> str:
-    parts = [[name, part["status"], f"{part['seconds']:.0f}"] for name, part in report["parts"].items()]
+    parts = "; ".join(f"{name}: {part['status']}" for name, part in report["parts"].items())
     costs = [[f"{row['numbers']:,}", row["source"], f"{row['best_ns']:.2f}"] for row in report["noise"]]
     found = [
         (f"{what}, {name}", value)
@@ -83,8 +83,8 @@ def page(report: dict[str, Any], engines: dict[str, Any], rows: dict[str, Any]) 
 
 {report["machine"]["gpu"]}; {", ".join(f"{name} {number}" for name, number in report["versions"].items())}. \
 `make gpu` writes this page. Float32 without TF32, one thread of torch, median of 7 rounds in turn; sums are compared \
-with the loop over single samples before anything is timed. `plain`: without privacy; `whole`: with noise and an \
-optimizer; `device`: with `noise_source="device"`.
+with single samples first. `plain`: without privacy; `whole`: with noise and an \
+optimizer; `device`: with `noise_source="device"`. Parts: {parts}.
 
 {markdown(heads, [timings(case) for case in engines.get("cases", {}).values()])}
 
@@ -99,10 +99,6 @@ would be in the list. `RAISED` is an error of torch: what exists on a CPU only (
 GPU finds too late to go on.
 
 {markdown(("what", "count"), numbers)}
-
-## Parts
-
-{markdown(("part", "status", "seconds"), parts)}
 """
 
 

@@ -133,7 +133,7 @@ def test_every_part_on_a_gpu_is_run_and_noted(monkeypatch, tmp_path, failing, co
     assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == names
     page = (tmp_path / "gpu.md").read_text()
     assert "| 10,000,000 | secure | 8.00 |" in page
-    assert page.count("| exit code 3 |") == code
+    assert page.count(": exit code 3") == code
 
 
 def test_parts_on_a_gpu(tmp_path):
