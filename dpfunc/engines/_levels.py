@@ -142,8 +142,10 @@ def is_row(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and functorch.is_batchedtensor(inside(value))
 
 
-def of_rows(value: Tensor) -> Tensor | None:
-    """The plain tensors of all rows on axis 0, (B, ...); None for a tensor that is the same for all rows."""
+def of_rows(value: Any) -> Tensor | None:
+    """The plain tensors of all rows on axis 0, (B, ...); None for what is the same for all rows."""
+    if not isinstance(value, Tensor):
+        return None
     while functorch.is_gradtrackingtensor(value):  # `inside`, which is called for each tensor of each operation
         value = functorch.get_unwrapped(value)
     if not functorch.is_batchedtensor(value):
@@ -219,6 +221,10 @@ class Diverged(Stop):
         super().__init__(read)
         self.groups, self.read = groups, read
 
+    def within(self, places: Sequence[int]) -> list[list[int]]:
+        """The groups, by the places in the batch of the rows of the pass."""
+        return [[places[row] for row in group] for group in self.groups]
+
 
 class Alone(Stop):
     """Rows that this engine cannot take: each is to be computed alone."""
@@ -270,7 +276,7 @@ class Pass(TorchFunctionMode):
         self.disagreed: Diverged | None = None
         self.in_backward = self.told = False
 
-    def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
+    def plain(self, leaf: object) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
         return self._params.get(id(leaf))
 

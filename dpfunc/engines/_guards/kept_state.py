@@ -99,13 +99,16 @@ def _some(tensor: Tensor) -> Tensor:
 
 def _parts(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
-    own = vars(value) if hasattr(value, "__dict__") else None
-    left_out = () if own is None else next((names for concerns, names in _LEFT_OUT if concerns(value)), ())
-    attributes = None if own is None else [i for n, i in own.items() if n not in left_out and not _of_generation(n, i)]
+    attributes = _attributes(value) if hasattr(value, "__dict__") else ()
     for kinds, parts in _INSIDE:
         if isinstance(value, kinds):
-            return (*parts(value), *(attributes or ()), type(value))
-    return (*(_reduced(value) if attributes is None else attributes), type(value))
+            return (*parts(value), *attributes, type(value))
+    return (*(attributes if hasattr(value, "__dict__") else _reduced(value)), type(value))
+
+
+def _attributes(value: object) -> Iterable[Any]:
+    left_out = next((names for concerns, names in _LEFT_OUT if concerns(value)), ())
+    return [i for n, i in vars(value).items() if n not in left_out and not _of_generation(n, i)]
 
 
 # Attributes that torch keeps for itself.
