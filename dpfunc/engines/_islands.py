@@ -311,10 +311,7 @@ NATIVE = frozenset((F.scaled_dot_product_attention, F.max_pool2d, torch.max_pool
 
 
 def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a large operation by its native kernel; NotImplemented where vmap and grad are to do it.
-
-    Each tensor that is given must be a batch of one, and the operation must keep axis 0 apart.
-    """
+    """The result of a large operation of batches of one by its native kernel; NotImplemented where vmap is to do it."""
     if not owner.is_open():
         return NotImplemented
     least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
@@ -360,10 +357,7 @@ def _of_samples(owner: Pass, value: Any) -> Tensor | None:
 
 
 def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation with a rule of a user: vmap and grad do all of it but the gradient of its parameter.
-
-    NotImplemented where a row is no batch of one, as the rule takes its tensors.
-    """
+    """An operation with a rule of a user, of its parameter alone; NotImplemented where a row is no batch of one."""
     rule = REGISTERED[func]
     bound = rule.bind(args, kwargs)
     ((argument, needs),) = rule.needs.items()

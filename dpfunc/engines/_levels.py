@@ -186,10 +186,7 @@ def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | No
 
 @functools.cache
 def without_dispatch(function: Any) -> Callable[..., Any]:
-    """A private copy of a function written in Python that does not dispatch, so that modes get its parts.
-
-    The function itself is not touched.
-    """
+    """A private copy of a function written in Python that does not dispatch, so that modes get its parts."""
     quiet = {
         name: (lambda *args, **kwargs: False) for name in function.__globals__ if name.startswith("has_torch_function")
     }

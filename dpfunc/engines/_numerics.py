@@ -322,10 +322,7 @@ class Kernel:
         return Costs(2 * self.positions * numbers, ghost, numbers, factors, limited=True)
 
     def by_cells(self) -> int:
-        """Operations for products of windows, as sums over the taps of products of cells, one axis after the other.
-
-        Taps read the cells of one residue modulo the stride; the cells of each are multiplied with each other.
-        """
+        """Operations for products of windows, as sums over taps of products of cells of one residue, axis by axis."""
         residues = [min(step, taps) for step, taps in zip(self.stride, self.shape[2:], strict=True)]
         cells, parts = self.cells // math.prod(self.stride), math.prod(residues)
         products = 2 * _A_SMALL_PRODUCT * cells**2 * self.shape[1] * self.groups

@@ -52,10 +52,7 @@ def read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 
 def by_row(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of whole numbers or masks, row by row below both levels; its results have no gradient.
-
-    Rows whose results have different shapes are grouped.
-    """
+    """A function of whole numbers or masks, row by row below both levels; rows with other shapes are grouped."""
     if kwargs.get("out") is not None:
         owner.stop(Alone(f"{func.__name__} writes its result, which is of each row, into `out`"))
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))

@@ -337,10 +337,7 @@ def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
 
 
 def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
-    """A recurrent layer of a row, a batch of one on the axis of the batch, by its walks below both levels.
-
-    NotImplemented where vmap and grad are to do it, and for dropout between layers.
-    """
+    """A recurrent layer of a row by its walks below both levels; NotImplemented where vmap and grad are to do it."""
     axis = 0 if bound["batch_first"] else 1
     states = [bound["hx"]] if isinstance(bound["hx"], Tensor) else list(bound["hx"])
     if not owner.is_open() or not _is_walked(bound, axis, states):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import is_dtensor
-from dpfunc.batches import positions_of
+from dpfunc.batches import positions_of, take
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
@@ -107,8 +107,7 @@ class Rows:
         """The rows at these places."""
         if len(places) == len(self.positions):
             return self
-        chosen = torch.tensor(places)
-        batch = pytree.tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batch)
+        batch = take(self.batch, torch.tensor(places))
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 
     def plain_params(self) -> dict[str, Tensor]:

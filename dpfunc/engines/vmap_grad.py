@@ -196,10 +196,7 @@ class VmapGrad:
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
-        """Passes over rows that agree with each other, and the read by which others do not.
-
-        In lockstep all processes run as many.
-        """
+        """Passes over rows that agree, as many in all processes in lockstep; and the read by which others do not."""
         if every.are_split:
             return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]

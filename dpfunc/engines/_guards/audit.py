@@ -179,10 +179,7 @@ def _norm(grad: Tensor) -> float:
 
 
 def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]:
-    """Parameters moved by about so many units of rounding each; those of 16 bits, whose tolerance is wide, stay.
-
-    The same on all ranks.
-    """
+    """Parameters moved by about so many units of rounding each, the same on all ranks; those of 16 bits stay."""
     generator = torch.Generator().manual_seed(seed)
     moved = {}
     for name, param in params.items():

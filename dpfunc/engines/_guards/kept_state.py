@@ -74,11 +74,7 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
-    """Number of writes into a tensor, and some of its numbers: all if they are few.
-
-    Tensors of earlier rows are refused where they are used. Numbers are compared as well, since some operations write
-    without saying so (batch norm), and since a tensor may be another one of the same shape.
-    """
+    """Number of writes into a tensor, and some of its numbers, since some operations write without saying so."""
     tensor = inside(tensor)  # `self.table = self.table.to(device)` gives the same one at a level
     own = None if functorch.is_functorch_wrapped_tensor(tensor) else plain_memory(tensor)
     if own is None or own.is_inference() or own.is_meta or is_earlier(own):
