@@ -310,11 +310,6 @@ class Pass(TorchFunctionMode):
             for name in names:
                 self.counts[name] = self.counts.get(name, 0) + 1
 
-    def begin_backward(self) -> None:
-        """Note that the backward pass of the losses begins."""
-        self.in_backward = True
-        transforms_seen(True)
-
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""
         if not self.in_backward:

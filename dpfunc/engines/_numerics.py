@@ -68,13 +68,10 @@ def _precision(
 
 def exact(device: torch.device) -> AbstractContextManager[None]:
     """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
-    return nullcontext() if is_exact(device) else _precision(device, "highest", tf32=False, autocast=False)
-
-
-def is_exact(device: torch.device) -> bool:
-    """True if products are not shortened anyway, and `exact` would change nothing."""
     cast = torch.is_autocast_enabled("cpu")
-    return device.type == "cpu" and not cast and torch.get_float32_matmul_precision() == "highest"
+    if device.type == "cpu" and not cast and torch.get_float32_matmul_precision() == "highest":
+        return nullcontext()
+    return _precision(device, "highest", tf32=False, autocast=False)
 
 
 def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

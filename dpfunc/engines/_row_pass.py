@@ -181,7 +181,8 @@ class _RowPass(Pass):
         """Check what the loss has returned; the backward pass begins."""
         if self.stopped is not None:
             raise self.stopped
-        self.begin_backward()
+        self.in_backward = True
+        transforms_seen(True)
         with torch._C.DisableTorchFunction():
             checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=self.told)
             checks.check_aux(aux, 1)
