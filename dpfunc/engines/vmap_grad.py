@@ -149,6 +149,10 @@ class _Calls:
         warm_up(self.loss_fn, rows.params, rows.batch)
         self.read, self.kept = read, ()
 
+    def succeed(self) -> None:
+        """Note that a call was no error."""
+        self.done = True
+
     def end(self) -> None:
         """Note a loss that has changed what it keeps."""
         if self.kept:
@@ -258,7 +262,7 @@ class VmapGrad:
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
-            calls.done = True
+            calls.succeed()
             if reason:
                 known._learn(settings=replace(tried, since=reason))
             return found
