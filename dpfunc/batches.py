@@ -62,9 +62,8 @@ def _refuse(batch: Batch) -> NoReturn:
     )
 
 
-def tree_map(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The batch with a function applied to every leaf."""
-    return pytree.tree_map(function, batch)
+tree_map: Callable[[Callable[[Tensor], Tensor], Batch], Batch] = pytree.tree_map
+"""The batch with a function applied to every leaf."""
 
 
 def take(batch: Batch, indices: Tensor) -> Batch:

@@ -32,7 +32,7 @@ class AllParameters:
         return tuple("all" for _ in names)
 
 
-ALL = AllParameters()
+_ALL = AllParameters()
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ _TINY_NORM = 1e-12
 _TINY_FACTOR = 1e-30
 
 
-def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
+def _check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
     """A bound, or one bound for each group, each in [1e-10, 1e10] so that float32 can hold what follows from it."""
     if not isinstance(clip_norm, Mapping):
         return _check_one("clip_norm", clip_norm)
@@ -241,10 +241,10 @@ class Flat:
     """
 
     clip_norm: float | Mapping[str, float]
-    groups: Groups = ALL
+    groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))
+        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / max(norm, C)`, which needs no constant against 0 / 0."""
@@ -275,10 +275,10 @@ class Automatic:
 
     clip_norm: float | Mapping[str, float] = 1.0
     gamma: float = 0.01
-    groups: Groups = ALL
+    groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))
+        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
         object.__setattr__(self, "gamma", non_negative("gamma", self.gamma))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def auto_v(clip_norm: float | Mapping[str, float] = 1.0, groups: Groups | None =
     >>> auto_v().gamma
     0.0
     """
-    return Automatic(clip_norm, gamma=0.0, groups=groups or ALL)
+    return Automatic(clip_norm, gamma=0.0, groups=groups or _ALL)
 
 
 def normalized(clip_norm: float | Mapping[str, float], regularizer: float, groups: Groups | None = None) -> Automatic:
@@ -305,7 +305,7 @@ def normalized(clip_norm: float | Mapping[str, float], regularizer: float, group
     >>> normalized(1.0, regularizer=0.1) == Automatic(1.0, gamma=0.1)
     True
     """
-    return Automatic(clip_norm, gamma=positive("regularizer", regularizer), groups=groups or ALL)
+    return Automatic(clip_norm, gamma=positive("regularizer", regularizer), groups=groups or _ALL)
 
 
 @dataclass(frozen=True)
@@ -326,10 +326,10 @@ class PSAC:
 
     clip_norm: float | Mapping[str, float]
     regularizer: float
-    groups: Groups = ALL
+    groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))
+        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
         object.__setattr__(self, "regularizer", positive("regularizer", self.regularizer))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
@@ -356,10 +356,10 @@ class Threshold:
 
     clip_norm: float | Mapping[str, float]
     threshold: float
-    groups: Groups = ALL
+    groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))
+        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
         object.__setattr__(self, "threshold", positive("threshold", self.threshold))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:

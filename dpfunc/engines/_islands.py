@@ -128,23 +128,26 @@ class _Credited(torch.autograd.Function):
 
 def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation with a closed form; NotImplemented where vmap and grad are to do it."""
-    if owner.turned and len(args) == 2 and (func in MATMULS or func is F.linear):
-        _, leaf = owner.turned.get(id(args[1]), (None, None))
-        if leaf is not None:  # `x @ W.T` is a linear, and the reverse
-            func, args = (torch.matmul if func is F.linear else F.linear), (args[0], leaf)
+    if owner.turned:
+        func, args = _turned_back(owner, func, args)
     rule = RULES[func]
     form, bound = rule.form, rule.bind(args, kwargs)
     if form is None or not owner.is_open():
         return NotImplemented
     given = bound[form.input]
-    if not isinstance(given, Tensor) or of_rows(given) is None:
-        return NotImplemented
-    wanted = _made_plain(owner, rule, form.input, bound)
+    wanted = None if of_rows(given) is None else _made_plain(owner, rule, form.input, bound)
     if wanted is None or not form.takes(bound) or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect([name for name, _ in wanted.values()])
-    keeps_input = form.reads_input or not rule.reading.isdisjoint(wanted)
-    return apply_node(_Credited, _Call(owner, func, rule, form, bound, wanted, keeps_input), owner.anchor, given)
+    call = _Call(owner, func, rule, form, bound, wanted, rule.keeps_input(wanted))
+    return apply_node(_Credited, call, owner.anchor, given)
+
+
+def _turned_back(owner: Pass, func: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """`x @ W.T` is a linear, and the reverse."""
+    if len(args) != 2 or id(args[1]) not in owner.turned or not (func is F.linear or func in MATMULS):
+        return func, args
+    return (torch.matmul if func is F.linear else F.linear), (args[0], owner.turned[id(args[1])][1])
 
 
 def _made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, tuple[str, Tensor]] | None:
@@ -296,34 +299,28 @@ class Native(torch.autograd.Function):
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
 
 
+def _are_large(inputs: Sequence[Tensor | None], least: int) -> bool:
+    """True for many numbers of rows that are batches of one, with as many axes; others are broadcast, the first too."""
+    first = inputs[0]
+    if first is None or first.numel() < _LARGE or first.ndim < least:
+        return False
+    return all(each is not None and each.ndim == first.ndim and each.shape[1] == 1 for each in inputs)
+
+
 NATIVE = frozenset((F.scaled_dot_product_attention, F.max_pool2d, torch.max_pool2d, F.rms_norm, F.gelu, F.silu))
 
 
 def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a large operation by its native kernel; NotImplemented where vmap and grad are to do it.
-
-    Each tensor that is given must be a batch of one, and the operation must keep axis 0 apart.
-    """
+    """The result of a large operation of batches of one by its native kernel; NotImplemented where vmap is to do it."""
     if not owner.is_open():
         return NotImplemented
     least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
-    places: list[int] = []
-    values = [*args, *kwargs.values()]
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            values_B = of_rows(value)
-            if values_B is None or values_B.ndim < least or values_B.shape[1] != 1:
-                return NotImplemented
-            if places and values_B.ndim != values[places[0]].ndim + 1:
-                return NotImplemented  # broadcast axes: the first one is not that of rows
-            if not places and values_B.numel() < _LARGE:
-                return NotImplemented
-            places.append(place)
+    values, names = [*args, *kwargs.values()], tuple(kwargs)
+    places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     inputs = [values[place] for place in places]
     wanted = [value.requires_grad for value in inputs]
-    if not any(wanted):
+    if not any(wanted) or not _are_large([of_rows(value) for value in inputs], least):
         return NotImplemented
-    names = tuple(kwargs)
 
     def call(*given: Tensor) -> Results:
         filled = list(values)
@@ -360,27 +357,22 @@ def _of_samples(owner: Pass, value: Any) -> Tensor | None:
 
 
 def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation with a rule of a user: vmap and grad do all of it but the gradient of its parameter.
-
-    NotImplemented where a row is no batch of one, as the rule takes its tensors.
-    """
+    """An operation with a rule of a user, of its parameter alone; NotImplemented where a row is no batch of one."""
     rule = REGISTERED[func]
     bound = rule.bind(args, kwargs)
     ((argument, needs),) = rule.needs.items()
     leaf = bound.get(argument)
-    known = owner.plain(leaf) if isinstance(leaf, Tensor) else None
+    known = owner.plain(leaf)
     if known is None or not owner.is_open():
         return NotImplemented
     name, value = known
     with Below():
         needed = {need: _of_samples(owner, bound[need]) for need in needs}
     fixed = owner.levels.constant(value)
-    out = owner.seen(
-        func,
-        [fixed if each is leaf else each for each in args],
-        {key: fixed if each is leaf else each for key, each in kwargs.items()},
-    )
-    out_B = of_rows(out) if isinstance(out, Tensor) else None
+    put = {id(leaf): fixed}
+    own = {key: put.get(id(each), each) for key, each in kwargs.items()}
+    out = owner.seen(func, [put.get(id(each), each) for each in args], own)
+    out_B = of_rows(out)
     if out_B is None or out_B.shape[1:2] != (1,) or any(each is None for each in needed.values()):
         return NotImplemented
     shape = torch.Size((len(out_B), *out_B.shape[2:]))

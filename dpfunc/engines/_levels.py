@@ -142,8 +142,10 @@ def is_row(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and functorch.is_batchedtensor(inside(value))
 
 
-def of_rows(value: Tensor) -> Tensor | None:
-    """The plain tensors of all rows on axis 0, (B, ...); None for a tensor that is the same for all rows."""
+def of_rows(value: Any) -> Tensor | None:
+    """The plain tensors of all rows on axis 0, (B, ...); None for what is the same for all rows."""
+    if not isinstance(value, Tensor):
+        return None
     while functorch.is_gradtrackingtensor(value):  # `inside`, which is called for each tensor of each operation
         value = functorch.get_unwrapped(value)
     if not functorch.is_batchedtensor(value):
@@ -184,10 +186,7 @@ def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | No
 
 @functools.cache
 def without_dispatch(function: Any) -> Callable[..., Any]:
-    """A private copy of a function written in Python that does not dispatch, so that modes get its parts.
-
-    The function itself is not touched.
-    """
+    """A private copy of a function written in Python that does not dispatch, so that modes get its parts."""
     quiet = {
         name: (lambda *args, **kwargs: False) for name in function.__globals__ if name.startswith("has_torch_function")
     }
@@ -218,6 +217,10 @@ class Diverged(Stop):
     def __init__(self, groups: Sequence[Sequence[int]], read: str) -> None:
         super().__init__(read)
         self.groups, self.read = groups, read
+
+    def within(self, places: Sequence[int]) -> list[list[int]]:
+        """The groups, by the places in the batch of the rows of the pass."""
+        return [[places[row] for row in group] for group in self.groups]
 
 
 class Alone(Stop):
@@ -270,7 +273,7 @@ class Pass(TorchFunctionMode):
         self.disagreed: Diverged | None = None
         self.in_backward = self.told = False
 
-    def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
+    def plain(self, leaf: object) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
         return self._params.get(id(leaf))
 
@@ -306,11 +309,6 @@ class Pass(TorchFunctionMode):
         if not self.in_backward:
             for name in names:
                 self.counts[name] = self.counts.get(name, 0) + 1
-
-    def begin_backward(self) -> None:
-        """Note that the backward pass of the losses begins."""
-        self.in_backward = True
-        transforms_seen(True)
 
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""

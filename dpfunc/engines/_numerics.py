@@ -68,13 +68,10 @@ def _precision(
 
 def exact(device: torch.device) -> AbstractContextManager[None]:
     """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
-    return nullcontext() if is_exact(device) else _precision(device, "highest", tf32=False, autocast=False)
-
-
-def is_exact(device: torch.device) -> bool:
-    """True if products are not shortened anyway, and `exact` would change nothing."""
     cast = torch.is_autocast_enabled("cpu")
-    return device.type == "cpu" and not cast and torch.get_float32_matmul_precision() == "highest"
+    if device.type == "cpu" and not cast and torch.get_float32_matmul_precision() == "highest":
+        return nullcontext()
+    return _precision(device, "highest", tf32=False, autocast=False)
 
 
 def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -322,10 +319,7 @@ class Kernel:
         return Costs(2 * self.positions * numbers, ghost, numbers, factors, limited=True)
 
     def by_cells(self) -> int:
-        """Operations for products of windows, as sums over the taps of products of cells, one axis after the other.
-
-        Taps read the cells of one residue modulo the stride; the cells of each are multiplied with each other.
-        """
+        """Operations for products of windows, as sums over taps of products of cells of one residue, axis by axis."""
         residues = [min(step, taps) for step, taps in zip(self.stride, self.shape[2:], strict=True)]
         cells, parts = self.cells // math.prod(self.stride), math.prod(residues)
         products = 2 * _A_SMALL_PRODUCT * cells**2 * self.shape[1] * self.groups

@@ -224,10 +224,7 @@ class Gather:
         return tables_BVd.reshape(-1, *self.shape)
 
     def _merged(self) -> tuple[Tensor, Tensor]:
-        """The same numbers with equal ids added into one slot: ids (B, T) and rows (B, T, d).
-
-        Slots that are not needed have some id of the sample, and zeros.
-        """
+        """The same numbers with equal ids added into one slot; slots that are not needed have some id, and zeros."""
         g_BTd = self._rows()
         sorted_BT, order_BT = self.ids_BT.sort(dim=1)
         starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
@@ -299,10 +296,7 @@ class Tied:
 
 
 def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
-    """The gradient of a parameter that is used several times: the sum over its uses, exact in norm as well.
-
-    Products are joined along their positions, look-ups too; whatever else meets is formed and added.
-    """
+    """The gradient of a parameter that is used several times, exact in norm as well; uses of a kind are joined."""
     if len(uses) == 1:
         return uses[0]
     outers = [use for use in uses if isinstance(use, Outer)]

@@ -52,14 +52,11 @@ def read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 
 def by_row(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of whole numbers or masks, row by row below both levels; its results have no gradient.
-
-    Rows whose results have different shapes are grouped.
-    """
+    """A function of whole numbers or masks, row by row below both levels; rows with other shapes are grouped."""
     if kwargs.get("out") is not None:
         owner.stop(Alone(f"{func.__name__} writes its result, which is of each row, into `out`"))
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    plain = [(inside(value), of_rows(value)) if isinstance(value, Tensor) else (value, None) for value in flat]
+    plain = [(inside(value), of_rows(value)) for value in flat]
     found = []
     with Below(), torch.no_grad():
         for row in range(owner.levels.rows):
@@ -68,18 +65,19 @@ def by_row(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
             found.append(func(*a, **k))
     results = [pytree.tree_flatten(result) for result in found]
     spec = results[0][1]
-    joined = []
-    for values in zip(*(leaves for leaves, _ in results), strict=True):
-        if isinstance(values[0], Tensor):
-            agreed(owner, [tuple(value.shape) for value in values], func.__name__)
-            same = all(value.shape == values[0].shape for value in values)
-            with Below():
-                stacked = torch.stack(values if same else [values[0]] * len(values))
-            joined.append(owner.levels.row(stacked))
-        else:
-            agreed(owner, values, func.__name__)
-            joined.append(values[0])
+    joined = [_joined(owner, values, func.__name__) for values in zip(*(leaves for leaves, _ in results), strict=True)]
     return pytree.tree_unflatten(joined, spec)
+
+
+def _joined(owner: Pass, values: Sequence[Any], read: str) -> Any:
+    """One result of each row, as that of a row."""
+    if not isinstance(values[0], Tensor):
+        agreed(owner, values, read)
+        return values[0]
+    agreed(owner, [tuple(value.shape) for value in values], read)
+    same = all(value.shape == values[0].shape for value in values)
+    with Below():
+        return owner.levels.row(torch.stack(tuple(values) if same else [values[0]] * len(values)))
 
 
 def _masks(index: Any) -> list[Any]:
@@ -133,14 +131,14 @@ def getitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 def _mask_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tensor, list[Any], Any]:
     """A write by one mask beside slices and numbers as one by the mask alone; torch's rule for rows mixes up axes."""
-    places = [place for place, part in enumerate(parts) if _is_mask(part)]
-    if len(places) > 1:
-        return target, list(parts), value
-    place, mask = places[0], parts[places[0]]
+    place = [_is_mask(part) for part in parts].index(True)
+    mask = parts[place]
     used = sum(mask.ndim if part is mask else part is not ... for part in parts)
     whole = [slice(None)] * mask.ndim
-    filled = [slice(None)] * (target.ndim - used)
-    before = [each for part in parts[:place] for each in (filled if part is ... else [part])]
+    before = list(parts[:place])
+    if ... in before:
+        dots = before.index(...)
+        before[dots : dots + 1] = [slice(None)] * (target.ndim - used)
     view = target[(*before, *whole, *parts[place + 1 :])]
     axis = sum(not isinstance(part, int) for part in before)
     if isinstance(value, Tensor) and value.ndim:
@@ -148,23 +146,24 @@ def _mask_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tenso
     return view.movedim([axis + each for each in range(mask.ndim)], list(range(mask.ndim))), [mask], value
 
 
+def _fill(target: Tensor, mask: Tensor, value: Any) -> None:
+    """Write one number where a mask is set."""
+    mask = mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=target.dtype, device=target.device)
+    target.copy_(torch.where(mask, value.to(target.dtype), target))
+
+
 def setitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Write where a mask of each row is set."""
     target, index, value = args
     parts = _masks(index)
-    if not any(_is_mask(part) and is_row(part) for part in parts):
+    if not any(map(is_row, filter(_is_mask, parts))):
         return NotImplemented
-    if len(parts) == 1 and is_row(target) and (not isinstance(value, Tensor) or value.ndim == 0):
-        mask = parts[0].bool()
-        mask = mask.reshape(*mask.shape, *(1 for _ in range(target.ndim - mask.ndim)))
-        fill = (
-            value.to(target.dtype)
-            if isinstance(value, Tensor)
-            else torch.full((), value, dtype=target.dtype, device=target.device)
-        )
-        target.copy_(torch.where(mask, fill, target))
-        return None
-    if len(parts) > 1 and all(_is_mask(part) or isinstance(part, (int, slice, type(...))) for part in parts):
+    if len(parts) == 1 and is_row(target) and getattr(value, "ndim", 0) == 0:
+        return _fill(target, parts[0].bool(), value)
+    known = all(_is_mask(part) or isinstance(part, (int, slice, type(...))) for part in parts)
+    if len(parts) > 1 and known and sum(map(_is_mask, parts)) == 1:
         target, parts, value = _mask_first(target, parts, value)
     target[positions(owner, tuple(parts))] = value
     return None
@@ -251,8 +250,8 @@ def solve(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     vector = right.ndim == 1 or right.shape == left.shape[:-1]
     right = right.unsqueeze(-1) if vector else right
     axes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    sides = (side.expand(*axes, *side.shape[-2:]) for side in (left, right))
-    found = func(*sides, left=bound.get("left", True))
+    left, right = left.expand(*axes, *left.shape[-2:]), right.expand(*axes, *right.shape[-2:])
+    found = func(left, right, left=bound.get("left", True))
     return found.squeeze(-1) if vector else found
 
 

@@ -337,32 +337,16 @@ def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
 
 
 def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
-    """A recurrent layer of a row, a batch of one on the axis of the batch, by its walks below both levels.
-
-    NotImplemented where vmap and grad are to do it, and for dropout between layers.
-    """
-    given = bound["input"]
-    if "batch_sizes" in bound or not owner.is_open() or not isinstance(given, Tensor):
-        return NotImplemented
+    """A recurrent layer of a row by its walks below both levels; NotImplemented where vmap and grad are to do it."""
     axis = 0 if bound["batch_first"] else 1
-    given_B = of_rows(given)
-    if given_B is None or given.ndim != 3 or given.shape[axis] != 1 or (bound["train"] and bound["dropout"]):
-        return NotImplemented
-    known = [owner.plain(value) for value in bound["params"]]
-    others = [value for value, own in zip(bound["params"], known, strict=True) if own is None]
     states = [bound["hx"]] if isinstance(bound["hx"], Tensor) else list(bound["hx"])
-    if any(value.requires_grad or of_rows(value) is not None for value in others) or any(
-        state.ndim != 3 or len(state) != bound["num_layers"] * (1 + bound["bidirectional"]) for state in states
-    ):
+    if not owner.is_open() or not _is_walked(bound, axis, states):
         return NotImplemented
-    plain = [own[1].detach() if own else inside(value) for value, own in zip(bound["params"], known, strict=True)]
-    credited = {id(value): own[0] for value, own in zip(plain, known, strict=True) if own}
-    with Below():
-        zeros_B = given_B.new_zeros(owner.levels.rows, 1)
-    # states that are the same for all rows, trained ones among them, get an axis of rows
-    states = [
-        state + owner.levels.row(zeros_B).to(state.dtype) if of_rows(state) is None else state for state in states
-    ]
+    found = _plain_weights(owner, bound["params"])
+    if found is None:
+        return NotImplemented
+    (plain, credited), given = found, bound["input"]
+    states = [_of_row(owner, state) for state in states]
     options = (bound["has_biases"], bound["num_layers"], bound["bidirectional"])
 
     def call(x_B: Tensor, *states_B: Tensor) -> Results:
@@ -375,6 +359,40 @@ def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> 
 
     wanted = [value.requires_grad for value in (given, *states)]
     return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, given, *states)
+
+
+def _is_walked(bound: Mapping[str, Any], axis: int, states: Sequence[Tensor]) -> bool:
+    """True for a batch of one that is not packed, without dropout, with states of all layers."""
+    given = bound["input"]
+    if "batch_sizes" in bound or of_rows(given) is None or (bound["train"] and bound["dropout"]):
+        return False
+    length = bound["num_layers"] * (1 + bound["bidirectional"])
+    return given.ndim == 3 and given.shape[axis] == 1 and all(s.ndim == 3 and len(s) == length for s in states)
+
+
+def _plain_weights(owner: Pass, params: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, str]] | None:
+    """Plain weights, and the names of parameters among them by their id; None where other weights are of a row."""
+    plain: list[Tensor] = []
+    credited: dict[int, str] = {}
+    for value in params:
+        known = owner.plain(value)
+        if known is not None:
+            plain.append(known[1].detach())
+            credited[id(plain[-1])] = known[0]
+        elif value.requires_grad or of_rows(value) is not None:
+            return None
+        else:
+            plain.append(inside(value))
+    return plain, credited
+
+
+def _of_row(owner: Pass, state: Tensor) -> Tensor:
+    """A state of a row: those that are the same for all rows, trained ones among them, get an axis of rows."""
+    if of_rows(state) is not None:
+        return state
+    with Below():
+        zeros_B = inside(state).new_zeros(owner.levels.rows, 1)
+    return state + owner.levels.row(zeros_B)
 
 
 def _recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

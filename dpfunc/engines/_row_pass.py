@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import is_dtensor
-from dpfunc.batches import positions_of
+from dpfunc.batches import positions_of, take
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
@@ -98,13 +98,21 @@ class Rows:
     positions: Sequence[int]
     source: Source | None = None
 
+    @property
+    def are_split(self) -> bool:
+        """True if parameters are split over processes (tensor parallel)."""
+        return self.source is None and any(map(is_dtensor, self.params.values()))
+
     def some(self, places: Sequence[int]) -> Rows:
         """The rows at these places."""
         if len(places) == len(self.positions):
             return self
-        chosen = torch.tensor(places, device="cpu")
-        batch = pytree.tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batch)
+        batch = take(self.batch, torch.tensor(places, device="cpu"))
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
+
+    def plain_params(self) -> dict[str, Tensor]:
+        """The parameters without a graph, or the tensors that stand for them."""
+        return self.source.leaves(self.params) if self.source else {n: p.detach() for n, p in self.params.items()}
 
 
 class _RowPass(Pass):
@@ -169,6 +177,18 @@ class _RowPass(Pass):
     def _draws(self) -> OwnDraws:
         return OwnDraws(positions_of(self._rows.positions), self._seed)
 
+    def returned(self, losses_1: Any, aux: Any) -> None:
+        """Check what the loss has returned; the backward pass begins."""
+        if self.stopped is not None:
+            raise self.stopped
+        self.in_backward = True
+        transforms_seen(True)
+        with torch._C.DisableTorchFunction():
+            checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=self.told)
+            checks.check_aux(aux, 1)
+            if self.settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
+                checks.refuse_reentrant((), losses_1)
+
     def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if kwargs.get("generator") is not None:
             self.stop(Alone("the loss draws from a generator of its own"))
@@ -213,13 +233,15 @@ class _RowPass(Pass):
         if func in _UNWRITTEN and isinstance(found, Tensor):
             with torch.no_grad():
                 found.zero_()  # it may hold numbers of other rows
-        if not self.settings.own_memory or kwargs.get("requires_grad"):
-            return found
+        return self._own(found) if self.settings.own_memory and not kwargs.get("requires_grad") else found
+
+    def _own(self, found: Any) -> Any:
+        """A tensor that is the same for all rows, with memory for each."""
         if not isinstance(found, Tensor) or is_row(found):
             return found
         value = inside(found)
         with Below():
-            values_B = value.unsqueeze(0).repeat(self.levels.rows, *(1 for _ in range(value.ndim)))
+            values_B = value.unsqueeze(0).repeat(self.levels.rows, *[1] * value.ndim)
         return self.levels.row(values_B)
 
 
@@ -305,7 +327,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
     """Losses of rows that go the same way; their gradients by rules go to `kept`."""
     num_rows = len(rows.positions)
     forget_gone()
-    params = rows.source.leaves(rows.params) if rows.source else {n: p.detach() for n, p in rows.params.items()}
+    params = rows.plain_params()
     kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:
         mode = kind(rows, over, params, settings, uses, kept, watched and is_warm(rows.loss_fn, rows.batch))
@@ -315,14 +337,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
         try:
             with told_of_transforms(), checks.backward_inside(), mode, custom_functions(settings.plain_functions):
                 losses_1, aux = checks.split_aux(rows.loss_fn(dict(given), record))
-                if mode.stopped is not None:
-                    raise mode.stopped
-                mode.begin_backward()
-                with torch._C.DisableTorchFunction():
-                    checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=mode.told)
-                    checks.check_aux(aux, 1)
-                    if settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
-                        checks.refuse_reentrant((), losses_1)
+                mode.returned(losses_1, aux)
                 found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
         except ORDINARY as error:
             refuse_out_of_memory(error)

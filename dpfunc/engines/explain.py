@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -80,10 +82,16 @@ def _of_use(use: Use) -> list[UseCost]:
     costs = []
     for argument, name in use.wanted.items():
         shape = tuple(use.shapes[argument])
-        chosen = argument == largest and use.rule.costs is not None
-        own = choice if chosen else summed(math.prod(shape)).choose(use.num_samples)
-        costs.append(UseCost(name, use.name, own.representation, shape, own.num_bytes, own.operations))
+        if argument == largest and use.rule.costs is not None:
+            costs.append(UseCost(name, use.name, choice.representation, shape, choice.num_bytes, choice.operations))
+        else:
+            costs.append(_of_formed(name, use.name, shape, use.num_samples))
     return costs
+
+
+def _of_formed(name: str, op: str, shape: Sequence[int], num_samples: int) -> UseCost:
+    cost = summed(math.prod(shape)).choose(num_samples)
+    return UseCost(name, op, cost.representation, tuple(shape), cost.num_bytes, cost.operations)
 
 
 def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
@@ -116,17 +124,17 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
     passes: list[Passed] = []
     with torch_seed(insecure_key(0)):
         norms = VmapGrad(told=passes.append)(loss_fn, params, batch).sq_norms()
-    costs = [cost for passed in passes for use in reversed(passed.uses) for cost in _of_use(use)]
-    formed = [(name, "vmap(grad)", len(passed.losses_B)) for passed in passes for name in passed.rest]
-    alone = num_samples - sum(len(passed.losses_B) for passed in passes)
-    formed += [(name, "loop", alone) for name, norms_B in norms.items() if alone and norms_B.any()]
-    for name, op, count in formed:
-        shape = tuple(params[name].shape)
-        cost = summed(math.prod(shape)).choose(count)
-        costs.append(UseCost(name, op, cost.representation, shape, cost.num_bytes, cost.operations))
-    used = {cost.parameter for cost in costs}
-    unused = (UseCost(n, "", "unused", tuple(p.shape), 0, 0) for n, p in params.items() if n not in used)
-    return Explanation(num_samples, (*costs, *unused))
+    uses = chain.from_iterable(reversed(passed.uses) for passed in passes)
+    costs = list(chain.from_iterable(map(_of_use, uses)))
+    alone = num_samples
+    for passed in passes:
+        costs += [_of_formed(name, "vmap(grad)", params[name].shape, len(passed.losses_B)) for name in passed.rest]
+        alone -= len(passed.losses_B)
+    if alone:
+        costs += [_of_formed(n, "loop", params[n].shape, alone) for n, norms_B in norms.items() if norms_B.any()]
+    unused = params.keys() - {cost.parameter for cost in costs}
+    costs += [UseCost(n, "", "unused", tuple(params[n].shape), 0, 0) for n in filter(unused.__contains__, params)]
+    return Explanation(num_samples, tuple(costs))
 
 
 # Activations of one microbatch on a CPU. Twice as much or half as much changes the time of a step by a few per cent.

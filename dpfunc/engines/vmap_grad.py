@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.processes import failed, in_lockstep, is_dtensor, on_any_process
+from dpfunc._utils.processes import failed, in_lockstep, on_any_process
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import batch_size, positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
@@ -196,19 +196,17 @@ class VmapGrad:
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
-        """Passes over rows that agree with each other, and the read by which others do not.
-
-        In lockstep all processes run as many.
-        """
-        if self.source is None and any(map(is_dtensor, every.params.values())):
+        """Passes over rows that agree, as many in all processes in lockstep; and the read by which others do not."""
+        if every.are_split:
             return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""
         while on_any_process(bool(todo)):
             if passes == _MAX_PASSES:
-                rest = every.positions if in_lockstep() else [row for places in todo for row in places]
-                last = self._by_loop(every.some(rest), calls, f"rows do not agree on what Python reads ({read})")
-                return [last] if in_lockstep() else [*done, last], read
+                if in_lockstep():
+                    done, todo = [], [every.positions]
+                rest = every.some(list(chain.from_iterable(todo)))
+                return [*done, self._by_loop(rest, calls, f"rows do not agree on what Python reads ({read})")], read
             counted, places = bool(todo), todo.pop() if todo else [0]
             rows, passes = every.some(places), passes + 1
             try:
@@ -219,10 +217,11 @@ class VmapGrad:
                 done.append(self._by_loop(rows, calls, str(stop)))
                 continue
             if isinstance(found, Diverged):
-                todo += [[places[place] for place in group] for group in found.groups] if counted else []
+                todo += found.within(places)
                 read = found.read
             else:
-                done.append(_Part(places, found, counted))
+                # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
+                done.append(_Part(places, found if self.source is None else replace(found, alone=True), counted))
         return done, read
 
     def _decision(self, known: _Known, parts: Sequence[_Part], read: str) -> Decision:
@@ -266,8 +265,7 @@ class VmapGrad:
             calls.succeed()
             if reason:
                 known._learn(settings=replace(tried, since=reason))
-            # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
-            return found if self.source is None or isinstance(found, Diverged) else replace(found, alone=True)
+            return found
         raise Alone(reason)
 
     def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,15 +43,18 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
     parts = fsdp_parts(module)
     if not parts:
         return {}
-    known: set[int] = set()
-    for part in parts.values():
-        groups = _groups(part)
-        if groups is None:
-            below = tuple(f"{name}." if name else "" for name in parts)
-            return {n: p for n, p in module.named_parameters() if is_dtensor(p) and n.startswith(below)}
-        for held in (held for group in groups for held in group.fsdp_params):
-            known |= {id(held.sharded_param), id(getattr(held, "_unsharded_param", None))}
+    groups = [_groups(part) for part in parts.values()]
+    if None in groups:
+        below = tuple(f"{name}.".lstrip(".") for name in parts)
+        return {n: p for n, p in module.named_parameters() if is_dtensor(p) and n.startswith(below)}
+    known = _swapped(chain.from_iterable(groups))  # type: ignore[arg-type]  # none is None
     return {name: param for name, param in module.named_parameters() if id(param) in known}
+
+
+def _swapped(groups: Iterable[Any]) -> set[int]:
+    """Ids of the parameters of some groups, sharded and whole."""
+    held = [each for group in groups for each in group.fsdp_params]
+    return {id(each.sharded_param) for each in held} | {id(getattr(each, "_unsharded_param", None)) for each in held}
 
 
 def _groups(part: Any) -> list[Any] | None:

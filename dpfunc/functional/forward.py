@@ -62,7 +62,7 @@ def refuse_unsupported(
     module: nn.Module, parts: Sequence[nn.Module] | None = None, *, checkpointing: bool = False
 ) -> None:
     """Refuse modules that cannot work (`_REFUSED`); with `checkpointing`, gradient checkpointing is allowed."""
-    for part in all_parts(module) if parts is None else parts:
+    for part in _all_parts(module) if parts is None else parts:
         kind: Any = type(part)
         for is_refused, message in _of_kind(kind):
             if is_refused(part) and not (checkpointing and is_refused is _checkpoints):
@@ -70,7 +70,7 @@ def refuse_unsupported(
                 raise UnsupportedModel(message.format(names=shorten(names), count=len(names)))
 
 
-def all_parts(module: nn.Module) -> list[nn.Module]:
+def _all_parts(module: nn.Module) -> list[nn.Module]:
     """A module and all in it, each once, in any order: each step asks, and `modules()` takes ten times as long."""
     parts, known = [module], {id(module)}
     for part in parts:
@@ -123,7 +123,7 @@ def _of_kind(kind: type) -> tuple[tuple[Callable[[Any], bool], str], ...]:
 
 
 @contextmanager
-def checkpoint_is_an_error() -> Iterator[None]:
+def _checkpoint_is_an_error() -> Iterator[None]:
     """Inside, `torch.utils.checkpoint` of a part of the module is an error and not a wrong gradient.
 
     It saves tensors through hooks, which torch lets us forbid. Hooks that are there already belong to somebody around
@@ -200,7 +200,7 @@ class Forward:
             fsdp.refuse_communication(self.module)
         if _may_be_sharded():  # since it was functionalized
             fsdp.refuse_swapped(self.module, (*self.shapes, *self.frozen))
-        stack, parts = until_backward(), all_parts(self.module)
+        stack, parts = until_backward(), _all_parts(self.module)
         refuse_unsupported(self.module, parts, checkpointing=stack is not None)
         if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
             with self._writing_is_an_error():
@@ -209,7 +209,7 @@ class Forward:
                     return self.module(*args, **kwargs)
         fsdp.refuse_old_vmap(self.module)
         with (
-            unfollowed_code_is_an_error(), checkpoint_is_an_error(), self._writing_is_an_error(),
+            unfollowed_code_is_an_error(), _checkpoint_is_an_error(), self._writing_is_an_error(),
             self._swapped(params, parts), _put_back(parts),
         ):  # fmt: skip
             output = self.module(*args, **kwargs)
@@ -354,7 +354,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
         own,
         {name: param.detach() for name, param in others.items()},
         {name: buffer.detach().clone() for name, buffer in buffers.items()},
-        all_parts(module),
+        _all_parts(module),
         _owners(module, own),
     )
     return Functional(forward, params)

@@ -338,7 +338,7 @@ def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = Non
     They are in the scratch memory: copy them before it is used again.
 
     Guarantees:
-        tests/noise/test_ziggurat.py: numpy's numbers for every word (test_numpy_agrees,
+        tests/noise/test_streams.py: numpy's numbers for every word (test_numpy_agrees,
         test_numpy_agrees_on_rare_words), the law (test_layers_are_under_the_curve), the same bits on processors with
         other instructions (test_other_instructions).
     """
@@ -371,7 +371,7 @@ def normals_of_each(
     An operation on an array takes longer to begin than for a few thousand numbers, of which many tiles have no more.
 
     Guarantees:
-        tests/noise/test_ziggurat.py: the numbers of each alone (test_several_are_as_each_alone).
+        tests/noise/test_streams.py: the numbers of each alone (test_several_are_as_each_alone).
     """
     parts, start = [], 0
     for draw, size in zip(draws, sizes, strict=True):

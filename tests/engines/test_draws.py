@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc import clipping, engines
-from dpfunc.batches import first_row, positions_of
+from dpfunc.batches import first_row
 from dpfunc.clipped import clipped_grad
 from dpfunc.rng import insecure_key, torch_seed
 
@@ -119,9 +119,3 @@ def test_rows_draw_different_numbers(engine):
     """Also rows of different microbatches."""
     _, unreleased = clipped(LOSSES["randn"], weights(), batch(1).expand(ROWS, D), engine, 2)
     assert len(set(unreleased.losses_B.tolist())) == ROWS
-
-
-def test_positions_are_those_in_the_batch():
-    with first_row(6):
-        assert positions_of([0, 2]) == [6, 8]
-    assert positions_of([1]) == [1]

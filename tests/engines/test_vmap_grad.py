@@ -47,30 +47,6 @@ def test_gradients_and_hooks_inside_of_the_loss(loss_fn):
     assert engine_of(loss_fn, W, X) == "one pass"
 
 
-class OwnRule(torch.autograd.Function):
-    """Its rule for vmap mixes the rows."""
-
-    @staticmethod
-    def forward(x):
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return (x * 2 + x.sum(0, keepdim=True)), 0
-
-
-def test_a_rule_for_vmap_of_a_custom_function_is_not_used():
-    assert engine_of(lambda p, x: OwnRule.apply(p["w"] * x).square().sum(1), W, X) == "one pass"
-
-
 # Random numbers.
 
 

@@ -124,15 +124,7 @@ _STABLE = _Unstable(0.0, {})
 
 def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
-    alone: dict[int, Alone] = {}
-    for number, row in enumerate(chosen):
-        compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
-        before = python_state(rows.loss_fn) if compared else ()
-        alone[row] = rows.alone(row)
-        if compared:  # the first row alone may build what the second finds
-            audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
-            if audits.counting and number:
-                break
+    alone = _rows_alone(rows, chosen, audits)
     dtypes = (rows.per_sample.losses_B.dtype, *(param.dtype for param in rows.params.values()))
     tolerance = COARSE if any(row.coarse for row in alone.values()) else tolerance_of(*dtypes)
     problem = _compare(rows, alone, {}, tolerance)
@@ -145,8 +137,22 @@ def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
     if not on_any_rank(rows.params, bool(problem)):
         return problem
     # a loss that is another one each time draws random numbers of other libraries
-    first, second = (rows.alone(chosen[0]).losses_1.nan_to_num() for _ in range(2))
-    return problem if torch.equal(first, second) else ""
+    first, second = rows.alone(chosen[0]).losses_1, rows.alone(chosen[0]).losses_1
+    return problem if torch.equal(first.nan_to_num(), second.nan_to_num()) else ""
+
+
+def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Audits) -> dict[int, Alone]:
+    """The chosen rows alone; the first ones only, if a loss changes what it keeps."""
+    alone: dict[int, Alone] = {}
+    for number, row in enumerate(chosen):
+        compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
+        before = python_state(rows.loss_fn) if compared else ()
+        alone[row] = rows.alone(row)
+        if compared:  # the first row alone may build what the second finds
+            audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
+            if audits.counting and number:
+                break
+    return alone
 
 
 def _unstable(rows: Credited, row: int, alone: Alone) -> _Unstable:
@@ -173,10 +179,7 @@ def _norm(grad: Tensor) -> float:
 
 
 def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]:
-    """Parameters moved by about so many units of rounding each; those of 16 bits, whose tolerance is wide, stay.
-
-    The same on all ranks.
-    """
+    """Parameters moved by about so many units of rounding each, the same on all ranks; those of 16 bits stay."""
     generator = torch.Generator().manual_seed(seed)
     moved = {}
     for name, param in params.items():

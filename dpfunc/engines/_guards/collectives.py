@@ -137,20 +137,25 @@ def check_replicated(
         return
     tolerance = max(TOLERANCES.get(dtype, COARSE) for dtype in (losses_B.dtype, *(p.dtype for p in params.values())))
     scale = max(float(_size(grad)) for grad in grads.values())
-    for mesh, dim in [(each, dim) for each in meshes for dim in range(each.ndim)]:
-        replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
-        differing = _differing({"": losses_B, **replicated}, mesh.get_group(dim), tolerance, scale)
-        if "" in differing:
-            raise UnsupportedModel(
-                "The loss of a record differs between ranks that hold parts of the same layers: they have "
-                "different records, or parts of one (context parallelism). Give all of them the same records."
-            )
-        if differing:
-            raise UnsupportedModel(
-                f"The parameters {shorten(differing)} are on every rank, but their gradients differ: each rank "
-                "applies them to a part of the activations, so each has a part of the gradient. Apply them where "
-                "activations are whole, split them with parallelize_module, or leave them out."
-            )
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            replicated = {name: grad for name, grad in grads.items() if not _split(params[name], mesh, dim)}
+            _refuse_differing(_differing({"": losses_B, **replicated}, mesh.get_group(dim), tolerance, scale))
+
+
+def _refuse_differing(names: Sequence[str]) -> None:
+    """Refuse what differs between ranks: gradients by the names of their parameters, losses by the empty one."""
+    if "" in names:
+        raise UnsupportedModel(
+            "The loss of a record differs between ranks that hold parts of the same layers: they have "
+            "different records, or parts of one (context parallelism). Give all of them the same records."
+        )
+    if names:
+        raise UnsupportedModel(
+            f"The parameters {shorten(names)} are on every rank, but their gradients differ: each rank "
+            "applies them to a part of the activations, so each has a part of the gradient. Apply them where "
+            "activations are whole, split them with parallelize_module, or leave them out."
+        )
 
 
 def _split(param: Tensor, mesh: DeviceMesh, dim: int) -> bool:

@@ -74,11 +74,7 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
-    """Number of writes into a tensor, and some of its numbers: all if they are few.
-
-    Tensors of earlier rows are refused where they are used. Numbers are compared as well, since some operations write
-    without saying so (batch norm), and since a tensor may be another one of the same shape.
-    """
+    """Number of writes into a tensor, and some of its numbers, since some operations write without saying so."""
     tensor = inside(tensor)  # `self.table = self.table.to(device)` gives the same one at a level
     own = None if functorch.is_functorch_wrapped_tensor(tensor) else plain_memory(tensor)
     if own is None or own.is_inference() or own.is_meta or is_earlier(own):
@@ -99,13 +95,16 @@ def _some(tensor: Tensor) -> Tensor:
 
 def _parts(value: object) -> Iterable[Any]:
     """Values that an object refers to: elements, attributes, its class, and what a function reaches."""
-    own = vars(value) if hasattr(value, "__dict__") else None
-    left_out = () if own is None else next((names for concerns, names in _LEFT_OUT if concerns(value)), ())
-    attributes = None if own is None else [i for n, i in own.items() if n not in left_out and not _of_generation(n, i)]
+    attributes = _attributes(value) if hasattr(value, "__dict__") else ()
     for kinds, parts in _INSIDE:
         if isinstance(value, kinds):
-            return (*parts(value), *(attributes or ()), type(value))
-    return (*(_reduced(value) if attributes is None else attributes), type(value))
+            return (*parts(value), *attributes, type(value))
+    return (*(attributes if hasattr(value, "__dict__") else _reduced(value)), type(value))
+
+
+def _attributes(value: object) -> Iterable[Any]:
+    left_out = next((names for concerns, names in _LEFT_OUT if concerns(value)), ())
+    return [i for n, i in vars(value).items() if n not in left_out and not _of_generation(n, i)]
 
 
 # Attributes that torch keeps for itself.

@@ -29,12 +29,8 @@ from dpfunc.types import Params
 
 
 def check_depends(depends: bool, *, told: bool) -> None:
-    """Check that a loss depends on a parameter, or that Python was told numbers: they may have left all of them out.
-
-    A row whose branch skips each trained layer (LayerDrop) has a gradient of zero. In lockstep that is an error as
-    well, since the others wait for the backward pass.
-    """
-    if not depends and (not told or in_lockstep()):
+    """Check that a loss depends on a parameter, or that Python was told numbers: LayerDrop leaves all of them out."""
+    if not depends and (not told or in_lockstep()):  # where the others wait for the backward pass
         raise InvalidArgument(
             "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
             "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
@@ -96,10 +92,7 @@ def joined_aux(parts: Sequence[Any], order: Tensor | None = None) -> Any:
 
 
 def refuse_reentrant(inputs: object, output: object) -> None:
-    """Refuse reentrant checkpoints in the graph between inputs and output: they detach the parameters.
-
-    Only for plain autograd; torch itself refuses them under torch.func. About a microsecond for each node of the graph.
-    """
+    """Refuse reentrant checkpoints, which detach parameters, in a graph; torch itself refuses them under torch.func."""
     visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
     todo = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     while todo:

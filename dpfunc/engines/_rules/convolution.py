@@ -283,17 +283,19 @@ def _convolution(
         step, pad, gap = (_per_axis(value, axes) for value in (stride, padding, dilation))
         further = () if output_padding is None else _per_axis(output_padding, axes)
         args = ConvolutionArgs(tuple(use.shapes["weight"]), step, pad, gap, groups, output_padding is not None, further)
-        x_BmC = use.split(input)
-        if math.prod(args.shape[2:]) == groups == 1 and not args.transposed and not any(pad):
-            # 1 x 1: a matrix at each position
-            x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, each) for each in step)]
-            g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
-            grads["weight"] = Outer(g_BTp, x_BTd, args.shape)
-        else:
-            grads["weight"] = Convolved(g_BmP, x_BmC, args)
+        grads["weight"] = _of_weight(g_BmP, use.split(input), args)
     if "bias" in use.wanted:
         grads["bias"] = Dense(to_accumulation_dtype(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
     return grads
+
+
+def _of_weight(g_BmP: Tensor, x_BmC: Tensor, args: ConvolutionArgs) -> PerSampleGrad:
+    if args.transposed or any(args.padding) or not math.prod(args.shape[2:]) == args.groups == 1:
+        return Convolved(g_BmP, x_BmC, args)
+    # 1 x 1: a matrix at each position
+    x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, each) for each in args.stride)]
+    g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
+    return Outer(g_BTp, x_BTd, args.shape)
 
 
 def _run(run: Callable[..., Tensor], bound: Bound) -> tuple[Tensor, Any]:

@@ -7,7 +7,7 @@ tables of rows: embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,9 +117,12 @@ class Rule:
         return {name: default for name, default in self.arguments.items() if default is not REQUIRED}
 
     @cached_property
-    def reading(self) -> frozenset[str]:
-        """Arguments whose gradient, as parameters, needs the input."""
+    def _reading(self) -> frozenset[str]:
         return frozenset(name for name, needed in self.needs.items() if self.form and self.form.input in needed)
+
+    def keeps_input(self, wanted: Iterable[str]) -> bool:
+        """True if gradients of these arguments, or of the input, need the input."""
+        return bool(self.form and self.form.reads_input) or not self._reading.isdisjoint(wanted)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
         """The operation's arguments by name, defaults included."""
