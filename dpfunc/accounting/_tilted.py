@@ -72,10 +72,7 @@ def tilted_epsilon(
     delta: float,
     fixed: Mapping[Direction, Sequence[Fixed]] = _NONE,
 ) -> _Bound:
-    """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
-
-    `fixed` are laws of other steps, for each direction; their infinite losses are not counted.
-    """
+    """The larger bound of the directions; `fixed` are laws of other steps, whose infinite losses are not counted."""
     kinds = _within_domain(kinds, delta)
     if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
@@ -137,10 +134,7 @@ def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> 
 def one_direction(
     kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0, fixed: Sequence[Fixed] = ()
 ) -> _Bound:
-    """The bound for neighbours in one order; not below `floor`, which the other order has already cost.
-
-    Each round chooses parameters for an epsilon, and bounds it, until they were made for about the one that was found.
-    """
+    """The bound for neighbours in one order; not below `floor`, which the other order has already cost."""
     log_delta = math.log(delta)
     few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
     t = aims.best_tilt(few, log_delta)
@@ -149,7 +143,7 @@ def one_direction(
     about, t = aims.laplace(few, t, log_delta)
     slope = t
     best, fine = math.inf, _FINE[bool(fixed)]
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):  # until parameters were chosen for about the epsilon that was found
         aim = aims.make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
         gain, best = best - found, min(best, found)

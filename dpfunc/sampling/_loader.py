@@ -30,10 +30,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader.
-
-    An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
-    """
+    """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader."""
 
     sampler: Sampler
     key: Key = field(repr=False)  # of the run
@@ -52,6 +49,7 @@ class Draws:
             key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
             own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
             checked = len(own) > 1 and step % CHECKED_IN == 0
+            # of an empty draw the first record, for the structure of its batch
             yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
 
 
