@@ -19,15 +19,6 @@ from dpfunc.sampling import FixedSize, InOrder, RandomAllocation, Shuffled
 KEY = insecure_key(0)
 
 
-@given(size=st.integers(1, 2000), data=st.data())
-def test_fixed_size(size, data):
-    """Exactly batch_size different records, sorted."""
-    batch_size = data.draw(st.integers(1, size))
-    batch = FixedSize(size, batch_size).indices(KEY, data.draw(st.integers(0, 10**6)))
-    assert len(batch) == batch_size
-    assert bool((batch.diff() > 0).all())
-
-
 def test_fixed_size_subsets_are_uniform():
     """All 10 pairs of 5 records come equally often, and so does each of 300 records."""
     counts = dict.fromkeys(itertools.combinations(range(5), 2), 0)

@@ -286,19 +286,3 @@ def test_copies_hold_what_the_record_holds(name):
     own = [torch.as_tensor(leaf) for leaf in made[:8]]
     torch.testing.assert_close(torch.stack(own), data[:8, : len(own[0])], rtol=0, atol=0)
     assert len({leaf.data_ptr() for leaf in own} | {data[i].data_ptr() for i in range(8)}) == 16
-
-
-def test_what_a_record_has_twice_its_copy_has_twice():
-    """A change of one is seen in the other, as in the record."""
-    part = [1.0, torch.zeros(2)]
-    seen = []
-
-    def changing(records):
-        for record in records:
-            record["a"][0] = 2.0
-            seen.append(record["b"][0])
-        return torch.zeros(len(records))
-
-    check_rows(changing, [{"a": part, "b": part} for _ in range(3)], KEY, 1)
-    assert set(seen) == {2.0}
-    assert part[0] == 1.0
