@@ -204,9 +204,6 @@ def schedule_ledger(
         sampling_prob: 0 < q <= 1, or a schedule of it. noise_multiplier: >= 0, or a schedule of it.
         num_steps: steps of the run, >= 0; the last value goes on. adjacency: which data sets are neighbours.
 
-    Raises:
-        InvalidArgument: an argument outside its domain.
-
     Guarantees:
         equals the ledger of the single steps (tests/test_types.py::test_pieces_equal_single_steps).
 

@@ -36,9 +36,6 @@ class RunCount:
         mean: expected number of runs, 1 <= mean <= 10,000.
         shape: -1 < shape <= inf. The smaller it is, the more K varies, and the less a run of the search costs.
 
-    Raises:
-        InvalidArgument: a value outside its domain.
-
     >>> RunCount(mean=8.0, shape=1.0).gamma
     0.125
     >>> RunCount(mean=8.0, shape=1.0).quantile(0.99)
@@ -167,7 +164,6 @@ def calibrate_search(
 
     Raises:
         UnreachableBudget: even a scale of 2**30 costs more, because of what was spent or of the score.
-        InvalidArgument: an argument outside its domain.
 
     Guarantees:
         tests/accounting/test_selection.py::test_a_search_is_calibrated.

@@ -102,9 +102,6 @@ def audit(
     Returns:
         Released as far as the scores are: the bounds follow from them and the coins.
 
-    Raises:
-        InvalidArgument: an argument outside its domain.
-
     Guarantees:
         at most a share alpha of audits refutes what holds (tests/evidence/test_one_run.py::test_calibration); the
         figures of JAX Privacy (test_figures_of_jax_privacy); faults are found (test_power).
