@@ -55,7 +55,6 @@ def test_the_values_of_a_head(n, k, classes, epsilon, length):
 
 
 def rows_of(seed, *shape):
-    """Rows of many lengths, one of zeros among them."""
     source = torch.Generator().manual_seed(seed)
     lengths = 10 ** torch.empty(shape[0], 1).uniform_(-4, 4, generator=source)
     x = torch.randn(*shape, generator=source) * lengths

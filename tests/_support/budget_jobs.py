@@ -154,7 +154,6 @@ def main(url, folder, kills, cuts):
 
 
 def killed(url, folder, kills, cuts=False):
-    """What is left after so many kills, with four processes at once."""
     folder.mkdir()
     command = [sys.executable, __file__, url, str(folder), str(kills), str(cuts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)

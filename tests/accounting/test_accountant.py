@@ -66,7 +66,6 @@ def test_a_long_schedule_is_tight():
 
 
 def test_museum_gdp_under_reports_and_says_so():
-    """1000 records, batches of 32, 3 epochs, sigma 0.8."""
     run = Ledger((Event(0.032, 0.8, 96),))
     limit = epsilon(run, 1e-5, "gdp-approximation")
     assert limit.epsilon < 0.7 * epsilon(run, 1e-5).epsilon

@@ -88,7 +88,6 @@ def test_cut_batches_against_enumeration(n, q, cap, adjacency):
 
 
 def losses(p, q):
-    """Losses and masses of one step, as floats."""
     keep = (p > 1e-30) & (q > 1e-30)
     return np.log(p[keep] / q[keep]), p[keep] * WIDTH
 

@@ -39,7 +39,6 @@ def released(runs, p):
 
 
 def divergences(p, q):
-    """Renyi divergences D_a(p || q) at all orders."""
     kept = p > 0
     with np.errstate(divide="ignore"):
         logs = A[:, None] * np.log(p[kept]) + (1 - A[:, None]) * np.log(q[kept])

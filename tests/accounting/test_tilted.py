@@ -129,7 +129,6 @@ def test_extreme_deltas(direction):
 
 
 def test_an_epsilon_that_has_no_exponential_is_refused_by_name():
-    """And `auto` takes another method."""
     with pytest.raises(TiltedUnavailable, match="epsilon is above 700"):
         tilted_epsilon([(0.052, 0.0511, 1)], ["remove"], 1.2e-63)
     assert epsilon(Ledger((Event(0.052, 0.0511, 1),)), 1.2e-63).epsilon > 512

@@ -45,7 +45,6 @@ def server():
 
 @pytest.fixture
 def url(server, request):
-    """URL of a new database."""
     from sqlalchemy import create_engine
 
     name = f"t{abs(hash(request.node.name))}"

@@ -39,8 +39,6 @@ def test_any_step_can_be_drawn_again(sampler):
 @every_sampler
 @pytest.mark.parametrize("start", [0, 1, 7])
 def test_costs_add_up(sampler, start):
-    """The cost of a stretch is that of its steps, one by one."""
-
     def spent(events):
         total = {}
         for event in events:

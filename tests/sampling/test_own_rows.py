@@ -29,7 +29,6 @@ TEXTS = [{"ids": list(range(i + 1, i + 2 + i % 4)), "label": i} for i in range(6
 
 
 def of_batch(change):
-    """The default collate function, with a change of the batch."""
     return lambda records: (lambda batch: {**batch, **change(batch)})(default_collate(records))
 
 
@@ -97,7 +96,6 @@ def taking_out(records):
 
 
 def halved(records):
-    """In place: each record by itself."""
     for record in records:
         record["x"].mul_(0.5)
     return default_collate(records)
@@ -170,8 +168,6 @@ def test_generators_go_on_as_they_were(generator):
 
 
 class Transformed(list):
-    """As a data set whose transform gets all records of a batch."""
-
     def __init__(self, records, transform):
         super().__init__(records)
         self.transform = transform
@@ -181,7 +177,6 @@ class Transformed(list):
 
 
 def filled_as(kind, records):
-    """Filled up to the longest that was read."""
     length = max(len(record["ids"]) for record in records)
     return [{**record, "ids": kind(record["ids"] + [0] * (length - len(record["ids"])))} for record in records]
 

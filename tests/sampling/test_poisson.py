@@ -38,7 +38,6 @@ def fits(counts, law, level=LEVEL):
 
 
 def between(count, trials, prob, level=LEVEL):
-    """Two-sided exact binomial test."""
     return level < stats.binom.cdf(count, trials, prob) < 1 - level
 
 
@@ -134,7 +133,6 @@ def test_known_draws():
 
 
 def test_a_schedule():
-    """The rate, the expected size and the price change together, at the same step."""
     sampler = Poisson(20_000, Schedule(((2, 0.01), (3, 0.2), (1, 0.5))))
     for step, prob in enumerate([0.01, 0.01, 0.2, 0.2, 0.2, 0.5, 0.5]):
         assert sampler.expected_batch_size(step) == prob * 20_000

@@ -12,8 +12,6 @@ from dpfunc.sampling._records import data_name
 
 
 class Elsewhere:
-    """A data set that is not in memory."""
-
     def __init__(self, records):
         self.records = records
 

@@ -28,7 +28,6 @@ caps = st.integers(1, 4)
 
 
 def classify(forward, params, batch):
-    """The loss of single texts."""
     return F.cross_entropy(forward(params, batch["ids"]).logits, batch["labels"], reduction="none")
 
 
