@@ -158,16 +158,6 @@ def test_a_new_head_beside_adapters_has_its_own_rate():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_its_values_go_into_the_plan(strategy):
-    classes = {"num_classes": 2} if strategy == "head" else {}
-    found = recipe(strategy, dataset_size=2000, num_parameters=770, **BUDGET, **classes)
-    plan = found.plan()
-    assert (plan.num_steps, plan.clip, plan.delta, plan.epsilon) == (found.num_steps, found.clip, 1e-5, 3.0)
-    assert plan.sampler.expected_batch_size(0) == found.expected_batch_size
-    assert 2.9 < plan.guarantee().epsilon <= 3.0
-
-
 def test_the_rate_falls_to_zero():
     found = head()
     optimizer = found.optimizer([torch.zeros(2, requires_grad=True)])
