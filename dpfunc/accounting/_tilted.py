@@ -28,24 +28,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import (
-    ULP,
-    Array,
-    Atoms,
-    Direction,
-    Fixed,
-    Kind,
-    Law,
-    TiltedUnavailable,
-    above,
-    atoms,
-    gaussian_part,
-    part_masses,
-    point,
-    tilt,
-)
+from dpfunc.accounting._losses import ULP, Array, Atoms, Direction, Fixed, Kind, Law, TiltedUnavailable
 from dpfunc.accounting._search import falling_root
 
 _MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
@@ -95,7 +81,7 @@ def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
     """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted."""
     steps = as_float(sum(count for _, _, count in kinds))
     smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
-    mu2 = gaussian_part(kinds)
+    mu2 = losses.gaussian_part(kinds)
     for served, domain, found in (
         (_MIN_DELTA <= delta < 1, f"delta >= {_MIN_DELTA:g}", f"delta={delta:g}"),
         (steps <= _MAX_STEPS, f"at most {_MAX_STEPS:g} steps", f"{steps:.4g}"),
@@ -125,10 +111,10 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
     """`P(L > epsilon) - e^epsilon Q(L > epsilon)` of a single step."""
-    x = point(q, s, np.array([epsilon]), direction)
+    x = losses.point(q, s, np.array([epsilon]), direction)
     if not np.isfinite(x[0]):
         return 0.0
-    return float(above(q, s, x, part_masses(s, np.append(x, np.inf), direction), direction)[0])
+    return float(losses.above(q, s, x, losses.part_masses(s, np.append(x, np.inf), direction), direction)[0])
 
 
 def one_direction(
@@ -157,15 +143,15 @@ def one_direction(
 
 
 def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
-    laws = [tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
+    laws = [losses.tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
     ends = aims.choose_ends(base, aim) if len(base.steps) else []
     lengths = np.array([len(some) for some in ends])
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)
         q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
-        found = atoms(q, s, x, base.direction)
+        found = losses.atoms(q, s, x, base.direction)
         for mass, loss, infinite, steps in zip(found.mass, found.loss, found.infinite, base.steps[alike], strict=True):
-            laws.append(tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
+            laws.append(losses.tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
 

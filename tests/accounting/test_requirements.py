@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfunc.accounting import (
-    DELTA_TABLE,
-    EPSILON_TABLE,
-    Ledger,
-    epsilon,
-    explain_delta,
-    explain_epsilon,
-    privacy_requirements,
-    suggest_delta,
-)
-from dpfunc.accounting.requirements import total_steps
+from dpfunc.accounting import DELTA_TABLE, EPSILON_TABLE, Ledger, epsilon, privacy_requirements
+from dpfunc.accounting.requirements import explain_delta, explain_epsilon, suggest_delta, total_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -47,16 +38,6 @@ def test_the_numbers_belong_together(need):
     assert 2.99 <= need.guarantee.epsilon <= 3.0
     assert "larger batches cost MORE" in " ".join(need.guidance)
     assert [choice.noise_multiplier for choice in need.choices] == sorted(c.noise_multiplier for c in need.choices)
-
-
-def test_the_recommended_batch_is_computed(need):
-    best = min(choice.noise_per_run for choice in need.choices)
-    near = [choice.batch_size for choice in need.choices if choice.noise_per_run <= 1.1 * best]
-    assert need.recommended_batch_size == min(near)
-    for choice in need.choices:
-        assert choice.noise_per_step == pytest.approx(choice.noise_multiplier / choice.batch_size)
-        run = Ledger((Event(choice.sampling_prob, choice.noise_multiplier, choice.total_steps),))
-        assert epsilon(run, need.delta).epsilon <= 3.0
 
 
 @pytest.mark.parametrize(
