@@ -1,7 +1,5 @@
 """Plans: contradictions are refused, budgets are met, JSON reads back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

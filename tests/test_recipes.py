@@ -1,7 +1,5 @@
 """Recipes: formulas against an independent copy, public facts only, and a run whose probabilities are of use."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -141,7 +139,7 @@ def test_a_recipe_is_a_pure_function(strategy):
     assert recipe(strategy, **arguments) == recipe(strategy, **arguments)
     assert torch.equal(state, torch.get_rng_state())
     kinds = {p.annotation for p in inspect.signature(recipe).parameters.values()}
-    assert kinds == {"Strategy", "int", "float", "int | None", "float | None"}  # no records, no tensors, no modules
+    assert kinds == {recipes.Strategy, int, float, int | None, float | None}  # no records, no tensors, no modules
 
 
 def test_a_new_head_beside_adapters_has_its_own_rate():

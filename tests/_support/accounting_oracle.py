@@ -1,7 +1,5 @@
 """The truth by another way: inversion of the Laplace transform of the privacy loss, and a closed form for one step."""
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr

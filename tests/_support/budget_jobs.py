@@ -3,8 +3,6 @@
 `python budget_jobs.py URL FOLDER KILLS CUTS` prints what the database and these files say, as JSON; `killed` runs it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Runs with canaries and loops that a replay takes, with and without faults; tables for tests and `python -m benchmarks.evidence`."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

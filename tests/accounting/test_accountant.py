@@ -1,7 +1,5 @@
 """Epsilon: laws that hold for every ledger, extreme values, and inputs that must not reach the machinery."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,7 +1,5 @@
 """Calibration is the inverse of epsilon, from the safe side."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

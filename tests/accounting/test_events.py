@@ -1,7 +1,5 @@
 """Kinds of events beside plain ones: never below exact computations of small cases, hardly above them, and monotone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Ledgers are values that compose like a multiset and survive a round trip through JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

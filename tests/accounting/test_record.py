@@ -1,7 +1,5 @@
 """The records of runs and of searches: read back exactly, refused where they were changed, shown, and checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

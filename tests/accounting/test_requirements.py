@@ -1,7 +1,5 @@
 """What a run needs; and meanings of epsilon and delta that are true."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from functools import partial

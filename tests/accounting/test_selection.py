@@ -1,7 +1,5 @@
 """The cost of the best of a random number of runs, compared with exact distributions of what a search releases."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

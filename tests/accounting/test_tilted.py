@@ -1,7 +1,5 @@
 """The tight accountant: never below the truth, hardly above it, and each of its safe sides on its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The database: a changed byte, a file that is none or cannot be written, processes that are killed, a server that is cut off."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

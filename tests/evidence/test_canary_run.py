@@ -1,7 +1,5 @@
 """Loops of files: both forms are read, the loop sees its own records only, and what is planted is found or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

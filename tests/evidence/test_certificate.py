@@ -1,7 +1,5 @@
 """Certificates: what they say follows from the journal, any change is found, and who checks needs only the file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """What holds for every sampler: drawing again, independent steps, and what they charge."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Batches of a fixed size: the law of their draws, and what an epoch costs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

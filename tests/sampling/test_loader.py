@@ -1,7 +1,5 @@
 """Draws through torch's DataLoader: the batches of each step, the empty ones too, whatever the workers do."""
 
-from __future__ import annotations
-
 import pickle
 from collections import UserDict
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A batch whose rows are not made of their own records alone is refused."""
 
-from __future__ import annotations
-
 import copy
 import random
 import threading

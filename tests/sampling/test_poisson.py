@@ -1,7 +1,5 @@
 """Poisson draws: the law of independent trials, at a cost that does not grow with the number of records."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import tracemalloc

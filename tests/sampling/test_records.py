@@ -1,7 +1,5 @@
 """A resumed run recognises its data: every record, and the images that records name."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """T7, author-level privacy: a person with several texts is one row, whose contribution is bounded as a whole."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
