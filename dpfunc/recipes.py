@@ -1,7 +1,5 @@
 """Recipes: optimizer, learning rate, batch size and number of steps of a private run, from public facts alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

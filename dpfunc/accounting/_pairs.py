@@ -1,7 +1,5 @@
 """Laws of few losses that dominate one release: capped batches, Laplace noise, a stated guarantee, an epoch."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Numerical composition of privacy losses by FFT, as opacus does it: Gopi, Lee and Wutschitz 2021."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -18,8 +18,6 @@ the safe side. For K(z) = sum_i T_i log E e^(z L_i) of the discrete losses, and 
 4. Rounding, which the tilt makes relative to delta, counts as an estimate of its size, times a large factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The least noise, the largest batch, or the most steps that keep a ledger within a budget."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

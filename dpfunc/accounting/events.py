@@ -5,8 +5,6 @@ that differ in `num_steps` only are one, so n steps must cost what n times one s
 over many steps of a run, is one step of a kind whose fields describe all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

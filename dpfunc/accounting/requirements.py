@@ -1,7 +1,5 @@
 """Requirements for a privacy target: steps, sampling, noise, and a sensible batch size; and what a target means."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

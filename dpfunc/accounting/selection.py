@@ -1,7 +1,5 @@
 """Cost of a private search: the best of a random number of private runs, by Renyi differential privacy."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

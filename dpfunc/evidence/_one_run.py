@@ -1,7 +1,5 @@
 """Lower bounds on epsilon from one run: who guesses which canaries were in is right too often for a false claim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

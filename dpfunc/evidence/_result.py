@@ -1,7 +1,5 @@
 """Results of replays and audits as files, which a certificate takes in. They need no torch to be read."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -3,8 +3,6 @@
 It is made from the journal and the record of a run. To check it needs this file and accounting: no data, no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

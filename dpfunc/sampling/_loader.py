@@ -1,7 +1,5 @@
 """The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

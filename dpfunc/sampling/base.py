@@ -1,7 +1,5 @@
 """Protocol of samplers, and the checks that they share."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np
