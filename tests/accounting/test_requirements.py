@@ -13,6 +13,8 @@ from dpfunc.accounting.requirements import explain_delta, explain_epsilon, sugge
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
+ASK = partial(privacy_requirements, dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
+
 
 @given(st.integers(1, 10**6), st.integers(1, 10**4), st.integers(1, 200))
 def test_no_step_is_lost_to_rounding(n, batch, epochs):
@@ -22,12 +24,8 @@ def test_no_step_is_lost_to_rounding(n, batch, epochs):
     assert tenths * batch >= Fraction(epochs, 10) * n > (tenths - 1) * batch
 
 
-@pytest.fixture(scope="module")
-def need():
-    return privacy_requirements(dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
-
-
-def test_the_numbers_belong_together(need):
+def test_the_numbers_belong_together():
+    need = ASK()
     assert need.total_steps == 94
     assert need.sampling_prob == 0.032
     assert need.delta == pytest.approx(1e-5)
@@ -49,7 +47,6 @@ def test_advice_does_not_depend_on_the_batch_size_asked_for(n, epochs, sizes, ad
         assert size in [choice.batch_size for choice in need.choices]
 
 
-ASK = partial(privacy_requirements, dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
 BAD = {
     "dataset_size": (1, 1000.0, 2**2000), "batch_size": (0, 1001), "epochs": (0, math.nan), "target_epsilon": (0.0,),
     "delta": (1e-3, 0.5, 0.0),
