@@ -1,7 +1,5 @@
 """Exceptions: one base, one class for each thing a caller may want to catch."""
 
-from __future__ import annotations
-
 
 class DPFuncError(Exception):
     """Base of every error that dpfunc raises on purpose."""

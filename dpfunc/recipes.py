@@ -1,7 +1,5 @@
 """Recipes: optimizer, learning rate, batch size and number of steps of a private run, from public facts alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -269,11 +267,7 @@ def recipe(
 
         b = k^(1/4) / (2 sqrt(r)), at least 2 and at most 18
 
-    `Automatic` gives every gradient norm 1: a model never learns that it is already right, so its probabilities are too
-    sure and rare classes are outvoted. The gradient of a head is at most sqrt(2) feature_norm long, known without the
-    data: a `Flat` bound near it biases hardly anything, and a smaller one pays where there is more noise. What Adam
-    adds up in T steps of noise is about rate * sqrt(T), which is why the rate falls with T. How each of them was
-    found: docs/recipes.md.
+    Why, and how each of them was found: docs/recipes.md.
 
     Args:
         strategy: `head`, a linear layer on frozen features that starts at zero, best a `Head`; `lora`, adapters of a

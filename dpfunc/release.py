@@ -1,7 +1,5 @@
 """A statistic of private records that may be published, and what it costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

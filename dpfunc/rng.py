@@ -3,8 +3,6 @@
 A key is as secret as the data: who holds it can subtract the noise.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Plans: contradictions are refused, budgets are met, JSON reads back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -55,6 +53,9 @@ CONTRADICTIONS = {
         {"sampler": sampling.Shuffled(1000, 50)}, r"Expected adjacency to be one of \('zero_out', 'replace_one'\) with Shuffled",
     ),
     "fixed size with add/remove": ({"sampler": sampling.FixedSize(1000, 50)}, "with FixedSize"),
+    "allocated with replaced records": (
+        {"sampler": sampling.RandomAllocation(1000, 20), "adjacency": "replace_one"}, "with RandomAllocation"
+    ),
     "noise changes inside a shuffled epoch": (
         {
             "sampler": sampling.Shuffled(1000, 500), "adjacency": "zero_out",

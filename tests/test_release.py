@@ -1,7 +1,5 @@
 """Released means: noise of the promised scale, a bounded influence of each record, and nothing that is not counted."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

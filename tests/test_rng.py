@@ -1,7 +1,5 @@
 """A key is of one process, and says whether others can know it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The Gaussian mechanism, exactly; and the central-limit approximation that must not be mistaken for it."""
 
-from __future__ import annotations
-
 import math
 
 from dpfunc.accounting._search import falling_root

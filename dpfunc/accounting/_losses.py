@@ -8,8 +8,6 @@ e^epsilon ("connect the dots": Doroshenko et al. 2022), so the discrete pair dom
 beyond the last cell counts as an infinite loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,26 +1,13 @@
 """Laws of few losses that dominate one release: capped batches, Laplace noise, a stated guarantee, an epoch."""
 
-from __future__ import annotations
-
 import functools
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpfunc.accounting._losses import (
-    MEANS,
-    ULP,
-    Array,
-    Atoms,
-    Direction,
-    atoms,
-    connected,
-    conserved,
-    normal_masses,
-    part_masses,
-    point,
-)
+from dpfunc.accounting import _losses as losses
+from dpfunc.accounting._losses import MEANS, ULP, Array, Atoms, Direction
 
 _CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
 _BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
@@ -36,7 +23,7 @@ def dominating(loss: Array, p: Array, q: Array, below: float, infinite: Array | 
     """The law of cells with these losses at their ends (n,) and masses under P and Q (n - 1,), and one below them."""
     with np.errstate(over="ignore", invalid="ignore"):
         excess = p - np.exp(loss[:-1]) * q
-    mass = connected(loss, p, excess)
+    mass = losses.connected(loss, p, excess)
     mass[0] += below
     return Atoms(mass, loss, np.asarray(infinite))
 
@@ -50,7 +37,7 @@ def joined(above: Atoms, other: Atoms) -> Atoms:
     mass = np.append(above.mass[up], (other.mass * np.exp(-other.loss))[down])
     loss = np.append(above.loss[up], -other.loss[down])
     rest = 1 - float(mass.sum()) - float(above.infinite)
-    conserved(float(mass @ np.exp(-loss)) + rest + float(other.infinite))
+    losses.conserved(float(mass @ np.exp(-loss)) + rest + float(other.infinite))
     return Atoms(np.append(mass, max(rest, 0.0)), np.append(loss, 0.0), above.infinite)
 
 
@@ -61,7 +48,7 @@ def _ends(s: float, low: float, high: float) -> Array:
 
 
 def gaussian(q: float, s: float, direction: Direction) -> Atoms:
-    return atoms(q, s, _ends(s, min(0.0, *MEANS[direction]), max(0.0, *MEANS[direction])), direction)
+    return losses.atoms(q, s, _ends(s, min(0.0, *MEANS[direction]), max(0.0, *MEANS[direction])), direction)
 
 
 @functools.lru_cache(maxsize=256)
@@ -86,7 +73,7 @@ def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
 
 def without_replacement(q: float, s: float, direction: Direction) -> Atoms:
     """The law of a batch of a fixed share q of all records; see `Capped`."""
-    one = atoms(q, s, np.union1d(_ends(s, 0.0, 1.0), 0.5), "remove")  # 1/2 has loss 0
+    one = losses.atoms(q, s, np.union1d(_ends(s, 0.0, 1.0), 0.5), "remove")  # 1/2 has loss 0
     if direction == "replace":
         return joined(one, one)
     two = _displaced(q, s)
@@ -98,7 +85,7 @@ def _displaced(q: float, s: float) -> Atoms:
     # loss 0 is at e^((x - 3/2) / s^2) = 1
     x = _ends(s, 1.5 + _BULK * s, 2.0)
     x = np.append(1.5, x[x > 1.5])
-    parts = [normal_masses((np.append(x, np.inf) - mean) / s) for mean in (0.0, 1.0, 2.0)]
+    parts = [losses.normal_masses((np.append(x, np.inf) - mean) / s) for mean in (0.0, 1.0, 2.0)]
     p, q_ = (1 - q) * parts[0] + q * parts[2], (1 - q) * parts[0] + q * parts[1]
     log_p, log_q = (
         np.logaddexp(np.log1p(-q) if q < 1 else -np.inf, np.log(q) + (m * x - m * m / 2) / s**2) for m in (2.0, 1.0)
@@ -119,7 +106,7 @@ def laplace(q: float, b: float, direction: Direction) -> Atoms:
     ahead, behind = (q * np.expm1((np.abs(x) - np.abs(x - mean)) / b) for mean in means)
     found = dominating(np.log1p(ahead) - np.log1p(behind), p[1:-1], q_[1:-1], p[0])
     found.mass[-1] += p[-1]
-    conserved(float(found.mass.sum()), float(found.mass @ np.exp(-found.loss)))
+    losses.conserved(float(found.mass.sum()), float(found.mass @ np.exp(-found.loss)))
     return found
 
 
@@ -175,9 +162,9 @@ def _one_step(t: int, s: float, direction: Direction, top: float, cells: int, re
     grid: Array = np.arange(-cells, math.ceil(reach / top * cells) + 1, dtype=np.float64) * (top / cells)
     remove = direction == "remove"
     loss = grid if remove else -grid[::-1]
-    x = point(1 / t, s, loss, direction)
+    x = losses.point(1 / t, s, loss, direction)
     x[0 if remove else -1] = -np.inf if remove else np.inf
-    middle, ahead, behind = part_masses(s, np.concatenate([[-np.inf], x, [np.inf]]), direction)
+    middle, ahead, behind = losses.part_masses(s, np.concatenate([[-np.inf], x, [np.inf]]), direction)
     p: Array = (1 - 1 / t) * middle + ahead / t
     q: Array = (1 - 1 / t) * middle + behind / t
     return dominating(loss, p[1:-1], q[1:-1], float(p[0]), p[-1] if remove else 0.0)

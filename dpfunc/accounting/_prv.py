@@ -1,7 +1,5 @@
 """Numerical composition of privacy losses by FFT, as opacus does it: Gopi, Lee and Wutschitz 2021."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +16,7 @@ _MAX_POINTS = 2**22
 _MAX_LOSS = 650.0  # e^650 fits into float64
 _MIN_SIGMA = 0.02
 _FEW_KINDS = 8  # more kinds of events use fewer Renyi orders, for speed
-_MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01
+_MIN_ERROR, _RELATIVE_ERROR, _MAX_ERROR = 1e-4, 0.02, 0.01  # a grid that does not fit may take all of the 2 %
 _REACH = 40.0  # normal mass beyond 40 standard deviations is below float64
 
 
@@ -38,18 +36,8 @@ class Grid(NamedTuple):
         return np.arange(-self.half, self.half + 2, dtype=np.float64) * self.mesh
 
 
-class Discrete(NamedTuple):
-    """Masses of the losses of a grid, each moved by `shift`."""
-
-    mass: Array
-    shift: float
-
-
 def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> Grid:
-    """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails.
-
-    The error is 2 % of epsilon, within 1e-4..0.01; a grid that does not fit may take all of the 2 %.
-    """
+    """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails."""
     from scipy.fft import next_fast_len
 
     if delta < _MIN_DELTA:
@@ -93,11 +81,11 @@ def _one_direction(events: Sequence[Event], direction: Direction, delta: float, 
     laws = [discretize(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction, grid) for e in events]
     steps, spectrum, losses = [e.num_steps for e in events], 1.0, grid.losses()
     with np.errstate(all="ignore"):
-        for law, number in zip(laws, steps, strict=True):
-            spectrum = spectrum * rfft(law.mass) ** number
+        for (each, _), number in zip(laws, steps, strict=True):
+            spectrum = spectrum * rfft(each) ** number
     # the index of loss 0 is `half`: n losses sum to 0 at n * half, modulo the size
     mass = np.roll(irfft(spectrum, len(losses)), -((sum(steps) - 1) * grid.half % len(losses)))
-    shift = sum(number * law.shift for law, number in zip(laws, steps, strict=True))
+    shift = sum(number * moved for (_, moved), number in zip(laws, steps, strict=True))
     # Probabilities are not negative: what is below 0 is rounding, and there is as much above 0.
     rounding = 4 * float(-np.minimum(mass, 0.0).sum())
     if not rounding <= delta / 10:
@@ -106,8 +94,8 @@ def _one_direction(events: Sequence[Event], direction: Direction, delta: float, 
     return epsilon_at(losses + shift, mass, target) + grid.eps_error
 
 
-def discretize(q: float, s: float, direction: Direction, grid: Grid) -> Discrete:
-    """The loss of one step, truncated at the ends of the grid, on its points; shifted so that the mean is exact."""
+def discretize(q: float, s: float, direction: Direction, grid: Grid) -> tuple[Array, float]:
+    """Masses of the loss of one step on the points of the grid, and a shift of all, so that the mean is exact."""
     losses, mesh, end = grid.losses(), grid.mesh, MEANS[direction][0]
     # all but 1e-23 of the mass
     inside = np.searchsorted(losses, loss_of(q, s, np.array([-10.0 * s, end + 10.0 * s]), direction))
@@ -120,7 +108,7 @@ def discretize(q: float, s: float, direction: Direction, grid: Grid) -> Discrete
     shift = mean_loss(q, s, direction, losses[0], losses[-1]) - float(np.dot(losses, mass))
     if not abs(shift) < mesh / 2:
         raise PRVUnavailable("The mean of a privacy loss is lost on the grid. Use method 'rdp'.")
-    return Discrete(mass, shift)
+    return mass, shift
 
 
 def mean_loss(q: float, s: float, direction: Direction, low: float, high: float) -> float:

@@ -1,7 +1,5 @@
 """Renyi differential privacy of a ledger: its curve at orders far enough out, and the conversion."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Roots and minima of functions of one number, without scipy, which is slow to import."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -18,8 +18,6 @@ the safe side. For K(z) = sum_i T_i log E e^(z L_i) of the discrete losses, and 
 4. Rounding, which the tilt makes relative to delta, counts as an estimate of its size, times a large factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,24 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import (
-    ULP,
-    Array,
-    Atoms,
-    Direction,
-    Fixed,
-    Kind,
-    Law,
-    TiltedUnavailable,
-    above,
-    atoms,
-    gaussian_part,
-    part_masses,
-    point,
-    tilt,
-)
+from dpfunc.accounting._losses import ULP, Array, Atoms, Direction, Fixed, Kind, Law, TiltedUnavailable
 from dpfunc.accounting._search import falling_root
 
 _MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
@@ -72,10 +56,7 @@ def tilted_epsilon(
     delta: float,
     fixed: Mapping[Direction, Sequence[Fixed]] = _NONE,
 ) -> _Bound:
-    """Upper bound on epsilon of composed Poisson-sampled Gaussians, the larger of the directions.
-
-    `fixed` are laws of other steps, for each direction; their infinite losses are not counted.
-    """
+    """The larger bound of the directions; `fixed` are laws of other steps, whose infinite losses are not counted."""
     kinds = _within_domain(kinds, delta)
     if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
@@ -98,7 +79,7 @@ def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
     """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted."""
     steps = as_float(sum(count for _, _, count in kinds))
     smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
-    mu2 = gaussian_part(kinds)
+    mu2 = losses.gaussian_part(kinds)
     for served, domain, found in (
         (_MIN_DELTA <= delta < 1, f"delta >= {_MIN_DELTA:g}", f"delta={delta:g}"),
         (steps <= _MAX_STEPS, f"at most {_MAX_STEPS:g} steps", f"{steps:.4g}"),
@@ -128,19 +109,16 @@ def _one_step_epsilon(q: float, s: float, direction: Direction, delta: float) ->
 
 def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> float:
     """`P(L > epsilon) - e^epsilon Q(L > epsilon)` of a single step."""
-    x = point(q, s, np.array([epsilon]), direction)
+    x = losses.point(q, s, np.array([epsilon]), direction)
     if not np.isfinite(x[0]):
         return 0.0
-    return float(above(q, s, x, part_masses(s, np.append(x, np.inf), direction), direction)[0])
+    return float(losses.above(q, s, x, losses.part_masses(s, np.append(x, np.inf), direction), direction)[0])
 
 
 def one_direction(
     kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0, fixed: Sequence[Fixed] = ()
 ) -> _Bound:
-    """The bound for neighbours in one order; not below `floor`, which the other order has already cost.
-
-    Each round chooses parameters for an epsilon, and bounds it, until they were made for about the one that was found.
-    """
+    """The bound for neighbours in one order; not below `floor`, which the other order has already cost."""
     log_delta = math.log(delta)
     few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
     t = aims.best_tilt(few, log_delta)
@@ -149,7 +127,7 @@ def one_direction(
     about, t = aims.laplace(few, t, log_delta)
     slope = t
     best, fine = math.inf, _FINE[bool(fixed)]
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):  # until parameters were chosen for about the epsilon that was found
         aim = aims.make_aim(few, about, slope, t, log_delta, fine)
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
         gain, best = best - found, min(best, found)
@@ -163,15 +141,15 @@ def one_direction(
 
 
 def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
-    laws = [tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
+    laws = [losses.tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
     ends = aims.choose_ends(base, aim) if len(base.steps) else []
     lengths = np.array([len(some) for some in ends])
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)
         q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
-        found = atoms(q, s, x, base.direction)
+        found = losses.atoms(q, s, x, base.direction)
         for mass, loss, infinite, steps in zip(found.mass, found.loss, found.infinite, base.steps[alike], strict=True):
-            laws.append(tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
+            laws.append(losses.tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
 

@@ -1,7 +1,5 @@
 """Parameters of the tilted accountant: the tilt, cells, spacing. Any are safe, good ones tight; no bound is here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

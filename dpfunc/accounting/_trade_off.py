@@ -1,7 +1,5 @@
 """The trade-off curve of a ledger: what an attacker can reach who guesses whether one unit was there."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

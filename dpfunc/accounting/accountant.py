@@ -1,7 +1,5 @@
 """Epsilon of events: the best of several upper bounds, and which one it was."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -1,7 +1,5 @@
 """The least noise, the largest batch, or the most steps that keep a ledger within a budget."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,7 +31,6 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
 
     Raises:
         UnreachableBudget: even a scale of 2**30 costs more, e.g. because of what was already spent.
-        InvalidArgument: an argument outside its domain.
 
     Guarantees:
         tests/accounting/test_calibration.py::test_calibrated_noise_meets_the_target_and_less_does_not.
@@ -204,9 +201,6 @@ def affordable_steps(
     Returns:
         k <= limit within the budget, while k + 1 is above it (or k = limit). 0 also when the budget is already spent.
 
-    Raises:
-        InvalidArgument: an argument outside its domain.
-
     Guarantees:
         tests/accounting/test_calibration.py::test_one_step_more_is_too_much.
 
@@ -264,9 +258,6 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
 
     Returns:
         Steps (up to 2**40), epsilon spent, and epsilon left (0 when overspent).
-
-    Raises:
-        InvalidArgument: an argument outside its domain.
 
     >>> spent = Ledger((Event(1.0, 5.0, 4),))
     >>> remaining(spent, epsilon=2.6, delta=1e-5, event=Event(1.0, 5.0, 1)).num_steps

@@ -5,8 +5,6 @@ that differ in `num_steps` only are one, so n steps must cost what n times one s
 over many steps of a run, is one step of a kind whose fields describe all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -204,7 +202,7 @@ def from_values(values: object) -> Event:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
     given = dict(values)
     given.pop("kind", None)
-    check_fields("event", given, [each.name for each in fields(kind)])
+    check_fields("an event", given, [each.name for each in fields(kind)])
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
         for name, value in given.items():  # what the kind sets by itself must be as given
@@ -217,9 +215,8 @@ def from_values(values: object) -> Event:
 
 def check_fields(what: str, values: Collection[str], expected: Collection[str]) -> None:
     """Raise an error unless a JSON object has exactly the expected fields."""
-    missing, unknown = set(expected) - set(values), set(values) - set(expected)
-    if missing or unknown:
+    if differ := apart(set(expected) - set(values), set(values) - set(expected)):
         raise InvalidArgument(
-            f"Expected the fields {', '.join(sorted(expected))} in a {what}, got it {apart(missing, unknown)}. An "
+            f"Expected the fields of {what}, got it {differ}. The file was changed, or is of another version, and an "
             "unknown field may mean something that this version would ignore."
         )

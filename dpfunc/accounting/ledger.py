@@ -109,12 +109,8 @@ class Ledger:
         >>> Ledger.from_json(ledger.to_json()) == ledger
         True
         """
-        values = parsed(text, "a ledger")
-        if not isinstance(values, dict) or values.get("schema") != _SCHEMA:
-            found = values.get("schema") if isinstance(values, dict) else type(values).__name__
-            raise fail(f"a ledger with schema {_SCHEMA!r}", "schema", found, OTHER_VERSION)
-        values = unsigned("ledger", values)
-        check_fields("ledger", values, ("schema", "adjacency", "events"))
+        values = unsigned("ledger", parsed(text, "a ledger", _SCHEMA))
+        check_fields("a ledger", values, ("schema", "adjacency", "events"))
         if not isinstance(values["events"], list):
             raise fail("a list of events", "events", values["events"])
         return cls(tuple(map(from_values, values["events"])), cast(Adjacency, values["adjacency"]))
@@ -208,9 +204,6 @@ def schedule_ledger(
         sampling_prob: 0 < q <= 1, or a schedule of it. noise_multiplier: >= 0, or a schedule of it.
         num_steps: steps of the run, >= 0; the last value goes on. adjacency: which data sets are neighbours.
 
-    Raises:
-        InvalidArgument: an argument outside its domain.
-
     Guarantees:
         equals the ledger of the single steps (tests/test_types.py::test_pieces_equal_single_steps).
 
@@ -223,9 +216,13 @@ def schedule_ledger(
     return Ledger(tuple(events), adjacency)
 
 
-def parsed(text: str | bytes, expected: str) -> Any:
-    """Values of a JSON text in which no field is there twice."""
+def parsed(text: str | bytes, expected: str, *schemas: str, hint: str = OTHER_VERSION) -> Any:
+    """Values of a JSON text in which no field is there twice; an object of one of the schemas, if there are some."""
     try:
-        return unique_json(text)
+        values = unique_json(text)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
+    found = values.get("schema") if isinstance(values, dict) else type(values).__name__
+    if schemas and found not in schemas:
+        raise fail(f"{expected} with schema {' or '.join(map(repr, schemas))}", "schema", found, hint)
+    return values

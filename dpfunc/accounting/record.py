@@ -1,7 +1,5 @@
 """Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -13,10 +11,9 @@ from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from dpfunc._utils import validation as checks
 from dpfunc.accounting.accountant import Guarantee
-from dpfunc.accounting.events import OTHER_VERSION
+from dpfunc.accounting.events import check_fields
 from dpfunc.accounting.ledger import Ledger, parsed
 from dpfunc.accounting.selection import RunCount, selection_epsilon
-from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 RECORD_FILE = "privacy_accounting.json"
@@ -86,19 +83,10 @@ class _Published:
             InvalidArgument: not JSON, no schema or another one, another digest, or a field that is missing, unknown,
                 there twice or outside its domain.
         """
-        values = parsed(text, f"the record of a {cls.what}")
-        kind = cls.schema.rpartition("/")[0] + "/"
-        if not isinstance(values, dict) or not str(values.get("schema")).startswith(kind):
-            raise InvalidArgument(f"Expected the record of a {cls.what}, as {RECORD_FILE} holds it, got other JSON.")
-        if values["schema"] != cls.schema:
-            raise checks.fail(f"a record with schema {cls.schema!r}", "schema", values["schema"], OTHER_VERSION)
+        values = parsed(text, f"the record of a {cls.what} ({RECORD_FILE})", cls.schema)
         given, hints = checks.unsigned("record", values), get_type_hints(cls)
-        expected = {"schema", "neighbours", *(field.name for field in dataclasses.fields(cls))}
-        if set(given) != expected:
-            raise InvalidArgument(
-                f"Expected the fields of the schema {cls.schema!r}, got a record "
-                f"{checks.apart(expected - set(given), set(given) - expected)}. The file was changed: restore it."
-            )
+        expected = ("schema", "neighbours", *(field.name for field in dataclasses.fields(cls)))
+        check_fields(f"a record of schema {cls.schema!r}", given, expected)
         neighbours = given.pop("neighbours")
         del given["schema"]
         record = cls(**{name: _read(name, hints[name], value) for name, value in given.items()})

@@ -1,7 +1,5 @@
 """Requirements for a privacy target: steps, sampling, noise, and a sensible batch size; and what a target means."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -110,7 +108,8 @@ def privacy_requirements(
             f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={chosen:g}. A mechanism that publishes one "
             f"random record in full has delta = 1 / {n}. Choose e.g. delta={suggest_delta(n):.1g}."
         )
-    sizes = compared_sizes(n)
+    apart = -(-n.bit_length() // _MOST_SIZES)  # of the powers of two that are compared
+    sizes = sorted({*(2**power for power in range(0, n.bit_length(), apart)), n})
     rows = {b: _choice(n, b, epochs, target, chosen) for b in sorted({*sizes, size})}
     asked, most = rows[size], _NEAR_BEST * min(rows[b].noise_per_run for b in sizes)
     good = min(b for b in sizes if rows[b].noise_per_run <= most)
@@ -119,12 +118,6 @@ def privacy_requirements(
         n, size, float(epochs), target, chosen, asked.sampling_prob, asked.total_steps, asked.noise_multiplier,
         guarantee=ledger.epsilon(chosen), recommended_batch_size=good, choices=tuple(rows.values()), guidance=_GUIDANCE,
     )  # fmt: skip
-
-
-def compared_sizes(n: int) -> list[int]:
-    """Powers of two from 1 on, `_MOST_SIZES` at most, and n."""
-    apart = -(-n.bit_length() // _MOST_SIZES)
-    return sorted({*(2**power for power in range(0, n.bit_length(), apart)), n})
 
 
 def _choice(n: int, size: int, epochs: float, target: float, delta: float) -> BatchChoice:

@@ -1,7 +1,5 @@
 """Cost of a private search: the best of a random number of private runs, by Renyi differential privacy."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -35,9 +33,6 @@ class RunCount:
     Args:
         mean: expected number of runs, 1 <= mean <= 10,000.
         shape: -1 < shape <= inf. The smaller it is, the more K varies, and the less a run of the search costs.
-
-    Raises:
-        InvalidArgument: a value outside its domain.
 
     >>> RunCount(mean=8.0, shape=1.0).gamma
     0.125
@@ -167,7 +162,6 @@ def calibrate_search(
 
     Raises:
         UnreachableBudget: even a scale of 2**30 costs more, because of what was spent or of the score.
-        InvalidArgument: an argument outside its domain.
 
     Guarantees:
         tests/accounting/test_selection.py::test_a_search_is_calibrated.

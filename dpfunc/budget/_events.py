@@ -1,7 +1,5 @@
 """What the database of a budget holds, as values: public facts, and events in a chain of digests. No SQL here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

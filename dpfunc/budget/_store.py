@@ -4,8 +4,6 @@ A change is one transaction under one lock: `BEGIN IMMEDIATE` of SQLite, the loc
 Every change finds what it has already done, so it is simply done again after a connection was cut in the middle.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -43,11 +43,10 @@ class Budget:
         NotWritten: the database cannot be reached or written.
 
     Guarantees:
-        no charge is lost or counted twice, whichever process is killed
-        (tests/budget/test_store.py::test_no_charge_is_lost_or_counted_twice) or connection cut
-        (tests/budget/test_postgresql.py); a charge is never below what was spent
-        (tests/budget/test_budget.py::TestTruth); a changed byte is found
-        (tests/budget/test_store.py::test_a_changed_byte_is_found).
+        tests/budget/test_store.py: no charge is lost or counted twice, whichever process is killed
+        (test_no_charge_is_lost_or_counted_twice) or connection cut (test_cut_connections_count_once), and a changed
+        byte is found (test_a_changed_byte_is_found); a charge is never below what was spent
+        (tests/budget/test_budget.py::TestTruth).
 
     >>> import tempfile
     >>> from dpfunc.types import Event

@@ -2,8 +2,6 @@
 a Python file, as `dpfunc verify` and `dpfunc audit` take it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import runpy
 from contextlib import suppress

@@ -2,8 +2,6 @@
 first run in each later one; so everything else must be the same bit for bit: number of steps, rates, files, lines.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Lower bounds on epsilon from one run: who guesses which canaries were in is right too often for a false claim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -101,9 +99,6 @@ def audit(
 
     Returns:
         Released as far as the scores are: the bounds follow from them and the coins.
-
-    Raises:
-        InvalidArgument: an argument outside its domain.
 
     Guarantees:
         at most a share alpha of audits refutes what holds (tests/evidence/test_one_run.py::test_calibration); the

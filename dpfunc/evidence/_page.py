@@ -1,7 +1,5 @@
 """A certificate as one HTML page to print: no script, no style and no picture from elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any

@@ -1,7 +1,5 @@
 """Results of replays and audits as files, which a certificate takes in. They need no torch to be read."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -11,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.validation import fail, signed, unique_json, unsigned
+from dpfunc._utils.validation import fail, signed, unsigned
 from dpfunc.accounting.events import to_values
+from dpfunc.accounting.ledger import parsed
 from dpfunc.checkpoint._chain import sha256
-from dpfunc.errors import InvalidArgument
 
 REPLAY, AUDIT = "dpfunc.replay/1", "dpfunc.audit/1"
 # What a certificate says of a result: nothing of a single record, and nothing that is measured on records.
@@ -59,19 +57,13 @@ def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -
 def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str, Any]:
     """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any."""
     text = path.read_bytes() if path.is_file() else b""
-    try:
-        found = unique_json(text)
-    except ValueError as error:
-        raise InvalidArgument(f"Expected a result of dpfunc verify or audit in {str(path)!r}: {error}.") from error
-    kind = found.get("schema") if isinstance(found, dict) else None
-    if kind not in _PUBLIC:
-        raise fail("a result of dpfunc verify or dpfunc audit (--out)", "schema", kind)
-    unsigned("result of a replay or an audit", found)
+    what = f"a result of dpfunc verify or audit (--out) in {str(path)!r}"
+    found = unsigned("result of a replay or an audit", parsed(text, what, *_PUBLIC, hint=""))
     if wrong := [name for name, same in _belongs(found, values, job) if not same]:
         hint = "It is of another plan, job, run or model: verify or audit this one."
         raise fail("a result that belongs to this run", wrong[0], found[wrong[0]], hint)
-    public = {name: found[name] for name in _PUBLIC[kind]}
-    name = "replay" if kind == REPLAY else "audit"
+    public = {name: found[name] for name in _PUBLIC[found["schema"]]}
+    name = "replay" if found["schema"] == REPLAY else "audit"
     return {"kind": name, "holds": bool(found["holds"]), **public, "file": hashlib.sha256(text).hexdigest()}
 
 

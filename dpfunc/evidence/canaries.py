@@ -61,9 +61,6 @@ class Canaries:
             count: number of canaries, at most that of coordinates. key: other than that of the run.
             norm: see the class.
 
-        Raises:
-            InvalidArgument: an argument outside its domain.
-
         >>> from dpfunc.rng import insecure_key
         >>> Canaries.draw({"w": torch.zeros(4, 4)}, 10, insecure_key(0))
         Canaries(norm=100.0)

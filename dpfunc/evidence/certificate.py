@@ -3,8 +3,6 @@
 It is made from the journal and the record of a run. To check it needs this file and accounting: no data, no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -15,11 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dpfunc._utils.validation import apart, fail, unique_json, unsigned
+from dpfunc._utils.validation import fail, unique_json, unsigned
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
-from dpfunc.accounting.events import divided, from_values, to_values
+from dpfunc.accounting.events import check_fields, divided, from_values, to_values
+from dpfunc.accounting.ledger import parsed
 from dpfunc.accounting.record import COMPARED, COVERED, EXACT_SIZE, NEIGHBOURS, RECORD_FILE, SECRET, Record
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
@@ -193,16 +192,8 @@ def _content(path: Path | str, what: str, name: str) -> bytes:
 
 
 def _read(text: bytes) -> dict[str, Any]:
-    try:
-        values = unique_json(text)
-    except ValueError as error:
-        raise InvalidArgument(f"Expected a certificate as JSON: {error}.") from error
-    if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-        found = values.get("schema") if isinstance(values, dict) else values
-        raise fail(f"a certificate of schema {SCHEMA!r}", "schema", found)
-    missing, unknown = set(_FIELDS) - set(values), set(values) - {*_FIELDS, *_OPTIONAL}
-    if missing or unknown:
-        raise InvalidArgument(f"Expected the fields of {SCHEMA}, got a certificate {apart(missing, unknown)}.")
+    values: dict[str, Any] = parsed(text, "a certificate", SCHEMA, hint="Use the version of dpfunc that wrote it.")
+    check_fields(f"a certificate of schema {SCHEMA!r}", values.keys() - _OPTIONAL, _FIELDS)
     return values
 
 

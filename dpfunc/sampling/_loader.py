@@ -1,7 +1,5 @@
 """The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,10 +28,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader.
-
-    An empty draw is a list of one record that is not real: the first of the data set, for the structure of its batch.
-    """
+    """Draws of successive steps, as lists of `Drawn`: a batch sampler of torch's DataLoader."""
 
     sampler: Sampler
     key: Key = field(repr=False)  # of the run
@@ -53,6 +48,7 @@ class Draws:
             drawn = self.sampler.indices(self.key, step)
             own = own_records(drawn, self.num_records, self.rank, self.size).tolist()
             checked = len(own) > 1 and step % CHECKED_IN == 0
+            # of an empty draw the first record, for the structure of its batch
             yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
 
 

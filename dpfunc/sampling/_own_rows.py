@@ -4,8 +4,6 @@ A step cannot see what a collate function, or a data set that reads several reco
 that changes the rows of others (mixed images, values standardised over the batch) has no bounded influence.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import PickleError

@@ -1,7 +1,5 @@
 """Records of a data set: read by index, and recognised by a digest of their contents."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

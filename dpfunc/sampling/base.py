@@ -1,7 +1,5 @@
 """Protocol of samplers."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor
@@ -20,21 +18,16 @@ class Sampler(Protocol):
     @property
     def dataset_size(self) -> int:
         """Number of records n in the data set, or a public bound on it."""
-        ...
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
         """The neighbours for which `events` holds."""
-        ...
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The records in the batch of a step: int64, a function of the run's key and the step. Unreleased."""
-        ...
 
     def expected_batch_size(self, step: int) -> float:
         """The expected number of records, a public fact."""
-        ...
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """Events of the steps start..stop-1 with this noise: the privacy that they cost."""
-        ...

@@ -1,7 +1,5 @@
 """Batches of a fixed size: fresh, shuffled or in order; and epochs in which each record draws its batch."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import ClassVar

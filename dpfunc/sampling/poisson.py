@@ -46,9 +46,6 @@ class Poisson:
     that of a public superset, and the true one to `dp_step.init(..., num_records=n)`. Abadi et al. 2016, Deep Learning
     with Differential Privacy.
 
-    Raises:
-        InvalidArgument: a value outside its domain.
-
     Guarantees:
         tests/sampling/test_poisson.py: inclusion at rate q (test_every_subset_at_its_probability,
         test_every_record_at_the_same_rate), independent between records (test_pairs_are_independent) and steps
@@ -111,9 +108,6 @@ class CappedPoisson:
 
     Args:
         dataset_size: number of records n, 1 <= n <= 2**46. sampling_prob: q, 0 < q <= 1. cap: >= 1.
-
-    Raises:
-        InvalidArgument: a value outside its domain.
 
     Guarantees:
         tests/sampling/test_poisson.py: all subsets at their probability (test_every_cut_subset_at_its_probability);

@@ -1,7 +1,5 @@
 """Author-level privacy: the unit is a person with several texts, one row of a batch a person."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The truth by another way: inversion of the Laplace transform of the privacy loss, and a closed form for one step."""
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr
@@ -125,11 +123,9 @@ def delta_bracket(epsilon, events, direction, points=2**19, span=24.0):
 
 
 def delta_of_one_step(epsilon, q, sigma):
-    """The delta of one step under removal, in closed form."""
     x = sigma**2 * np.log((np.expm1(epsilon) + q) / q) + 0.5
     return (1 - q) * ndtr(-x / sigma) + q * ndtr((1 - x) / sigma) - np.exp(epsilon) * ndtr(-x / sigma)
 
 
 def epsilon_of_one_step(q, sigma, delta):
-    """The true epsilon of one step under removal."""
     return brentq(lambda e: delta_of_one_step(e, q, sigma) - delta, 0.0, 500.0, xtol=1e-12)

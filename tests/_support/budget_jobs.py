@@ -3,8 +3,6 @@
 `python budget_jobs.py URL FOLDER KILLS CUTS` prints what the database and these files say, as JSON; `killed` runs it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -154,7 +152,6 @@ def main(url, folder, kills, cuts):
 
 
 def killed(url, folder, kills, cuts=False):
-    """What is left after so many kills, with four processes at once."""
     folder.mkdir()
     command = [sys.executable, __file__, url, str(folder), str(kills), str(cuts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)

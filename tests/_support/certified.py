@@ -1,7 +1,5 @@
 """A small run with a journal and a record, of which certificates are made."""
 
-from __future__ import annotations
-
 import torch
 
 from dpfunc import clipping, sampling

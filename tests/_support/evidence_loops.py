@@ -1,7 +1,5 @@
 """Runs with canaries and loops that a replay takes, with and without faults; tables for tests and `python -m benchmarks.evidence`."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +143,6 @@ class Less(Gaussian):
 
 @dataclass(frozen=True)
 class Reused(Gaussian):
-    """The same noise in each step."""
-
     def mechanism(self, noise_multiplier, allocation, source):
         init, add, _ = gaussian(noise_multiplier, allocation=allocation, source=source)
         return Mechanism(init, lambda clipped, state, key: add(clipped, state, dpfunc.insecure_key(5)))
@@ -154,8 +150,6 @@ class Reused(Gaussian):
 
 @dataclass(frozen=True)
 class Everybody(sampling.Poisson):
-    """It claims to sample."""
-
     def indices(self, key, step):
         return torch.arange(self.dataset_size)
 
@@ -190,7 +184,6 @@ RUNS = {
 
 
 def audited(seed, changes, options, score, guesses, count=2000):
-    """The audit of a run with canaries in all parameters, at the claim of its ledger."""
     settings = {"sampler": sampling.Poisson, "sampling_prob": 1.0, "noise_multiplier": 1.4, "num_steps": 1} | changes
     generator = torch.Generator().manual_seed(seed)
     data = torch.randn(16, 48, generator=generator)

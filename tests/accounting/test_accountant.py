@@ -1,7 +1,5 @@
 """Epsilon: laws that hold for every ledger, extreme values, and inputs that must not reach the machinery."""
 
-from __future__ import annotations
-
 import math
 import warnings
 
@@ -66,7 +64,6 @@ def test_a_long_schedule_is_tight():
 
 
 def test_museum_gdp_under_reports_and_says_so():
-    """1000 records, batches of 32, 3 epochs, sigma 0.8."""
     run = Ledger((Event(0.032, 0.8, 96),))
     limit = epsilon(run, 1e-5, "gdp-approximation")
     assert limit.epsilon < 0.7 * epsilon(run, 1e-5).epsilon

@@ -1,7 +1,5 @@
 """Calibration is the inverse of epsilon, from the safe side."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -9,24 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc.accounting import (
-    Ledger,
-    affordable_steps,
-    calibrate,
-    calibrate_batch_size,
-    calibrate_noise,
-    calibrate_steps,
-    epsilon,
-    remaining,
-    schedule_ledger,
-)
+from dpfunc import accounting
+from dpfunc.accounting import Ledger, affordable_steps, calibrate, epsilon, remaining, schedule_ledger
 from dpfunc.accounting.accountant import cached_epsilon
 from dpfunc.errors import InvalidArgument, LedgerConflict, UnreachableBudget
 from dpfunc.types import Event, Schedule
 
-noise_for = partial(calibrate_noise, delta=1e-5)
-steps_for = partial(calibrate_steps, delta=1e-5)
-batch_for = partial(calibrate_batch_size, delta=1e-5, dataset_size=100, num_steps=5, noise_multiplier=1.0)
+noise_for = partial(accounting.calibrate_noise, delta=1e-5)
+steps_for = partial(accounting.calibrate_steps, delta=1e-5)
+batch_for = partial(accounting.calibrate_batch_size, delta=1e-5, dataset_size=100, num_steps=5, noise_multiplier=1.0)
 
 
 def cost(*events, delta=1e-5, **options):
@@ -126,7 +115,9 @@ def test_museum_gdp_cannot_calibrate(call):
 
 
 def test_largest_batch():
-    size = calibrate_batch_size(epsilon=2.0, delta=1e-6, dataset_size=50000, num_steps=1000, noise_multiplier=1.0)
+    size = accounting.calibrate_batch_size(
+        epsilon=2.0, delta=1e-6, dataset_size=50000, num_steps=1000, noise_multiplier=1.0
+    )
     assert cost((size / 50000, 1.0, 1000), delta=1e-6) <= 2.0 < cost(((size + 1) / 50000, 1.0, 1000), delta=1e-6)
 
 

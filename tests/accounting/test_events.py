@@ -1,7 +1,5 @@
 """Kinds of events beside plain ones: never below exact computations of small cases, hardly above them, and monotone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -88,7 +86,6 @@ def test_cut_batches_against_enumeration(n, q, cap, adjacency):
 
 
 def losses(p, q):
-    """Losses and masses of one step, as floats."""
     keep = (p > 1e-30) & (q > 1e-30)
     return np.log(p[keep] / q[keep]), p[keep] * WIDTH
 
@@ -121,14 +118,6 @@ def test_figures_of_the_field():
     for cap, published in ((550, 4.836), (600, 1.838), (650, 1.8283)):
         found = epsilon(Ledger((Capped(0.01, 1.0, 1000, 50_000, cap),), "zero_out"), 1e-5).epsilon
         assert found == pytest.approx(published, abs=1e-3)
-
-
-def test_all_records_without_replacement_are_one_release():
-    for adjacency in ("zero_out", "replace_one"):
-        part, whole = (
-            epsilon(Ledger((Capped(1.0, 1.0, 20, 1000, cap),), adjacency), 1e-5).epsilon for cap in (500, 1000)
-        )
-        assert part < whole == epsilon(Ledger((Event(1.0, 1.0, 20),), adjacency), 1e-5).epsilon
 
 
 def laplace_delta(q, scale, ahead, behind, at):
@@ -212,11 +201,6 @@ def test_an_allocated_epoch_against_its_formula(t, sigma):
         assert epsilon(epoch, at).epsilon == pytest.approx(min(amplified, whole), rel=2e-3)
 
 
-def test_replaced_records_of_an_epoch_have_no_amplification():
-    found = Ledger((Allocated(1.0, 3, num_batches=50),), "replace_one").epsilon(1e-5).epsilon
-    assert found == pytest.approx(Ledger((Event(1.0, 1.0, 3),), "replace_one").epsilon(1e-5).epsilon, rel=1e-4)
-
-
 SPECIAL = st.one_of(
     st.builds(Capped, st.floats(0.05, 0.9), st.floats(0.7, 3.0), st.just(1), st.just(50), st.integers(2, 60)),
     st.builds(Laplace, st.floats(0.1, 1.0), st.floats(0.5, 3.0), st.just(1)),
@@ -240,6 +224,15 @@ def test_more_costs_more(first, second, steps):
     assert costs[0] * (1 - 2e-4) <= costs[3] + 1e-6
     assert Ledger.from_json(both.to_json()) == both
     assert costs[2] <= both.epsilon(1e-5, "rdp").epsilon * (1 + 1e-9)
+
+
+def test_limits_of_each_kind():
+    """All records without replacement are one release; a replaced record of an epoch has no amplification."""
+    for adjacency in ("zero_out", "replace_one"):
+        part, whole = (Ledger((Capped(1.0, 1.0, 20, 1000, cap),), adjacency).epsilon(1e-5) for cap in (500, 1000))
+        assert part.epsilon < whole.epsilon == Ledger((Event(1.0, 1.0, 20),), adjacency).epsilon(1e-5).epsilon
+    epoch, plain = (Ledger((e,), "replace_one") for e in (Allocated(1.0, 3, num_batches=50), Event(1.0, 1.0, 3)))
+    assert epoch.epsilon(1e-5).epsilon == pytest.approx(plain.epsilon(1e-5).epsilon, rel=1e-4)
 
 
 def test_no_noise_is_no_protection():

@@ -1,7 +1,5 @@
 """The closed form of full batches: never below the truth in 60 digits, and close to it."""
 
-from __future__ import annotations
-
 import mpmath
 import pytest
 

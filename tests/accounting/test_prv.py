@@ -1,7 +1,5 @@
 """Numerical composition: tails that hold, and the figures of Opacus."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Renyi differential privacy: published figures, and curves against those of Opacus and against each other."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Epsilon against known values, and against two computations of the truth that share no code with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

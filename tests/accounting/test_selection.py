@@ -1,7 +1,5 @@
 """The cost of the best of a random number of runs, compared with exact distributions of what a search releases."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -39,7 +37,6 @@ def released(runs, p):
 
 
 def divergences(p, q):
-    """Renyi divergences D_a(p || q) at all orders."""
     kept = p > 0
     with np.errstate(divide="ignore"):
         logs = A[:, None] * np.log(p[kept]) + (1 - A[:, None]) * np.log(q[kept])

@@ -1,7 +1,5 @@
 """delta, and what an attacker can reach: exact for Gaussians, and never below tests that are known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

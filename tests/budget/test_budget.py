@@ -1,7 +1,5 @@
 """Reservations and settlements against a model in plain Python; refusals; a run that crashes and goes on."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace

@@ -1,12 +1,14 @@
-"""The SQLite file: a changed byte, another version, a file that is none or cannot be written; four processes that are killed."""
+"""The database: a changed byte, a file that is none or cannot be written, processes that are killed, a server that is cut off."""
 
-from __future__ import annotations
-
+import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from budget_jobs import FACTS, check, killed, steps
@@ -121,9 +123,53 @@ def test_what_a_killed_process_has_half_written_is_undone(path):
     assert not journal.exists()
 
 
+BIN = max(Path("/usr/lib/postgresql").glob("*/bin/initdb"), default=None) or shutil.which("initdb")
+# .ci/run installs a server where it can
+on_a_server = pytest.mark.skipif(BIN is None, reason="no PostgreSQL server is here: apt-get install postgresql")
+
+
+@pytest.fixture(scope="module")
+def server():
+    """URL of a server on a socket in a new folder; it refuses to run as root."""
+    folder = Path(tempfile.mkdtemp(prefix="dpfunc-pg-"))
+    bin_folder = Path(BIN).parent
+    as_user = []
+    if os.getuid() == 0:
+        as_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        os.chown(folder, 65534, 65534)
+
+    def call(*command):
+        subprocess.run([*as_user, *map(str, command)], check=True, stdout=subprocess.DEVNULL, cwd=folder, timeout=120)
+
+    data = folder / "data"
+    try:
+        call(bin_folder / "initdb", "-D", data, "-U", "dpfunc", "-A", "trust", "--no-sync")
+        options = f"-c listen_addresses='' -k {folder} -c fsync=off -c max_connections=50"  # only clients are killed
+        call(bin_folder / "pg_ctl", "-D", data, "-o", options, "-l", folder / "log", "-w", "start")
+        yield f"postgresql://dpfunc@/{{}}?host={folder}"
+        call(bin_folder / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def url(server, request):
+    from sqlalchemy import create_engine
+
+    name = f"t{abs(hash(request.node.name))}"
+    address = server.format("postgres").replace("postgresql:", "postgresql+psycopg:")
+    engine = create_engine(address, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(f"create database {name}")
+    engine.dispose()
+    return server.format(name)
+
+
 @pytest.mark.slow  # 200 processes
-def test_no_charge_is_lost_or_counted_twice(tmp_path):
-    found = killed(str(tmp_path / "budget.db"), tmp_path / "told", kills=200)
+@pytest.mark.parametrize("kind", ["SQLite", pytest.param("PostgreSQL", marks=on_a_server)])
+def test_no_charge_is_lost_or_counted_twice(kind, tmp_path, request):
+    url = str(tmp_path / "budget.db") if kind == "SQLite" else request.getfixturevalue("url")
+    found = killed(url, tmp_path / "told", kills=200)
     where = check(found)
     assert found["kills"] == 200
     assert where["planned"] >= 20  # killed while they reserved
@@ -132,3 +178,43 @@ def test_no_charge_is_lost_or_counted_twice(tmp_path):
 
 def test_a_few_kills(tmp_path):
     check(killed(str(tmp_path / "budget.db"), tmp_path / "told", kills=12))
+
+
+@on_a_server
+@pytest.mark.slow  # many connections
+def test_cut_connections_count_once(url, tmp_path):
+    """While connections are ended by the server, wherever they are; clients do the same again, some are killed."""
+    check(killed(url, tmp_path / "told", kills=60, cuts=True))
+
+
+@on_a_server
+def test_a_cut_after_the_commit(url, monkeypatch):
+    """The change was made, and the client does not know: it reserves again, and finds it."""
+    Budget(url).create(**FACTS)
+    once, cuts = _store._once, []
+
+    def cut(address, action, mode):
+        answer = once(address, action, mode)
+        if mode == "rw" and len(cuts) < 3:
+            cuts.append(answer)
+            raise _store.OperationalError("COMMIT", {}, ConnectionError("cut"))
+        return answer
+
+    monkeypatch.setattr(_store, "_once", cut)
+    budget = Budget(url, run="a", spender="ana")
+    assert budget.reserve(steps(10), "a", unit="one patient").charged == steps(10)
+    assert len(cuts) == 3
+    assert budget.account().number == 1
+    monkeypatch.undo()
+    assert budget.settle(steps(4)).charged == steps(4)
+    assert budget.account().charged() == steps(4)
+
+
+@on_a_server
+def test_a_server_that_is_not_there(url, monkeypatch):
+    monkeypatch.setattr(_store, "_PAUSE", 0.0)
+    secret = url.replace("dpfunc@", "dpfunc:secret@").replace("host=", "host=/nowhere")
+    assert "secret" not in repr(Budget(secret))
+    with pytest.raises(NotWritten, match="could not be reached") as caught:
+        Budget(secret).account()
+    assert "secret" not in str(caught.value)

@@ -414,7 +414,8 @@ def test_a_file_without_a_digest_is_refused_with_what_to_do(tmp_path, name):
         read_spent([path])
     path.write_text(json.dumps(signed({**values, "schema": f"{values['schema'][:-1]}1"})))
     with pytest.raises(
-        InvalidArgument, match=r"Expected a (ledger|record) with schema '.*/[23]', .*/1'.*name its journal"
+        InvalidArgument,
+        match=r"Expected (a ledger|the record of a run .*) with schema '.*/[23]', .*/1'.*name its journal",
     ):
         read_spent([path])
 

@@ -1,7 +1,5 @@
 """Canaries: what they add to a sum, and what they leave alone; exposure of texts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,6 +1,6 @@
 """Loops of files: both forms are read, the loop sees its own records only, and what is planted is found or not."""
 
-from __future__ import annotations
+import re
 
 import pytest
 import torch
@@ -78,12 +78,6 @@ def test_an_honest_loop_is_not_refuted_and_one_without_noise_is(tmp_path, form, 
     assert found.exceeds, found
 
 
-def test_honest_loops_of_many_seeds(tmp_path):
-    """Of 20 honest loops, at claims that hold, at most 3 are refuted at 95 %."""
-    own = script(tmp_path, PLAIN)
-    assert sum(bool(audited(own, 100 + seed, 100)[0].exceeds) for seed in range(20)) <= 3
-
-
 @pytest.mark.parametrize("space", ["", IN_DATA], ids=["gradient", "input"])
 def test_the_loop_sees_its_own_records(tmp_path, space):
     """As many as its own draw, and never a canary in gradients; one among the records only if it is in."""
@@ -121,14 +115,7 @@ def test_both_forms_are_the_same_loop(tmp_path, form):
         assert holds == (not any("rows of other records" in moved for moved in found.moved))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (("dp_step = ", "other = "), "dp_step=NoneType"),
-        (("data = ", "other = "), "data=NoneType"),
-        (("def train", "def other"), "train=NoneType"),
-    ],
-)
-def test_what_is_missing_is_named(tmp_path, change, words):
-    with pytest.raises(InvalidArgument, match=words):
-        script(tmp_path, PLAIN.replace(*change))
+@pytest.mark.parametrize("name", ["dp_step", "data", "train"])
+def test_what_is_missing_is_named(tmp_path, name):
+    with pytest.raises(InvalidArgument, match=f"{name}=NoneType"):
+        script(tmp_path, re.sub(rf"^(def )?{name}\b", r"\1other", PLAIN, flags=re.MULTILINE))

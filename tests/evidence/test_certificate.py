@@ -1,7 +1,5 @@
 """Certificates: what they say follows from the journal, any change is found, and who checks needs only the file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -9,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 from certified import plan_of, trained
 from new_python import python
@@ -99,10 +98,10 @@ def test_a_certificate_says_what_the_run_was(made):
     shown = made.with_suffix(".html").read_text()
     assert values["digest"] in shown
     assert re.findall(r"(?:src|href|url)\W", shown) == []  # self-contained
-    follows(SCHEMA, values)
+    jsonschema.validate(values, SCHEMA)
     assert set(SCHEMA["properties"]) == {*values, "signature", "budget"}
-    with pytest.raises(AssertionError):
-        follows(SCHEMA, {**values, "steps": 3})
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**values, "steps": 3}, SCHEMA)
 
 
 def test_sampled_batches_and_schedules(tmp_path):
@@ -350,31 +349,6 @@ from dpfunc.cli.main import main
 main(["certify", "--check", {str(tmp_path / "c.json")!r}], standalone_mode=False)
 """
     assert "All agrees." in python(code)
-
-
-KINDS = {
-    "string": str, "number": (int, float), "integer": int, "boolean": bool, "array": list, "object": dict,
-    "null": type(None),
-}  # fmt: skip
-
-
-def follows(schema, value, where="certificate"):
-    """The part of JSON Schema that the published one uses."""
-    schema = SCHEMA["$defs"][schema["$ref"].removeprefix("#/$defs/")] if "$ref" in schema else schema
-    if "const" in schema:
-        assert value == schema["const"], where
-    if "type" in schema:
-        kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        assert any(isinstance(value, KINDS[kind]) for kind in kinds), where
-    for name in schema.get("required", ()):
-        assert name in value, f"{where}.{name}"
-    if schema.get("additionalProperties") is False:
-        assert set(value) <= set(schema["properties"]), where
-    for name, each in schema.get("properties", {}).items():
-        if name in value:
-            follows(each, value[name], f"{where}.{name}")
-    for each in value if "items" in schema and value else ():
-        follows(schema["items"], each, f"{where}[]")
 
 
 def test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name(tmp_path, capsys, caplog):

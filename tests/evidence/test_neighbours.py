@@ -1,7 +1,5 @@
 """Replays: planted faults are found, and loops without fault hold."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """One-run audits: figures of others, the error of the first kind, and faults of a run that they find."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from evidence_loops import RUNS, audited

@@ -1,7 +1,5 @@
 """Batches of a fixed size: the law of their draws, and what an epoch costs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -17,15 +15,6 @@ from dpfunc.rng import insecure_key
 from dpfunc.sampling import FixedSize, InOrder, RandomAllocation, Shuffled
 
 KEY = insecure_key(0)
-
-
-@given(size=st.integers(1, 2000), data=st.data())
-def test_fixed_size(size, data):
-    """Exactly batch_size different records, sorted."""
-    batch_size = data.draw(st.integers(1, size))
-    batch = FixedSize(size, batch_size).indices(KEY, data.draw(st.integers(0, 10**6)))
-    assert len(batch) == batch_size
-    assert bool((batch.diff() > 0).all())
 
 
 def test_fixed_size_subsets_are_uniform():

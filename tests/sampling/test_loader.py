@@ -1,7 +1,5 @@
 """Draws through torch's DataLoader: the batches of each step, the empty ones too, whatever the workers do."""
 
-from __future__ import annotations
-
 import pickle
 from collections import UserDict
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
-from dpfunc.errors import InvalidArgument, RunWarning, SamplingMismatch
+from dpfunc.errors import InvalidArgument, RunWarning
 from dpfunc.rng import insecure_key
 from dpfunc.sampling._loader import Collate, Drawn, Draws, Once, Records, without_rows
 from dpfunc.sampling._records import batches_name
@@ -43,7 +41,6 @@ def at(step):
 
 
 def begun(plan, **options):
-    """A step on `Dicts`, its parameters, and the first state."""
     dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
     params = {"w": torch.zeros(3)}
     return dp_step, params, replay(dp_step.init(params, insecure_key(8), **options))
@@ -71,8 +68,6 @@ class AtOnce(Dicts):
 
 
 class Augmented(Dicts):
-    """Records with noise of torch's global generator."""
-
     def __getitem__(self, index):
         return {"label": index, "noisy": index + torch.rand(3)}
 
@@ -181,20 +176,6 @@ def test_workers_do_not_get_the_key():
     assert KEY.secret not in pickle.dumps(plan_of().loader(Dicts(), at(0)).generator.get_state())
     assert KEY.secret.hex()[:8] not in repr(draws)
     assert "hidden" in repr(Drawn(KEY, 0))
-
-
-def test_a_skipped_batch_is_found():
-    """`if not len(batch): continue` takes the next batch for the step of an empty one."""
-    plan = plan_of()
-    dp_step, params, state = begun(plan)
-
-    def skipping(state):
-        for batch in plan.loader(Dicts(), state):
-            if len(batch["label"]):
-                _, state, _ = dp_step(params, batch, state)
-
-    with pytest.raises(SamplingMismatch, match=r"plan.loader\(dataset, state\)"):
-        skipping(state)
 
 
 class Stream(IterableDataset):

@@ -1,7 +1,5 @@
 """A resumed run recognises its data: every record, and the images that records name."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -12,8 +10,6 @@ from dpfunc.sampling._records import data_name
 
 
 class Elsewhere:
-    """A data set that is not in memory."""
-
     def __init__(self, records):
         self.records = records
 
