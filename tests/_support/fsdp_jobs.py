@@ -1,8 +1,9 @@
-"""What the workers of test_fsdp.py do: a small run, sharded in one way or another."""
+"""What the workers of test_fsdp.py do: a small run, sharded in one way or another; by DeepSpeed at the end."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import steps_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -440,8 +442,6 @@ def an_error_of_one_with_parts():
 
 def guide(code, folder):
     """The blocks of docs/guides/sharded.md, in order."""
-    import os
-
     os.chdir(folder)
     names = {}
     exec(compile(code, "sharded.md", "exec"), names)
@@ -463,3 +463,51 @@ def an_adapter_is_sharded():
     ids = data()["ids"][:4]
     merged = (adapter.merge(params)(ids) - adapter.forward(params, ids)).abs().max()
     return kept, whole, all(is_dtensor(p) for p in frozen), float(merged), len(adapter.constants)
+
+
+def adapt(model):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for layer in model.layers:
+            layer.up, layer.down = LoRALinear(layer.up), LoRALinear(layer.down)
+    return model
+
+
+def initialize(model, stage, efficient):
+    import deepspeed
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(dict(zip(names, (rank, rank, size, size, "0", "1"), strict=True)))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", DS_ACCELERATOR="cpu")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled now
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    zero = {"stage": stage, "memory_efficient_linear": efficient, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+              "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}  # fmt: skip
+    optimizer = torch.optim.SGD(trained, lr=0.1) if trained else None
+    return deepspeed.initialize(
+        model=model, model_parameters=trained or None, optimizer=optimizer, config=config, dist_init_required=False
+    )[0]
+
+
+def zero(stage, engine, efficient=False):
+    """Three steps on a model that DeepSpeed has partitioned; stage 0 is the model without DeepSpeed."""
+    refused, frozen = {}, net(nn.Linear).requires_grad_(False)
+    ranks = distributed.data_parallel() if stage < 3 else ranks_of(mesh_of())
+    if stage in (1, 2):
+        wrapped = initialize(adapt(frozen), stage, efficient)
+        refused["engine"] = caught(dpfunc.functionalize, wrapped, LORA)
+        model = wrapped.module
+    elif stage == 3:
+        model = initialize(frozen, stage, efficient).module
+        refused["partitioned"] = caught(dpfunc.functionalize, model, "head")
+        model = adapt(model)
+    else:
+        model = adapt(frozen)
+    forward, params = dpfunc.functionalize(model, LORA)
+    found = []
+    run = lambda: found.extend(steps_of(classes(forward), plan(6.0, steps=3), params, data(), ranks, engine=engine))
+    refused["steps"] = caught(run)
+    return (*found, refused) if found else (params, None, [], refused)
