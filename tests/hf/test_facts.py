@@ -6,8 +6,6 @@ import pytest
 import torch
 from models import Case
 from task_models import IGNORED, build, loss_of
-from torch import nn
-from zoo.language import gpt2
 from zoo.parity import engine_that_equals_the_loop
 
 from benchmarks.survey.multimodal import in_text
@@ -33,16 +31,6 @@ def test_adapters_of_dpfunc_know_the_model(name):
     torch.testing.assert_close(found, make_loss_fn(forward, task)(params, batch))
 
 
-def test_adapters_of_dpfunc_skip_padding_on_the_left():
-    """GPT-2 numbers positions from the start of the padding, so they are given to it."""
-    adapter = attach(gpt2().eval(), insecure_key(0), targets="c_attn", rank=2, alpha=4)
-    loss_fn = make_loss_fn(adapter.forward, "causal_lm")
-    batch = {"input_ids": torch.tensor([[0, 0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
-    batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], IGNORED)
-    alone = {key: value[:, 2:] for key, value in batch.items()}
-    torch.testing.assert_close(loss_fn(adapter.params, batch), loss_fn(adapter.params, alone), rtol=1e-4, atol=1e-5)
-
-
 def test_random_masks_of_speech_are_refused_in_training_mode():
     model, batch = build("Wav2Vec2, CTC")
     model.config.mask_time_prob = 0.05
@@ -54,21 +42,6 @@ def test_random_masks_of_speech_are_refused_in_training_mode():
         loss_fn(params, batch)
     model.config.apply_spec_augment = False
     make_loss_fn(forward, "ctc")(params, batch)
-
-
-@pytest.mark.parametrize(("norm", "depends"), [("group", True), ("layer", False)])
-def test_group_norm_of_speech_sees_the_padding(norm, depends):
-    """As docs/padding.md says: how long the longest recording of a batch is changes the losses of the others."""
-    model, batch = build("Wav2Vec2, CTC")
-    if norm == "group":
-        config = type(model.config)(**{**model.config.to_dict(), "feat_extract_norm": "group"})
-        model = type(model)(config).eval()
-    forward, params = functionalize(model)
-    loss_fn = make_loss_fn(forward, "ctc")
-    longer = {
-        key: nn.functional.pad(value, (0, 80)) if value.shape[1] == 400 else value for key, value in batch.items()
-    }
-    assert torch.allclose(loss_fn(params, batch), loss_fn(params, longer), rtol=1e-5) != depends
 
 
 @pytest.mark.parametrize(("name", "kind"), [("BertLMHeadModel", "bert"), ("RobertaForCausalLM", "roberta"),

@@ -12,10 +12,8 @@ from zoo.parity import engine_that_equals_the_loop
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
-from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
+from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
-from dpfunc.rng import insecure_key
-from dpfunc.sampling.users import group_by_person, mean_over_texts
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,21 +51,6 @@ def test_private_training(name, tmp_path):
     trainer.train()
     assert trainer.state.global_step == 2
     assert any(not torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", ["several labels", "T5", "Wav2Vec2, CTC"])
-def test_people_as_units(name):
-    """A person's loss is the mean over the person's own records, of any task."""
-    model, batch = build(name)
-    forward, params = functionalize(model)
-    people = group_by_person(["ann", "bob", "ann", "cid"], max_texts=2, key=insecure_key(0))
-    of_people = mean_over_texts(TASKS[MODELS[name].task])
-    case = Case(make_loss_fn(forward, of_people), params, people.batch(batch))
-    engine_that_equals_the_loop(case)
-    with torch.no_grad():
-        each = make_loss_fn(forward, infer_task(model))(params, batch)
-        of_persons = case.loss_fn(params, case.batch)
-    torch.testing.assert_close(of_persons, torch.stack([(each[0] + each[2]) / 2, each[1], each[3]]))
 
 
 def test_similarity_of_sentences():

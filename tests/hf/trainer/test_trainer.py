@@ -14,7 +14,6 @@ from trainer_cases import (
     NOISY,
     PRIVACY,
     Seen,
-    adapted,
     again,
     classifier,
     labelled,
@@ -102,22 +101,6 @@ def test_T1_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_
     assert max(sizes) > 1
     by_hand = plain_loop(language_model(), TEXTS, pad, trainer.plan, KEY(2), sgd, microbatch_size=1)
     assert same(trained(trainer.model), by_hand)
-
-
-def test_peft_adapters_alone_are_trained_and_saved(tmp_path):
-    from peft import PeftModel
-
-    model = adapted()
-    trainer = private(
-        model, tmp_path, key=KEY(3), data=TEXTS, data_collator=pad, optimizers=sgd(model.parameters()),
-        changes={"max_steps": 3, "save_strategy": "steps", "save_steps": 3},
-    )  # fmt: skip
-    trainer.train()
-    ours = trained(model)
-    assert all("lora" in name for name in ours)
-    assert same(ours, plain_loop(adapted(), TEXTS, pad, trainer.plan, KEY(3), sgd))
-    opened = PeftModel.from_pretrained(language_model(), tmp_path / "checkpoint-3")
-    assert all(torch.equal(p, ours[name]) for name, p in opened.named_parameters() if "lora" in name)
 
 
 @pytest.mark.parametrize(
@@ -355,12 +338,3 @@ def test_a_trainer_trains_once_and_searches_nothing(finished):
         trainer.hyperparameter_search()
     with pytest.raises(InvalidArgument, match="trial"):
         trainer.train(trial={"lr": 1})
-
-
-def test_a_loss_of_ones_own_and_a_task_by_name(tmp_path):
-    def squares(forward, params, batch):
-        return forward(params, batch["input_ids"], batch["attention_mask"]).logits.square().sum(1)
-
-    private(classifier(), tmp_path / "own", loss=squares, changes={"max_steps": 1}).train()
-    with pytest.raises(InvalidArgument, match="task to be one of"):
-        private(classifier(), tmp_path / "no", loss="sequence_clasification", changes={"max_steps": 1}).train()
