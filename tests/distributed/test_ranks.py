@@ -7,8 +7,6 @@ import torch
 from sharded_cases import close
 from workers import outcomes, run
 
-from dpfunc.checkpoint.journal import journal_ledger
-
 CASES = [
     # engine, clip rule, dtype, microbatch size, expected batch size, tolerance
     ("vmap", "automatic", torch.float32, None, 2.9, 1e-6),
@@ -57,13 +55,6 @@ def test_processes_release_the_statistics_of_one():
             assert grads == pytest.approx(its_grads, abs=1e-6)
             assert told["loss"] == pytest.approx(its_told["loss"], abs=1e-4)
             assert told["y"] == pytest.approx(its_told["y"], abs=1e-4)
-
-
-def test_one_process_writes_the_journal(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    (_, ledger, _), _ = run(2, "jobs:train", "auto", "flat", torch.float32, None, 2.9, True, 8, path)
-    assert len(path.read_text().splitlines()) == 8
-    assert journal_ledger(path).to_json() == ledger
 
 
 def test_a_process_whose_records_have_no_gradient_says_so_of_its_own():

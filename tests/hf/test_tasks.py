@@ -140,27 +140,6 @@ def test_refused(call, said):
         call()
 
 
-def test_museum_7_the_loss_of_the_model_itself_is_that_of_each_row():
-    """Transformers' loss is a mean over the batch's tokens: an engine calls it with one row, as the loop does."""
-    torch.manual_seed(0)  # the weights are drawn: the same ones in whatever order tests run
-    model = zoo.gpt2().eval()
-    forward, params = functionalize(model)
-
-    def own_loss(params, batch):
-        output = forward(params, **batch)
-        return output.loss.expand(len(batch["labels"]))
-
-    batch = {name: torch.cat((value, value)) for name, value in BATCH.items()}
-    found, expected = engines.auto()(own_loss, params, batch), engines.loop()(own_loss, params, batch)
-    torch.testing.assert_close(found.losses_B, expected.losses_B)
-    for name, norms_B in expected.sq_norms().items():
-        torch.testing.assert_close(found.sq_norms()[name], norms_B, rtol=1e-3, atol=1e-6)
-    engine, loss_fn = engines.auto(), make_loss_fn(forward, "causal_lm")
-    together = engine(loss_fn, params, batch).sq_norms()["transformer.wte.weight"]
-    alone = engine(loss_fn, params, {name: value[:1] for name, value in batch.items()}).sq_norms()
-    torch.testing.assert_close(together[:1], alone["transformer.wte.weight"], rtol=1e-3, atol=1e-5)
-
-
 OF_TABLES = [
     (zoo.gpt2, "causal_lm", "too large", "auto"), (zoo.gpt2, "causal_lm", "too long", "loop"),
     (zoo.bert, "sequence_classification", "negative", "loop"), (zoo.bert, "sequence_classification", "too long", "auto"),
