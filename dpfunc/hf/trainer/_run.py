@@ -46,9 +46,7 @@ class Start:
     key: Key = field(repr=False)
     limit: int
     data: str
-    ledger: Ledger | None = None  # what earlier phases have cost
     resumed: Checkpoint | None = None
-    skipping: bool = False  # the Trainer skips the batches of a resumed epoch that were already used
 
 
 @dataclass(frozen=True)
@@ -164,14 +162,13 @@ def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Map
     return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
-def warning_step(plan: Plan, start: Start, share: float) -> float:
+def warning_step(plan: Plan, before: Ledger, limit: int, share: float) -> float:
     """The first step after which this share of the budget is spent; infinity without a budget."""
     if plan.epsilon is None:
         return math.inf
-    before = Ledger(adjacency=plan.adjacency) if start.ledger is None else start.ledger
     return 1 + affordable_steps(
         lambda steps: before.compose(plan.ledger(steps)),
-        epsilon=share * plan.epsilon, delta=plan.delta, limit=start.limit, method=plan.accountant,
+        epsilon=share * plan.epsilon, delta=plan.delta, limit=limit, method=plan.accountant,
     )  # fmt: skip
 
 
