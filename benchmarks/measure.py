@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -48,11 +49,7 @@ class TakesNoPart(RuntimeError):
 
 
 class Failed(RuntimeError):
-    """What a process answered in place of a result, and what is known of a contestant that is not timed."""
-
-    def __init__(self, status: str, record: dict[str, Any] | None = None) -> None:
-        super().__init__(status)
-        self.record = record
+    """What a process answered in place of a result."""
 
 
 class Contestant(NamedTuple):
@@ -267,17 +264,14 @@ def reason(error: BaseException) -> str:
 
 
 def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack) -> tuple[Process, dict[str, Any]]:
-    """Set a contestant up and compare its sums with the truth.
+    """Set a contestant up and compare its sums with the truth: its process, and its record with a `status`.
 
     Where float32 is off by more than is allowed, float64 decides: in networks with kinks (ReLU, max pooling) the last
     digit of an activation can switch a unit, for everybody in the same way.
-
-    Raises:
-        Failed: it does not run, or its step takes longer than `patience`; `wrong: ...` where a sum is wrong.
     """
     process = Process(spec)
     stack.callback(process.close)
-    record = dict(process.facts)
+    record = {"status": "ok", **process.facts}
     if not record.pop("compared"):
         return process, record
     sums, first = process.sums()
@@ -288,28 +282,24 @@ def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack
         found = record["relative_error_float64"] = error(name, wide.sums()[0], True)
     record["first_step_seconds"] = first  # engines look at a new loss and at new shapes
     if not found <= TOLERANCE:
-        raise Failed(f"wrong: {found:.2g}", record)
-    if first > patience and (seconds := process.ask("step")["seconds"]) > patience:
-        raise Failed(f"x: one step takes {seconds:.0f} s", record)
+        record["status"] = f"wrong: {found:.2g}"
+    elif first > patience and (seconds := process.ask("step")["seconds"]) > patience:
+        record["status"] = f"x: one step takes {seconds:.0f} s"
     return process, record
 
 
 def compete(
-    specs: Mapping[str, Spec | TakesNoPart],
-    rounds: int,
-    *,
-    base: str,
-    error: Error = lambda *_: 0.0,
-    memory: bool = False,
-    patience: float = math.inf,
-) -> dict[str, dict[str, Any]]:
+    specs: Mapping[str, Spec | TakesNoPart], rounds: int, *, base: str, error: Error = lambda *_: 0.0,
+    memory: bool = False, patience: float = math.inf, device: str = "cpu",
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Parity, then time in interleaved rounds, then memory in a new process each.
 
     Args:
         specs: name -> what its process is told; or why it takes no part.
         rounds: timed rounds; 0 measures no time. base: to which ratios are taken, within a round.
         error: the error of sums of a contestant, in float64 or not. memory: whether to measure it.
-        patience: seconds; a contestant whose step takes longer is not timed.
+        patience: seconds; a contestant whose step takes longer is not timed. device: "cpu", or "cuda": all are set up
+            at the same time, and memory is that of the processes that were timed, since torch counts it there.
 
     Returns:
         A record of each: `status` is "ok", "wrong: <relative error>" or "x: <reason>"; `time`, `cpu` and `memory`.
@@ -317,22 +307,30 @@ def compete(
     records: dict[str, dict[str, Any]] = {}
     admitted: dict[str, Process] = {}
     with ExitStack() as stack:
-        for name, spec in specs.items():
+        on_gpu = device.startswith("cuda")
+
+        def set_up(name: str) -> tuple[Process | None, dict[str, Any]]:
             try:
-                if isinstance(spec, TakesNoPart):
+                if isinstance(spec := specs[name], TakesNoPart):
                     raise spec
-                admitted[name], record = admit(name, spec, error, patience, stack)
-                records[name] = {"status": "ok", **record}
-            except (Failed, TakesNoPart) as caught:
-                known = getattr(caught, "record", None)
-                records[name] = (
-                    {"status": f"x: {reason(caught)}"} if known is None else {**known, "status": str(caught)}
-                )
+                told = {**spec, "memory": True} if on_gpu else spec
+                return admit(name, told, error, patience, stack)
+            except (Failed, TakesNoPart) as why:
+                return None, {"status": f"x: {reason(why)}"}
+
+        with ThreadPoolExecutor(len(specs) if on_gpu else 1) as pool:
+            for name, (process, record) in zip(specs, pool.map(set_up, specs), strict=True):
+                records[name] = record
+                if process is not None and record["status"] == "ok":
+                    admitted[name] = process
         if rounds and base in admitted:
             steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
             for name, numbers in statistics_of(in_turn(steps, rounds), base).items():
                 records[name].update(numbers)
-    if memory:
+        if memory and on_gpu:
+            for name, numbers in weighed({name: each.ask for name, each in admitted.items()}, base).items():
+                records[name]["memory"] = numbers
+    if memory and not on_gpu:
         for name, numbers in weigh({name: specs[name] for name in admitted}, base).items():
             records[name]["memory"] = numbers
     return records
@@ -343,13 +341,22 @@ def weigh(specs: Mapping[str, Any], base: str) -> dict[str, dict[str, Any]]:
 
     In a new process each: resident memory tells what a step takes only where freed memory goes back.
     """
+
+    def alone(spec: Spec, command: str) -> dict[str, Any]:
+        with ExitStack() as stack:
+            process = Process({"freed": "given back", **spec, "memory": True})
+            stack.callback(process.close)
+            return process.ask(command)
+
+    return weighed({name: partial(alone, spec) for name, spec in specs.items()}, base)
+
+
+def weighed(asks: Mapping[str, Callable[[str], dict[str, Any]]], base: str) -> dict[str, dict[str, Any]]:
+    """What processes answer about their memory, with ratios; and what failed."""
     found: dict[str, dict[str, Any]] = {}
-    for name, spec in specs.items():
+    for name, ask in asks.items():
         try:
-            with ExitStack() as stack:
-                process = Process({"freed": "given back", **spec, "memory": True})
-                stack.callback(process.close)
-                found[name] = {"status": "ok", **process.ask("memory")}
+            found[name] = {"status": "ok", **ask("memory")}
         except Failed as caught:
             found[name] = {"status": f"x: {reason(caught)}"}
     peak = found.get(base, {}).get("peak_mib")
@@ -366,7 +373,7 @@ class Server:
         self.device = spec.get("device", "cpu")
         make = partial(importlib.import_module(spec["module"]).contestant, spec)
         weighed = spec.get("memory") and "python" not in spec  # torch is in this interpreter
-        self.contestant, self.built = allocated(make, self.device) if weighed else (make(), Allocated(0, 0))
+        self.contestant, (_, self.built) = allocated(make, self.device) if weighed else (make(), Allocated(0, 0))
         gc.collect()
         gc.freeze()  # what is there now is not looked at again by the collections before each step
 
@@ -397,8 +404,8 @@ class Server:
         if self.contestant.memory is not None:
             return self.contestant.memory()
         self.step()
-        _, used = allocated(self.contestant.step, self.device)
-        numbers = {"peak_mib": used.peak, "total_mib": self.built.left + used.peak, "resident_mib": resident()}
+        _, (peak, _) = allocated(self.contestant.step, self.device)
+        numbers = {"peak_mib": peak, "total_mib": self.built + peak, "resident_mib": resident()}
         return {name: value / MIB for name, value in numbers.items()}
 
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-import click
-
-from benchmarks.results import DOCS, FOLDER, fill, markdown, read, write
+from benchmarks.results import DOCS, fill, markdown
 from dpfunc.distributed._agreement import RankSummary
-from dpfunc.engines._cost import BUDGET
-from dpfunc.engines._cost import matrix as matrix_costs
+from dpfunc.engines._numerics import BUDGET
+from dpfunc.engines._numerics import matrix as matrix_costs
 
-RESULT, DOCUMENT = FOLDER / "scaling.json", DOCS / "scaling.md"
+DOCUMENT = DOCS / "scaling.md"
 EngineName = Literal["vmap", "auto", "ghost"]
 ENGINES: tuple[EngineName, ...] = ("vmap", "auto", "ghost")
 HALF, SINGLE = 2, 4
@@ -362,48 +359,24 @@ def sent(job: Job) -> dict[str, float]:
     }  # fmt: skip
 
 
-def jobs() -> Iterator[tuple[str, str, str, Job]]:
-    """`(model, tuning, layout, job)` of each combination that exists."""
-    for model, tuning, layout, gpus, engine in itertools.product(MODELS, TUNINGS, LAYOUTS, GPUS, ENGINES):
-        job = Job(MODELS[model], TUNINGS[tuning], LAYOUTS[layout], gpus, engine)
-        if job.possible:
-            yield model, tuning, layout, job
+def jobs() -> Iterator[Job]:
+    """All combinations that exist."""
+    for shape, rank, layout, gpus, engine in itertools.product(
+        MODELS.values(), TUNINGS.values(), LAYOUTS.values(), GPUS, ENGINES
+    ):
+        if (job := Job(shape, rank, layout, gpus, engine)).possible:
+            yield job
 
 
-def fits(num_bytes: float) -> int | None:
-    """The smallest GPU that holds them with a reserve, in GB; None if none does."""
-    return next((size for size in CAPACITIES if num_bytes <= (1 - RESERVE) * size * 1e9), None)
-
-
-def record(model: str, tuning: str, layout: str, job: Job) -> dict[str, Any]:
-    return {
-        "model": model, "tuning": tuning, "layout": layout, "gpus": job.gpus, "engine": job.engine,
-        "microbatches": job.microbatches, "bytes": {**parts(job), "peak": peak(job)}, "fits": fits(peak(job)),
-        "sent": sent(job),
-    }  # fmt: skip
-
-
-def modelled() -> dict[str, Any]:
-    models = {
-        name: {**asdict(shape), "parameters": shape.parameters, "lora": shape.lora_parameters(RANK)}
-        for name, shape in MODELS.items()
-    }
-    example = next(jobs())[3]
-    work = {name: getattr(example, name) for name in ("length", "microbatch", "expected_batch")}
-    work |= {"lora_rank": RANK, "reserve": RESERVE}
-    return {"work": work, "models": models, "jobs": [record(*each) for each in jobs()]}
-
-
-# The tables of the document.
-
-Report = Mapping[str, Any]
-# Jobs that are shown in full: model, tuning, layout, GPUs, engine.
-SHOWN = (
+# The tables of the document. Jobs that are shown in full: model, tuning, layout, GPUs, engine.
+SHOWN: tuple[tuple[str, str, str, int, EngineName], ...] = (
     ("7B", "LoRA", "frozen cut", 8, "auto"), ("70B", "LoRA", "frozen cut", 64, "auto"),
     ("405B", "LoRA", "frozen cut", 512, "auto"), ("405B", "LoRA", "tensor", 512, "auto"),
     ("7B", "full", "all cut", 8, "ghost"), ("70B", "full", "tensor", 512, "ghost"),
     ("100B", "full", "tensor", 512, "ghost"), ("100B", "full", "streamed", 512, "ghost"),
 )  # fmt: skip
+PARTS = ("frozen", "trained", "optimizer", "gathered", "activations", "engine", "sums", "releasing", "peak")
+SENT = ("frozen parameters", "trained parameters", "sums", "activations", "norms", "handshake")
 
 
 def amount(value: float) -> str:
@@ -419,83 +392,58 @@ def in_bytes(value: float) -> str:
     return f"{amount(value / units[name])} {name}"
 
 
-def jobs_of(report: Report, *place: Any) -> list[Any]:
-    """The records of a model, a tuning, a layout, a number of GPUs, an engine, or of the first of these."""
-    names = ("model", "tuning", "layout", "gpus", "engine")
-    return [job for job in report["jobs"] if all(job[key] == value for key, value in zip(names, place, strict=False))]
-
-
-def models(report: Report) -> str:
+def models() -> str:
     rows = [
-        [s["title"], s["layers"], s["width"], s["hidden"], f"{s['heads']} / {s['kv_heads']}", s["vocabulary"],
-         f"{s['parameters'] / 1e9:.2f}e9", f"{s['lora'] / 1e6:.0f}e6"]
-        for s in report["models"].values()
+        [s.title, s.layers, s.width, s.hidden, f"{s.heads} / {s.kv_heads}", s.vocabulary,
+         f"{s.parameters / 1e9:.2f}e9", f"{s.lora_parameters(RANK) / 1e6:.0f}e6"]
+        for s in MODELS.values()
     ]  # fmt: skip
-    rank = report["work"]["lora_rank"]
-    heads = ("model", "layers", "width", "MLP", "heads / kv", "vocabulary", "parameters", f"LoRA, rank {rank}")
+    heads = ("model", "layers", "width", "MLP", "heads / kv", "vocabulary", "parameters", f"LoRA, rank {RANK}")
     return markdown(heads, rows)
 
 
-def cell(report: Report, *place: Any) -> str:
-    """GB with each engine: bold fits into the small GPU, plain into the large one, in brackets into none."""
-    form, shown = {None: "({})", CAPACITIES[0]: "**{}**", CAPACITIES[1]: "{}"}, []
-    for engine in ENGINES:
-        found = jobs_of(report, *place, engine)
-        shown += [form[job["fits"]].format(amount(job["bytes"]["peak"] / 1e9)) for job in found] or ["-"]
-    return " / ".join(shown)
+def cell(job: Job) -> str:
+    """GB: bold fits into the small GPU with a reserve, plain into the large one, in brackets into none."""
+    needed = peak(job)
+    fits = next((size for size in CAPACITIES if needed <= (1 - RESERVE) * size * 1e9), None)
+    return {None: "({})", CAPACITIES[0]: "**{}**", CAPACITIES[1]: "{}"}[fits].format(amount(needed / 1e9))
 
 
-def memory(report: Report, tuning: str) -> str:
-    rows = [
-        [model, where.title, *(cell(report, model, tuning, layout, count) for count in GPUS)]
-        for model in report["models"] for layout, where in LAYOUTS.items() if jobs_of(report, model, tuning, layout)
-    ]  # fmt: skip
+def memory(tuning: str) -> str:
+    """A cell with each engine."""
+    rows = []
+    for model, layout in itertools.product(MODELS, LAYOUTS.values()):
+        found = [[Job(MODELS[model], TUNINGS[tuning], layout, count, engine) for engine in ENGINES] for count in GPUS]
+        if any(job.possible for job in found[0]):
+            cells = [" / ".join(cell(job) if job.possible else "-" for job in each) for each in found]
+            rows.append([model, layout.title, *cells])
     return markdown(["model", "layout", *(f"{count} GPUs" for count in GPUS)], rows)
 
 
-def columns(report: Report, entry: str, names: Sequence[str]) -> str:
+def columns(of: Callable[[Job], Mapping[str, float]], names: Sequence[str], zero: str) -> str:
     """One row a job that is shown in full, one column a part."""
     rows = []
     for model, tuning, layout, gpus, engine in SHOWN:
-        (job,) = jobs_of(report, model, tuning, layout, gpus, engine)
+        found = of(Job(MODELS[model], TUNINGS[tuning], LAYOUTS[layout], gpus, engine))
         where = LAYOUTS[layout].title.replace(", LoRA replicated", "")
-        values = [in_bytes(job[entry][name]) if job[entry][name] or entry == "bytes" else "0" for name in names]
+        values = [in_bytes(found[name]) if found[name] else zero for name in names]
         rows.append([f"{model} {tuning}, {where}, {gpus} GPUs, {engine}", *values])
     return markdown(["job", *names], rows)
 
 
-def workload(report: Report) -> str:
-    work = report["work"]
-    return (
-        f"Records of {work['length']} tokens, {work['microbatch']} in a microbatch, {work['expected_batch']} expected "
-        f"in a step on all GPUs together; {work['reserve']:.0%} of a GPU's memory is left free."
-    )
-
-
-PARTS = ("frozen", "trained", "optimizer", "gathered", "activations", "engine", "sums", "releasing", "peak")
-SENT = ("frozen parameters", "trained parameters", "sums", "activations", "norms", "handshake")
-TABLES: Mapping[str, Callable[[Report], str]] = {
-    "workload": workload,
-    "models": models,
-    "memory LoRA": lambda report: memory(report, "LoRA"),
-    "memory full": lambda report: memory(report, "full"),
-    "breakdown": lambda report: columns(report, "bytes", PARTS),
-    "sent": lambda report: columns(report, "sent", SENT),
-}
-
-
-def filled_in(report: Report) -> dict[str, str]:
-    return {name: table(report) for name, table in TABLES.items()}
-
-
-@click.command(help=__doc__.splitlines()[0])
-@click.option("--out", type=click.Path(path_type=Path), default=RESULT, help="The result file.")
-@click.option("--document", type=click.Path(path_type=Path), default=DOCUMENT, help="Where the tables go.")
-def main(out: Path, document: Path) -> None:
-    write(out, modelled())
-    fill(document, filled_in(read(out)))
-    click.echo(f"{out}, {document}")
+def tables() -> dict[str, str]:
+    """Of docs/scaling.md."""
+    job = next(jobs())
+    return {
+        "workload": f"Records of {job.length} tokens, {job.microbatch} in a microbatch, {job.expected_batch} expected "
+        f"in a step on all GPUs together; {RESERVE:.0%} of a GPU's memory is left free.",
+        "models": models(),
+        "memory LoRA": memory("LoRA"),
+        "memory full": memory("full"),
+        "breakdown": columns(lambda job: {**parts(job), "peak": peak(job)}, PARTS, "0 B"),
+        "sent": columns(sent, SENT, "0"),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    fill(DOCUMENT, tables())

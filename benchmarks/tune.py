@@ -9,9 +9,10 @@ noise. The commands are those of `dpfunc tune`; frozen layers are computed once 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 from rich.console import Console
 
 from benchmarks.recipes.data import ROOT, news
-from benchmarks.recipes.trainer import write_parts
 from benchmarks.results import FOLDER, write
 from dpfunc.accounting import RunCount
 from dpfunc.hf.pooled import load_mean_pooled
@@ -41,6 +41,18 @@ from dpfunc.train._search import (
 RESULT = FOLDER / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1
 SHARES = {"private": 0.4, "public": 0.8, "test": 1.0}  # where each part ends
+
+
+def write_parts(pairs: list[tuple[str, str]], folder: Path, ends: Mapping[str, float]) -> list[str]:
+    """A table of each part, which ends at a share of the pairs in a fixed order; and the classes."""
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
+    start = 0
+    for part, share in ends.items():
+        end = round(len(pairs) * share)
+        lines = [json.dumps({"text": pairs[row][0], "label": pairs[row][1]}) for row in order[start:end]]
+        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+        start = end
+    return sorted({label for _, label in pairs})
 
 
 def values_of(folder: Path, labels: list[str], held_out: float) -> dict[str, Any]:

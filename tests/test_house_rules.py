@@ -1,4 +1,4 @@
-"""The rules of the house, read from the source: layers, bans, documentation."""
+"""The rules of the house, read from the source: layers, bans, documentation, the pages about its files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import pytest
 import dpfunc
 
 ROOT = Path(dpfunc.__file__).parent
+REPOSITORY, TESTS = ROOT.parent, Path(__file__).parent
+PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
 FILES = sorted(ROOT.rglob("*.py"))
-HOUSE = runpy.run_path(str(ROOT.parent / "tools" / "house.py"))
+HOUSE = runpy.run_path(str(REPOSITORY / "tools" / "house.py"))
 
 # Lower numbers are imported by higher ones; the same number never imports itself, other than within one folder.
 LAYERS = {
@@ -110,7 +112,7 @@ def test_public_functions_take_no_unnamed_options():
 def test_public_names():
     """The public API; a change here is a change of the API and belongs into the changelog."""
     assert len(dpfunc.__all__) <= 40
-    snapshot = (Path(__file__).parent / "public_api.txt").read_text().split()
+    snapshot = (TESTS / "public_api.txt").read_text().split()
     assert sorted(dpfunc.__all__) == snapshot
 
 
@@ -136,14 +138,13 @@ def test_every_module_says_what_it_is():
 
 def test_tests_named_in_docstrings_exist():
     """A guarantee names its test; the test must be there."""
-    here = Path(__file__).parent
-    sources = {path: path.read_text() for path in here.rglob("test_*.py")}
+    sources = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
     for path in FILES:
         for word in path.read_text().replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split():
             name = word.strip("`.:")
             if name.startswith("tests/"):
                 file = name.split("::")[0]
-                assert (here.parent / file).exists(), f"{path} names {file}"
+                assert (REPOSITORY / file).exists(), f"{path} names {file}"
             if name.startswith("test_") or "::test_" in name:
                 function = name.split("::")[-1]
                 if not function.endswith("_py"):
@@ -157,7 +158,7 @@ def test_what_is_silenced_has_a_reason():
     """
     silent = []
     for folder in ("dpfunc", "tests", "benchmarks", "tools", "examples"):
-        for path in (ROOT.parent / folder).rglob("*.py"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
             lines = path.read_text().splitlines()
             for number, line in enumerate(lines):
                 if path != Path(__file__) and any(word in line for word in SILENCED):
@@ -171,5 +172,64 @@ def test_what_is_silenced_has_a_reason():
 
 def test_slow_tests_are_marked_in_their_files():
     """`make test-slow` collects the files that have the mark, and no others."""
-    here = Path(__file__).parent
-    assert [path for path in here.rglob("*.py") if "mark.slow" in path.read_text() and path.name[:5] != "test_"] == []
+    assert [path for path in TESTS.rglob("*.py") if "mark.slow" in path.read_text() and path.name[:5] != "test_"] == []
+
+
+# docs/architecture.md and docs/isolation.md
+
+NAMES = set(re.findall(r"`([a-z_*/.]+)`", PAGE)) - {"params", "batch", "state"}
+BASES = [ROOT, ROOT / "engines", ROOT / "checkpoint", ROOT / "hf"]
+
+
+def paths(name):
+    """Files and folders of a name on the page, with or without its ending and the folder that a section is about."""
+    whole = name if "." in name or name.endswith("/") else f"{name}.py"
+    return [path for base in BASES for path in base.glob(whole)]
+
+
+def test_what_the_page_names_is_there():
+    assert not [name for name in sorted(NAMES) if not paths(name) and name not in dpfunc.__all__]
+
+
+def test_the_page_about_rows_names_files_and_tests_that_are_there():
+    """docs/isolation.md: code in dpfunc/engines/, tests in tests/engines/."""
+    lines = (REPOSITORY / "docs" / "isolation.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.count(" | ") == 2 and ".py" in line]
+    assert len(rows) > 15
+    code = {name for _, column, _ in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", column)}
+    named = {name for *_, column in rows for name in re.findall(r"`([\w/]+\.py(?:::\w+)?)`", column)} - {
+        "tests/reference.py"
+    }
+    assert not [name for name in code if not (ROOT / "engines" / name).exists()]
+    for name in named:
+        file, _, test = name.partition("::")
+        assert f"def {test}" in (TESTS / "engines" / file).read_text(), name
+
+
+def test_every_file_has_its_place():
+    named = {path for name in NAMES for path in paths(name)} - {ROOT / "engines", ROOT / "checkpoint"}
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if path.name != "__init__.py" and not named & {path, *path.parents}
+    ]
+    assert not missing
+
+
+def test_the_picture_is_that_of_the_imports():
+    """`make house` writes it."""
+    assert HOUSE["with_picture"](PAGE) == PAGE
+
+
+def test_complexity_counts_branches_of_a_function_alone():
+    source = "def f(x):\n    if x and x > 1:\n        return [y for y in x if y]\n    def g(z):\n        if z:\n            pass\n"
+    tree = ast.parse(source)
+    assert [HOUSE["complexity"](function) for function in HOUSE["functions"](tree)] == [5, 2]
+
+
+def test_the_way_of_a_batch_begins_in_the_step():
+    way = HOUSE["way_of_a_batch"]()
+    assert "step.py" in way[:2]
+    assert "engines/vmap_grad.py" in way
+    HOUSE["numbers"].__globals__["AROUND"] = ()  # to read all tests takes longer than all else
+    assert int(HOUSE["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)

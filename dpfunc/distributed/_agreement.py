@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum, digest, in_hex
-from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
+from dpfunc._utils.processes import checksum, digest, in_hex, is_dtensor, shard_dims, window
 from dpfunc.batches import batch_size, check_finite, digest_and_mark, pad_rows, refuse_sums, signature, tree_map
 from dpfunc.distributed._object_collectives import any_rank, gathered_rows
 from dpfunc.distributed._reduce import check_placements, in_step
@@ -169,7 +168,7 @@ def padded(rows: Rows, ranks: Ranks) -> tuple[Batch, Tensor | None]:
         return batch, mask_B
     if not batch_size(batch):
         batch = _dummy_of(batch, ranks)
-    real_B = torch.ones(size - missing, dtype=torch.bool) if mask_B is None else mask_B
+    real_B = torch.ones(size - missing, dtype=torch.bool, device="cpu") if mask_B is None else mask_B
     return pad_rows(batch, size), torch.cat([real_B, real_B.new_zeros(missing)])
 
 

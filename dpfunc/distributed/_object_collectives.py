@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.digests import checksum, digest, in_hex
-from dpfunc._utils.dtensor import shard_dims
-from dpfunc._utils.lockstep import arrived, tell, told
+from dpfunc._utils.processes import arrived, checksum, digest, in_hex, shard_dims, tell, told
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMismatch, StepAborted

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.dtensor import Window, distributed, is_dtensor, local, shard_dims
-from dpfunc._utils.lockstep import arrived, process_context
+from dpfunc._utils.processes import Window, arrived, distributed, is_dtensor, local, process_context, shard_dims
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
 from dpfunc.engines._numerics import accumulation_dtype

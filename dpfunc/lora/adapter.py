@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import boolean, fail, integer, one_of, positive, real, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._names import pattern, select
-from dpfunc.functional._refuse import check_params, unwrapped
-from dpfunc.functional.forward import Forward, functionalize
+from dpfunc.functional.forward import Forward, check_params, functionalize, unwrapped
 from dpfunc.lora._layer import LoRALayer, adaptable, initial_factors, merged_weight
 from dpfunc.rng import Key, fold_in, insecure_key
 from dpfunc.types import Params

@@ -16,7 +16,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import engines
-from dpfunc._utils.lockstep import process_context
+from dpfunc._utils.processes import process_context
 from dpfunc.errors import DPFuncError
 
 

@@ -227,12 +227,12 @@ def noise_share(trouble=None):
     from dpfunc.noise import _streams as streams
 
     ranks = distributed.data_parallel()
-    windows, tile, drawn = reduce.noise_windows, streams.tile, []
+    windows, fold_in, drawn = reduce.noise_windows, streams.fold_in, []
     own = {"missing": lambda *args: {}, "twice": lambda shapes, rank, size: windows(shapes, 0, 1)}
 
-    def counted(key, name, number, *rest):
+    def counted(key, purpose, name, number):
         drawn.append((name, number))
-        return tile(key, name, number, *rest)
+        return fold_in(key, purpose, name, number)
 
     def full(*args):
         raise MemoryError("no room for noise")
@@ -244,7 +244,7 @@ def noise_share(trouble=None):
     )  # fmt: skip
     state = replay(dp_step.init(weights, insecure_key(4)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "tile", counted)
+        patch.setattr(streams, "fold_in", counted)
         if ranks.rank == 1 and trouble == "fails":
             patch.setattr(streams, "secure_normal", full)
         elif ranks.rank == 1 and trouble:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import clipping, distributed, engines, sampling
-from dpfunc._utils.dtensor import distributed as whole_of
+from dpfunc._utils.processes import distributed as whole_of
 from dpfunc.batches import rows, take
 from dpfunc.engines._guards.audit import rounded_params
 from dpfunc.errors import DPFuncError

@@ -135,8 +135,3 @@ def test_a_result_says_on_what_it_was_measured(monkeypatch, kept, tmp_path):
     for row in ({"data": "b", "x": 1}, {"data": "a", "x": 2}, {"data": "b", "x": 3}):
         results.keep(file, row, lambda row: row["data"])
     assert results.rows_of(file) == [{"data": "a", "x": 2}, {"data": "b", "x": 3}]
-
-
-def test_a_document_without_a_place_is_refused():
-    with pytest.raises(ValueError, match="<!-- growth -->"):
-        results.filled("no table", {"growth": ""})

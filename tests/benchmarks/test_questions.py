@@ -9,13 +9,23 @@ import pytest
 from click.testing import CliRunner
 from local_process import locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
 
-from benchmarks import distributed, freed_memory, gpu, growth, loader, noise_cost, overhead, scaling, small_steps
+from benchmarks import (
+    audit_power,
+    distributed,
+    freed_memory,
+    gpu,
+    growth,
+    loader,
+    noise_cost,
+    overhead,
+    scaling,
+    small_steps,
+)
 from benchmarks import targets as goals
 from benchmarks.engines import __main__ as engines
-from benchmarks.engines.cases import CASES
-from benchmarks.measure import ROOT, timed_in_turn
+from benchmarks.engines.cases import ALL_CASES
+from benchmarks.measure import ROOT
 from benchmarks.recipes import __main__ as recipes
-from benchmarks.recipes import trainer
 from benchmarks.results import filled, read, rows_of
 from benchmarks.survey import __main__ as survey
 
@@ -25,8 +35,8 @@ TABLES = {
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
     "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
     "readme": (recipes.README, lambda: recipes.short(rows_of(recipes.RESULT))),
-    "trainer": (recipes.PAGE, lambda: trainer.tables(rows_of(trainer.RESULT))),
-    "scaling": (scaling.DOCUMENT, lambda: scaling.filled_in(read(scaling.RESULT))),
+    "scaling": (scaling.DOCUMENT, scaling.tables),
+    "trust": (audit_power.PAGE, audit_power.tables),
 }
 
 
@@ -94,27 +104,8 @@ def test_both_loaders_make_the_same_batches(monkeypatch):
     assert loader.rows(found) == []
 
 
-def test_an_audit_is_one_step():
-    spec = {"cases": "benchmarks.engines.cases", "case": "w3", "quick": True, "device": "cpu", "contestant": "audit"}
-    found = timed_in_turn({"audit": overhead.contestant(spec).step}, 1)
-    assert found["audit"]["time"]["best_seconds"] > 0
-
-
-def test_growth(tmp_path, monkeypatch):
-    """Sizes, an exponent, which is that of the large end, and a picture."""
-    ends = {name: (min(axis.sizes), max(axis.sizes)) for name, axis in growth.AXES.items()}
-    assert (ends["T"], ends["B"], ends["r"]) == ((128, 4096), (1, 1024), (1, 64))
-    assert ends["P"][0] <= 1e6 < 3e8 <= ends["P"][1]
-    blocks = growth.ALL_CASES[f"P/all parameters/{ends['P'][0]}"].problem().module[1:-2]
-    assert sum(p.numel() for p in blocks.parameters()) == pytest.approx(ends["P"][0], rel=0.03)
-    ranks = {tuple(p.shape) for p in growth.ALL_CASES["r/LoRA/4"].problem().module.parameters() if p.requires_grad}
-    assert all(4 in shape for shape in ranks)
-    sizes = [1, 2, 4, 8, 16]
-    assert growth.exponent(sizes, [7.0, 7.0, *(3 * size**1.5 for size in sizes[2:])]) == pytest.approx(1.5)
-    monkeypatch.setattr(growth, "AXES", {"T": growth.Axis("positions", {4: {}, 8: {}}, {})})
-    each = {"time": {"best_seconds": 1.0}, "memory": {"peak_mib": 2.0}}
-    case = {"contestants": dict.fromkeys(growth.CONTESTANTS, each)}
-    growth.picture({f"T/{tuning}/{size}": case for tuning in growth.TUNINGS for size in (4, 8)}, tmp_path / "a.svg")
+def test_the_picture_of_growth(tmp_path):
+    growth.picture(read(growth.RESULT)["cases"], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
@@ -150,7 +141,7 @@ def test_parts_on_a_gpu(tmp_path):
     command = gpu.commands(tmp_path, tmp_path)["engines"]
     known = {option for each in engines.main.params for option in each.opts}
     assert {word for word in command if word.startswith("--")} <= known
-    assert set(gpu.CASES.split(",")) <= set(CASES)
+    assert set(gpu.CASES.split(",")) <= set(ALL_CASES)
     assert "cuda:" in (ROOT / "pyproject.toml").read_text()
     for program, status in (("exit(3)", "exit code 3"), ("while True: pass", "stopped: the time was over")):
         assert gpu.run([sys.executable, "-c", program], 1)["status"] == status
@@ -170,36 +161,3 @@ def test_verdicts(value, expected):
     target = goals.Target("toy", 1.5, "x", "file", ("cases", "private"))
     found = {"file": {"cases": {} if value is None else {"private": value}}}
     assert goals.verdict(target, target.measured(found)) == expected
-
-
-def test_small_steps_have_their_own_limit():
-    """1.5 x plain + 3 ms, for steps of at most 5 ms."""
-    best = lambda seconds: {"cpu": {"best_seconds": seconds}}
-    cases = {
-        n: {"contestants": {"plain": best(plain), "auto": best(0.01)}} for n, plain in (("a", 0.004), ("b", 0.006))
-    }
-    small = goals.judged({"small_steps": {"cases": cases}})
-    small = [(t.title, t.limit, value) for t, value in small if "step of" in t.title]
-    assert small == [("a: a step of 4.0 ms", pytest.approx(9.0), pytest.approx(10.0))]
-
-
-def test_the_tables_of_engines_and_jax():
-    """They name the fastest of a peer, and both bases: the plain steps of PyTorch and of JAX."""
-    memory = {"plain": 10, "auto": 11, "jax-plain": 20, "jax-privacy": 60, "jax-privacy/4": 25}
-    seconds = {
-        "plain": 2.0, "auto": 2.2, "jax-plain": 3.0, "jax-privacy": 6.0, "jax-privacy/4": 4.5, "jax-privacy/8": 5.0,
-        "whole-plain": 2.5, "whole-dpfunc": 5.0, "whole-jax": 7.5, "whole-jax/4": 6.25, "opacus-hooks": 6.0,
-        "opacus-ghost": 4.0,
-    }  # fmt: skip
-    timed = {
-        who: {"status": "ok", "time": {"median_seconds": s, "ratio": s / 2}, "memory": {"peak_mib": memory.get(who, 9)}}
-        for who, s in seconds.items()
-    }
-    (row,) = goals.jax_rows({"w1": {"contestants": timed}})
-    assert row == ["w1", "1.50", "3.00", "2.25 (4)", "1.50", "10", "11", "20", "60", "25", "2.00", "2.50"]
-    absent = {"jax-privacy": {"status": "x: not installed."}}
-    ours = {who: one for who, one in timed.items() if who in ("plain", "opacus-hooks", "opacus-ghost")}
-    cases = {"w1": {"title": "LoRA", "contestants": ours | absent}}
-    shown = ["LoRA (w1)", "2000", "", "", "", "", "2.00 (ghost)", "", "not installed", ""]
-    assert goals.engine_rows(cases) == [shown]
-    assert goals.jax_section(cases) == "JAX Privacy: not installed."

@@ -7,7 +7,7 @@ import torch
 
 import dpfunc
 from benchmarks.recipes import __main__ as benchmark
-from benchmarks.recipes import closed, features
+from benchmarks.recipes import closed
 from benchmarks.recipes.data import SETS, Part, chosen_on
 from benchmarks.results import rows_of
 from dpfunc.recipes import Head, recipe, unit_rows
@@ -104,14 +104,3 @@ def test_a_small_set_is_measured(monkeypatch):
     assert set(result["contestants"]) == {*benchmark.CONTESTANTS, "network", "normalised"}
     assert len(result["contestants"]["recipe"]["accuracy"]) == benchmark.SEEDS
     assert len(benchmark.line(result)) == 10
-
-
-@pytest.mark.slow
-def test_a_run_of_the_command_is_measured(tmp_path):
-    """Made-up images, of which one kind is darker in its upper half; the job has nothing but a budget."""
-    pixels = torch.randint(60, 200, (80, 8, 8), dtype=torch.uint8)
-    pixels[::2, :4] = pixels[::2, :4] // 4
-    data = features.write_images(tmp_path, pixels, [number % 2 for number in range(80)], 8)
-    found = features.measure("made-up", "head", 0, tmp_path, data, "image_classification")
-    assert set(found) == {*features.SHOWN, "epsilon"}
-    assert found["epsilon"] <= features.EPSILON

@@ -21,6 +21,7 @@ import torch
 from cases import GROUPINGS, SAMPLERS, as_batch, linear_loss, random_rows
 from cases import RULES as RULE_CASES
 from cases import params as zeros
+from pages import ROOT, blocks, text_of
 from reference import loop_clipped_sum, loop_gradients
 
 from dpfunc import (
@@ -39,12 +40,13 @@ from dpfunc import (
     sampling,
     save,
     secure_key,
+    take,
 )
 from dpfunc.accounting import accountant
 from dpfunc.accounting.events import KINDS
 from dpfunc.checkpoint import _format as format
 from dpfunc.checkpoint import journal_ledger
-from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.rules import SLACK
 from dpfunc.engines import _rules as rule_tables
 from dpfunc.engines import register, register_rule
 from dpfunc.engines._rules import RULES
@@ -52,8 +54,7 @@ from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = text_of("extending.md")
 DATA = random_rows(0, 20)
 
 
@@ -64,7 +65,7 @@ def page():
     sys.modules["extending"] = module  # dataclasses look for the module of a class
     printed = StringIO()
     with redirect_stdout(printed):
-        for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        for block in blocks("extending.md"):
             exec(compile(block, "extending.md", "exec"), vars(module))
     registered = torch.linalg.vecdot in register.REGISTERED
     KINDS.clear()
@@ -91,29 +92,15 @@ def test_a_task_of_the_page(page):
     assert torch.allclose(found, torch.tensor([0.9, 0.1]))
 
 
-def one_step(
-    loss_fn=linear_loss,
-    params=None,
-    data=None,
-    *,
-    clip=None,
-    sampler=None,
-    noise_multiplier=1e-3,
-    facts=None,
-    **options,
-):
+def one_step(loss_fn=linear_loss, params=None, data=None, noise_multiplier=1e-3, engine="auto", **parts):
     """A step of a toy plan: the plan, what was released (a sum, with hardly any noise), its batch, and the next state."""
-    data = as_batch(DATA) if data is None else data
+    params, data = params or zeros(), as_batch(DATA) if data is None else data
     size = len(next(iter(data.values())))
-    plan = Plan(
-        sampler or sampling.Poisson(size, 0.5), clip or clipping.Flat(1.0), noise_multiplier, num_steps=3, delta=1e-3,
-        adjacency="zero_out", **(facts or {}),
-    )  # fmt: skip
-    params = zeros() if params is None else params
-    dp_step = make_dp_step(loss_fn, plan, reduction="sum", **options)
+    facts = {"sampler": sampling.Poisson(size, 0.5), "clip": clipping.Flat(1.0), **parts}
+    plan = Plan(noise_multiplier=noise_multiplier, num_steps=3, delta=1e-3, adjacency="zero_out", **facts)
+    dp_step = make_dp_step(loss_fn, plan, reduction="sum", engine=engine)
     state = dp_step.init(params, secure_key())
-    indices = next(iter(plan.batches(state)))
-    batch = {name: leaf[indices] for name, leaf in data.items()}
+    batch = take(data, next(iter(plan.batches(state))))
     grads, after, _ = dp_step(params, batch, state)
     assert after.ledger.events == plan.events(0, 1)
     return plan, grads, batch, after
@@ -132,28 +119,15 @@ def flat_factor(n, c):
     return c / max(n, c)
 
 
-@dataclass
-class Formed:
-    """Per-sample gradients that are in memory."""
-
-    losses_B: torch.Tensor
-    grads_B: dict
-
-    def sq_norms(self):
-        return {name: grad_B.flatten(1).square().sum(1) for name, grad_B in self.grads_B.items()}
-
-    def weighted_sum(self, factors):
-        return {name: torch.einsum("b,b...->...", factors[name], grad_B) for name, grad_B in self.grads_B.items()}
-
-
 def row_by_row(loss_fn, params, batch):
-    """Differentiate the rows one by one; nothing proves that the loss keeps them apart, and they are."""
+    """An engine: differentiate the rows one by one; nothing proves that the loss keeps them apart, and they are."""
     found = loop_gradients(loss_fn, params, batch)
-    grads_B = {
-        name: torch.stack([grads[name] for _, grads in found]) if found else p.new_zeros(0, *p.shape)
-        for name, p in params.items()
-    }
-    return Formed(torch.stack([loss for loss, _ in found]) if found else torch.zeros(0), grads_B)
+    grads_B = {name: torch.stack([grads[name] for _, grads in found]) for name in params}
+    return SimpleNamespace(
+        losses_B=torch.stack([loss for loss, _ in found]),
+        sq_norms=lambda: {name: each.flatten(1).square().sum(1) for name, each in grads_B.items()},
+        weighted_sum=lambda factors: {n: torch.einsum("b,b...->...", factors[n], each) for n, each in grads_B.items()},
+    )
 
 
 class ByKind:
@@ -214,7 +188,7 @@ def test_a_noise_mechanism(monkeypatch, tmp_path, page):
             return (Event(1.0, noise_multiplier, stop - start),)  # it claims no amplification by sampling
 
     monkeypatch.setattr(format, "_PARTS", format._PARTS | {Rounded})  # what a name in dpfunc/noise/__init__.py does
-    plan, grads, batch, after = one_step(facts={"noise": Rounded()})
+    plan, grads, batch, after = one_step(noise=Rounded())
     assert after.noise_state == {"count": 1}
     assert after.ledger.events == (Event(1.0, 1e-3, 1),)
     journal = Journal(tmp_path / "journal.jsonl", plan)

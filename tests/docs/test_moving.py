@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
+import pages
 import pytest
 import torch
+from pages import DOCS
 from torch import nn
 
 import dpfunc
@@ -17,20 +18,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),  # Opacus, in short runs
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),  # hooks of Opacus on first layers
 ]
-PAGES = Path(__file__).parents[2] / "docs" / "moving"
-
-
-def blocks(page, titles):
-    """The Python blocks of a page with these titles, in the order of the page: title, code."""
-    found = re.findall(r'```python title="([^"]*)"\n(.*?)```', (PAGES / page).read_text(), re.DOTALL)
-    return [(name, code) for name, code in found if name in titles]
+PAGES = DOCS / "moving"
 
 
 def run(page, *titles, **names):
-    """The names after the blocks, one after another, as a reader runs a page from top to bottom."""
-    for title, code in blocks(page, titles):
-        exec(compile(code, f"{page}: {title}", "exec"), names)
-    return names
+    """The names after the blocks with these titles, one after another, as a reader runs a page from top to bottom."""
+    found = re.findall(r'```python title="([^"]*)"\n(.*?)```', (PAGES / page).read_text(), re.DOTALL)
+    return pages.run(*(code for title, code in found if title in titles), **names)
 
 
 def pictures(n=600):

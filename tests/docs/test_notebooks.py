@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pytest
 import torch
+from pages import DOCS
+from pages import run as run_blocks
 
-FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-
-def cells(path, kind):
-    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+FOLDER = DOCS / "notebooks"
 
 
 def run(name):
-    names = {}
+    cells = json.loads((FOLDER / name).read_text())["cells"]
     with torch.random.fork_rng():
-        for number, code in enumerate(cells(FOLDER / name, "code")):
-            exec(compile(code, f"{name}, code cell {number}", "exec"), names)
-    return names
+        return run_blocks(*("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
 
 
-def test_they_are_all_listed():
-    page = (FOLDER / "README.md").read_text()
-    assert [path.name for path in NOTEBOOKS] == ["first_loop.ipynb", "images.ipynb", "lora.ipynb", "report.ipynb"]
-    assert all(f"({path.name})" in page for path in NOTEBOOKS)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_is_committed_without_results(path):
-    notebook = json.loads(path.read_text())
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == []
-            assert cell["execution_count"] is None
+def test_they_are_all_listed_and_committed_without_results():
+    paths = sorted(FOLDER.glob("*.ipynb"))
+    assert [path.name for path in paths] == ["first_loop.ipynb", "images.ipynb", "lora.ipynb", "report.ipynb"]
+    for path in paths:
+        assert f"({path.name})" in (FOLDER / "README.md").read_text()
+        notebook = json.loads(path.read_text())
+        assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+        assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
 def test_the_first_loop(capsys):

@@ -1,20 +1,24 @@
-"""The site: its navigation has each page of docs/ once, and links and anchors lead somewhere. `make docs` builds it."""
+"""The site: its navigation has each page once, links lead somewhere, the reference has every name. `make docs` builds it."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import runpy
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
+from pages import DOCS, ROOT, text_of
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+import dpfunc
+from dpfunc.cli.main import main
+
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 PAGES = sorted(DOCS.rglob("*.md"))
 without_outer_links = runpy.run_path(str(ROOT / "tools" / "site_links.py"))["without_outer_links"]
@@ -46,15 +50,31 @@ def anchors(path):
     )
 
 
-LINKS = [(path, *link) for path in PAGES for link in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", path.read_text())]
-
-
-def test_links_with_anchors_lead_somewhere():
-    assert len(LINKS) > 20
-    for path, target, anchor in LINKS:
+def test_links_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *PAGES, *(ROOT / "examples").glob("*.md")]
+    links = [(path, *link) for path in pages for link in re.findall(r"\]\(([^)#:\s]*)#?([^)\s:]*)\)", path.read_text())]
+    assert len(links) > 120
+    for path, target, anchor in links:
         page = path.parent / target if target else path
         assert page.exists(), f"{path} links to {target}"
-        assert anchor in anchors(page), f"{path} links to {target}#{anchor}"
+        assert not anchor or anchor in anchors(page), f"{path} links to {target}#{anchor}"
+
+
+def test_commands_of_the_readme_work():
+    found = re.findall(r"^dpfunc ((?:epsilon|sigma|requirements)[^#\n]*)", text_of("../README.md"), re.MULTILINE)
+    assert len(found) >= 3
+    for command in found:
+        result = CliRunner().invoke(main, command.split())
+        assert result.exit_code == 0, result.output
+
+
+def test_the_table_of_the_readme_is_the_committed_result():
+    results, readme = json.loads(text_of("results/demo.json"))["results"], text_of("../README.md")
+    for row in results:
+        assert "{:.3f} ({:.3f} - {:.3f})".format(row["accuracy"], *row["interval"]) in readme
+    private = results[-1]
+    assert private["accuracy"] >= 0.92
+    assert f"{private['epsilon_prv']:.2f} | {private['epsilon_rdp']:.2f}" in readme
 
 
 def test_links_out_of_the_site_become_names():
@@ -101,14 +121,6 @@ def test_labels_of_figures_are_measured(tmp_path):
     assert not list(DOCS.rglob("*.png"))
 
 
-def test_the_quick_start_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "quick_start.md").read_text(), re.DOTALL)
-    names = {}
-    exec(compile(code.replace("num_steps=100", "num_steps=3"), "quick_start.md", "exec"), names)
-    assert names["state"].step == 3
-    assert "epsilon=" in capsys.readouterr().out
-
-
 def test_what_privacy_officers_read_is_what_runs_write():
     """The page names fields of `privacy_accounting.json`; and it has no code."""
     from dpfunc import clipping, insecure_key
@@ -132,3 +144,42 @@ def test_what_privacy_officers_read_is_what_runs_write():
     assert f"| `{JOURNAL}`" in page
     assert "```" not in page
     assert len(page.split()) < 1500  # two pages
+
+
+REFERENCE = DOCS / "reference"
+SHOWN = {
+    name: path.stem
+    for path in REFERENCE.glob("*.md")
+    for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
+}
+
+
+def test_the_reference_has_every_public_name():
+    """Of each folder for users all names, all errors; and in the table each public name, with its place."""
+    folders = {
+        path.parent.name for path in (ROOT / "dpfunc").glob("*/__init__.py") if "__all__ = [" in path.read_text()
+    }
+    errors = {name for name, value in vars(dpfunc.errors).items() if inspect.isclass(value)}
+    expected = {f"dpfunc.errors.{name}": "errors" for name in errors}
+    for folder in folders - {"cli", "train", "_utils"}:
+        names = importlib.import_module(f"dpfunc.{folder}").__all__
+        expected |= {f"dpfunc.{folder}.{name}": folder for name in names}
+    assert {name: page for name, page in SHOWN.items() if page in expected.values()} == expected
+    rows = re.findall(r"^\| `dpfunc\.(\w+)` \| \[\w+\]\(([^)]+)\) \|$", text_of("reference/README.md"), re.M)
+    assert sorted(name for name, _ in rows) == (ROOT / "tests" / "public_api.txt").read_text().split()
+    for name, target in rows:
+        page, _, anchor = target.partition("#")
+        whole = inspect.ismodule(getattr(dpfunc, name))
+        assert target == f"{name}.md" if whole else f"{SHOWN[anchor]}.md" == page
+        assert whole or named(anchor) is getattr(dpfunc, name)
+
+
+def named(name):
+    """The object of a dotted name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_names_of_the_reference_exist():
+    values = [named(name) for name in SHOWN]
+    assert all(inspect.getdoc(value) for value in values if inspect.isfunction(value) or inspect.isclass(value))

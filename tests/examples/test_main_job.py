@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from launcher import works
-from safetensors.torch import load_file
-from scripts import ran
+from scripts import ran, smoke_run, written
 
-from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import Record
-from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.evidence import check
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +20,7 @@ sys.path.insert(0, str(JOB))
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of a process of its own: what the others resume, they do not have in memory."""
-    folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, str(JOB / "train.py"), "--smoke", "--insecure-seed", "5", "--out", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return folder, result.stdout
+    return smoke_run(JOB / "train.py", tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.slow
@@ -53,18 +42,7 @@ def test_a_run_leaves_what_it_promises(finished):
     evidence = json.loads((folder / "certificate.json").read_text())["evidence"]
     assert [(each["kind"], each["holds"], each["steps"]) for each in evidence] == [("replay", True, 2)]
     assert "Replay on neighbouring texts: holds." in output
-    values = json.loads((folder / "privacy_accounting.json").read_text())
-    ledger = Ledger.from_json((folder / "ledger.json").read_text())
-    assert values["epsilon"] == ledger.epsilon(values["delta"]).epsilon <= values["target_epsilon"]
-    assert values["global_step"] == ledger.num_steps == 4
-    assert journal_ledger(folder / "journal.jsonl") == ledger
-
-
-def contents(folder):
-    """The results of a run; the order of a safetensors header is not one of them."""
-    adapter = {name: value.tolist() for name, value in load_file(folder / "adapter.safetensors").items()}
-    record = Record.from_json((folder / "privacy_accounting.json").read_text())
-    return adapter, (folder / "ledger.json").read_text(), dataclasses.replace(record, date="")
+    written(folder, 4)
 
 
 @pytest.mark.slow
@@ -72,24 +50,22 @@ def test_two_processes_give_the_same(finished, tmp_path):
     folder, _ = finished
     output, _ = works(JOB / "train.py", "--smoke", "--insecure-seed", 5, "--out", tmp_path)
     assert output.count("Plan: 4 steps") == output.count("Written to") == 1
-    adapter, *accounts = contents(folder)
-    other, *theirs = contents(tmp_path)
+    (adapter, *accounts), (other, *theirs) = written(folder, 4), written(tmp_path, 4)
     assert adapter.keys() == other.keys()
     for name, value in adapter.items():
         torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(value), rtol=1e-6, atol=1e-6)
     assert accounts == theirs
-    assert journal_ledger(tmp_path / "journal.jsonl") == journal_ledger(folder / "journal.jsonl")
 
 
 @pytest.mark.slow
 def test_a_finished_run_resumes_to_the_same_result_at_no_cost(finished):
     """And no run of another plan."""
     folder, _ = finished
-    before, options = contents(folder), ("--smoke", "--insecure-seed", 5, "--resume", folder)
+    before, options = written(folder, 4), ("--smoke", "--insecure-seed", 5, "--resume", folder)
     result = ran(JOB / "train.py", *options)
     assert result.exit_code == 0, result.stderr[-2000:]
     assert "Resumed at step 4; 4 steps are in the ledger." in result.stdout
-    assert before == contents(folder)
+    assert before == written(folder, 4)
     result = ran(JOB / "train.py", *options, "--epsilon", 5)
     assert result.exit_code != 0
     assert "another plan: plan.epsilon: saved 3.0, now 5.0" in result.stderr
@@ -184,14 +160,11 @@ def test_cached_layers_are_those_of_the_encoder(encoder):
 def test_a_run_with_a_secret_key_resumes_with_the_same_adapter(tmp_path):
     # A is frozen and not in the checkpoint: drawn from the secret key, it would differ in the resumed run.
     assert ran(JOB / "train.py", "--smoke", "--out", tmp_path).exit_code == 0
-    before = load_file(tmp_path / "adapter.safetensors")
-    names = ("run.png", "UNRELEASED_norms.png")
-    pictures = [(tmp_path / name).read_bytes() for name in names]
+    adapter, pictures = written(tmp_path, 4)[0], ("run.png", "UNRELEASED_norms.png")
+    before = [(tmp_path / name).read_bytes() for name in pictures]
     assert ran(JOB / "train.py", "--smoke", "--resume", tmp_path).exit_code == 0
-    after = load_file(tmp_path / "adapter.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert [(tmp_path / name).read_bytes() for name in names] == pictures
+    assert written(tmp_path, 4)[0] == adapter
+    assert [(tmp_path / name).read_bytes() for name in pictures] == before
 
 
 def test_the_picture_to_share_has_no_private_number(tmp_path, monkeypatch):

@@ -9,34 +9,31 @@ import shlex
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
+import pages
 import pytest
 import torch
 from certified import plan_of, trained
 from jobs import document
+from pages import ROOT, text_of
 from text_job import run
 from tiny_models import NAME, write_model
+from trainer_cases import classifier, labelled, training_arguments
 from workers import run as on_processes
 
 from dpfunc import sampling
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli._tune import tune
+from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.trainer import DPTrainer
 
-ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".cache" / "dp_accounting"
+execute = pages.run
 
 
 def blocks(page, language="python"):
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "guides" / page).read_text("utf-8"), re.DOTALL)
-
-
-def execute(code, names=None):
-    """The names after the last line of a block."""
-    names = {"__name__": "guide"} if names is None else names
-    exec(compile(code, "guide.md", "exec"), names)
-    return names
+    return pages.blocks(f"guides/{page}", language)
 
 
 @pytest.fixture
@@ -46,7 +43,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_budget(here):
-    create, *others = re.findall(r"(?m)^dpfunc (.*?)(?: +#.*)?$", (ROOT / "docs/guides/budget.md").read_text())
+    create, *others = re.findall(r"(?m)^dpfunc (.*?)(?: +#.*)?$", text_of("guides/budget.md"))
     assert run(*shlex.split(create)).exit_code == 0
     names = execute(*blocks("budget.md"))
     account = Budget("patients.db").account()
@@ -77,7 +74,7 @@ def test_certificate_an_outsider_finds_the_same(certificate, capsys):
     assert "import dpfunc" not in outside
     opened = "json.load(open(sys.argv[1]))"
     assert outside.count(opened) == 1
-    execute(outside.replace(opened, "content"), {"content": json.loads(certificate.read_text())})
+    execute(outside.replace(opened, "content"), content=json.loads(certificate.read_text()))
     told = re.match(r"claimed ([\d.]+); Opacus, by Renyi: ([\d.]+)", capsys.readouterr().out)
     claimed, found = map(float, told.groups())
     assert found == pytest.approx(values["result"]["accountants"][1]["epsilon"], abs=1e-4)
@@ -132,22 +129,22 @@ def test_loop(here, capsys):
         path.unlink()
     newest.rmdir()
     before, spent = dict(names["params"]), names["state"].ledger
-    execute(resume, names)
+    names = execute(resume, **names)
     assert names["saved"].state.step == 15
-    execute(f"from pathlib import Path\n{publish}", names)
+    execute(f"from pathlib import Path\n{publish}", **names)
     assert '"one patient"' in (here / "privacy_accounting.json").read_text()
     assert names["state"].ledger == spent == journal_ledger(here / "run" / "journal.jsonl")
     assert all(torch.equal(p, before[name]) for name, p in names["params"].items())
-    execute(stream, names)
+    names = execute(stream, **names)
     assert names["state"].step == 20
     assert [event.num_steps for event in names["state"].ledger.events] == [2]
     assert names["state"].ledger.epsilon(1e-5).epsilon <= 3.0
     before = names["model"][0].weight.clone()
-    execute(people, names)
+    names = execute(people, **names)
     assert names["state"].step == 10
     assert torch.equal(names["model"][0].weight, before)
     assert not torch.equal(names["model_of_people"][0].weight, before)
-    execute(several, names)
+    execute(several, **names)
     assert "torch.Size([60])" in capsys.readouterr().out
 
 
@@ -181,7 +178,7 @@ def test_sharded(tmp_path):
 
 def test_tune():
     """Its options are those of the command, and its numbers those of the committed result."""
-    guide = (ROOT / "docs" / "guides" / "tune.md").read_text("utf-8")
+    guide = text_of("guides/tune.md")
     result = json.loads((ROOT / "benchmarks" / "results" / "tune.json").read_text("utf-8"))
     options = {name for option in tune.params for name in option.opts if name.startswith("--") and "_" not in name}
     assert set(re.findall(r"^\| `(--[a-z-]+)", guide, re.MULTILINE)) == options
@@ -195,3 +192,78 @@ def test_tune():
         f"at most {result['most_runs_99']} runs",
     ):  # fmt: skip
         assert text in guide, text
+
+
+LOOPS = blocks("evidence.md")
+FAULTY = LOOPS[0].replace("dpfunc.take(data, indices)", "dpfunc.take(data, indices) - data.mean(0)")
+
+
+def test_evidence(capsys):
+    loop, replayed, audited, exposed = LOOPS
+    for text, words in ((loop, ["Replay(holds"]), (FAULTY, ["DOES NOT HOLD", "rows of other records"])):
+        names = execute(text + replayed)
+        told = capsys.readouterr().out
+        assert [word for word in words if word not in told] == []
+    names = execute(audited, **names)
+    assert "claim" in capsys.readouterr().out
+    execute(exposed, **names)
+    assert "[10.]" in capsys.readouterr().out
+
+
+def test_evidence_commands(here):
+    """On its loop, beside a run of the same plan; a loop with a fault ends in 1."""
+    (here / "loop.py").write_text(LOOPS[0])
+    trained(here / "run", plan_of(sampling.Poisson(50, 0.2), adjacency="add_remove", noise_multiplier=1.0))
+    (commands,) = blocks("evidence.md", "bash")
+    for command in commands.splitlines():
+        done = run(*command.split()[1:])
+        assert done.exit_code == 0, (command, done.output)
+    assert (here / "audit.png").stat().st_size > 1000
+    evidence = json.loads((here / "run" / "certificate.json").read_text())["evidence"]
+    assert [(each["kind"], each["holds"]) for each in evidence] == [("replay", True), ("audit", True)]
+    (here / "loop.py").write_text(FAULTY)
+    again = run("verify", "loop.py", "--json")
+    assert (again.exit_code, json.loads(again.stdout)["holds"]) == (1, False)
+    refused = run("verify", "loop.py", "--out", "replay.json")
+    assert (refused.exit_code, "exists" in refused.output) == (1, True)
+
+
+def test_evidence_has_the_table_of_the_benchmark():
+    guide = text_of("guides/evidence.md")
+    found = json.loads((ROOT / "benchmarks" / "results" / "evidence.json").read_text())
+    for part, faults in (("loops", 10), ("jobs", 8), ("runs", 5)):
+        counts = [count for name, count in found[part].items() if not name.startswith("none")]
+        assert counts == ["20 of 20"] * faults
+        assert {count for name, count in found[part].items() if name.startswith("none")} == {"0 of 20"}
+    for each in found["calibration"].values():
+        shares = [100 * share for share in (each["refuted"], *each["interval"])]
+        shown = [f"{share:.2f}" for share in shares]
+        assert re.search(rf"{shown[0]} % of {each['audits']} audits.* \[{shown[1]}, {shown[2]}\]", guide)
+    for column in range(2):
+        figures = [str(both[column]).removesuffix(".0") for both in found["figures"].values()]
+        assert ", ".join(figures) in guide
+
+
+def test_telemetry(capsys):
+    names = execute(blocks("telemetry.md")[0])
+    assert len(capsys.readouterr().out.splitlines()) == 21
+    errors, state = names["plan"].telemetry_errors(), names["state"]
+    assert abs(state.telemetry["accuracy"] - 1 / 3) < 6 * errors["accuracy"] + 0.2
+    assert len(state.telemetry["norm"]) == 4
+
+
+def test_telemetry_a_run_ends_early_by_what_it_releases(tmp_path):
+    """Of 40 losses with noise, the odds that each is below all before are 1 to 40!; steps that are not taken cost nothing."""
+    names = execute(blocks("telemetry.md")[1])
+    privacy = PrivacyArguments(
+        dp_noise_multiplier=2.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_telemetry=["loss:4", "accuracy"]
+    )
+    trainer = DPTrainer(
+        classifier(), training_arguments(tmp_path, max_steps=40, logging_steps=1), privacy=privacy,
+        train_dataset=labelled(), callbacks=[names["StopAtReleasedLoss"]()],
+    )  # fmt: skip
+    trainer.train()
+    steps = trainer.state.global_step
+    assert steps == trainer.ledger.num_steps < 40
+    losses = [line["released/loss"] for line in trainer.state.log_history if "released/loss" in line]
+    assert losses[steps - 1] >= min(losses[: steps - 1])

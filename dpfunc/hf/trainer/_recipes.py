@@ -83,7 +83,7 @@ def _measured_norm(model: nn.Module, head: list[Tensor]) -> float | None:
         return None
     longest = int(getattr(config, "max_position_embeddings", None) or 512) - 2  # some models begin at position 2
     shape = (_PROBES[0], min(_PROBES[1], max(1, longest)))
-    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0), device="cpu")
     was_training = model.training
     model.train(False)
     norms = []

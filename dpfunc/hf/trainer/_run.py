@@ -123,7 +123,9 @@ def ranks_of(args: Any) -> Ranks | None:
 
 def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
     """The mean loss of the records of all processes; 0 where there are none. UNRELEASED."""
-    total = torch.stack([losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B))).double()])
+    total = torch.stack(
+        [losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B)), device="cpu").double()]
+    )
     if ranks is not None:
         total = total.to(ranks.device)
         dist.all_reduce(total, group=ranks.group)
@@ -228,7 +230,10 @@ def with_accuracy(task: Loss, telemetry: Telemetry | None) -> Any:
 
 def averaged(told: Sequence[Any]) -> dict[str, float]:
     """The means of released statistics over some steps, by the names that loggers get. Released."""
-    means = {name: torch.tensor([step[name] for step in told]).mean(0) for name in (told[0] or () if told else ())}
+    means = {
+        name: torch.tensor([step[name] for step in told], device="cpu").mean(0)
+        for name in (told[0] or () if told else ())
+    }
     return {
         f"released/{name}{f'_{place}' if values.ndim else ''}": number
         for name, values in means.items() for place, number in enumerate(values.reshape(-1).tolist())

@@ -461,7 +461,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _mask(self, batch: dict[str, Any], before: StepState) -> Tensor | None:
         """Of a process without records among others: it runs a row of weight zero, since all communicate."""
         idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
-        return torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
+        return torch.zeros(batch_size(batch), dtype=torch.bool, device="cpu") if idle else None
 
     def _warn(self, text: str | None) -> None:
         """Warn of something, on one of the processes."""

@@ -130,28 +130,13 @@ class Overriding(torch.Tensor):
         return out
 
 
-class Dirty(torch.autograd.Function):
-    """Writes into its input."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.sub_(0.5 * x.mean(0))
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - 0.5 * grad.mean(0)
-
-
 table("operators: of one's own", {
     "operator whose forward mixes": lambda h, b, p: centred(h),
     "operator whose backward mixes": lambda h, b, p: through(h),
     "operator that writes": lambda h, b, p: h * written(b.z, moved),
     "tensor that holds another": lambda h, b, p: h + torch.tanh(Wrapped(b.z)),
     "tensor of another class": lambda h, b, p: h + (b.z.as_subclass(Overriding) * 1.0).as_subclass(torch.Tensor),
-    "function that writes into its input": lambda h, b, p: Dirty.apply(h * 1.0),
 })  # fmt: skip
-table("operators: of one's own", {"operator that doubles": lambda h, b, p: doubled(h)}, honest=True)
 
 
 # Complex numbers.
@@ -217,11 +202,6 @@ def column(h):
     return torch.arange(float(len(h)), dtype=DOUBLE)[:, None]
 
 
-def numbered(h):
-    """Right sides that differ from row to row."""
-    return torch.arange(float(D * len(h)), dtype=DOUBLE).view(len(h), D)
-
-
 @position
 def result_written_one_row_further(h, b, p):
     rows = torch.zeros(len(h) + 1, D, dtype=DOUBLE)
@@ -255,7 +235,6 @@ def joined_targets(h, b, p):
 table("memory: positions in the batch", {
     "strides in place": lambda h, b, p: h + (h * 1.0).as_strided_((D,), (1,)),
     "draws of a seeded generator": lambda h, b, p: h + torch.rand(len(h), 1, generator=torch.Generator().manual_seed(0)),
-    "equations for the batch": lambda h, b, p: torch.linalg.solve(torch.diag_embed(h * h + 1), numbered(h)),
     # torch broadcasts the axis of rows against another one
     "matrices and sides of different rank": lambda h, b, p: torch.linalg.solve(torch.eye(D) * 3 + h.mT @ h, h[:, :, None])[..., 0],
     "scattered into the first row": lambda h, b, p: h.scatter(1, torch.zeros(1, 1, dtype=torch.int64), 3.0),
@@ -295,11 +274,6 @@ def _saved(x, see):
         x.clone().requires_grad_().sin()
 
 
-def _distance(x, see):
-    distance = lambda one, other: see(one.detach().sum()) * 0 + (one - other).sum(1)
-    F.triplet_margin_with_distance_loss(x, x, x, distance_function=distance, reduction="none")
-
-
 def _said_by_an_error(x):
     try:
         x[x[:, 0] > 0].narrow(0, 0, 3)
@@ -328,13 +302,10 @@ READS = {
     "an old constructor": lambda x: torch.DoubleTensor([x.mean(), x.amax(), x.sum()]),
     "an index of two numbers": lambda x: torch.arange(81.0, dtype=DOUBLE).view(9, 9)[x.argmax() % 9, x.argmin() % 9],
     "split at a number": lambda x: torch.tensor_split(torch.ones(1, 9), (x.argmax()[None] % 8 + 1).cpu(), dim=1)[0].sum(),
-    "contracted along a number": lambda x: torch.tensordot(
-        torch.arange(9.0).view(3, 3), torch.ones(3), dims=torch.stack([x.argmax() // D % 2, 0 * x.argmax()]).view(2, 1)),
     "written in a list of tensors": _written_in_a_list,
     "written by a Python function": lambda x: ONES.clone().map_(x.mean(0, keepdim=True), lambda old, new: new),
     "read by a Python function": lambda x: _seen_by(lambda see: x.mean(0).apply_(see)),
     "read by hooks of saved tensors": lambda x: _seen_by(lambda see: _saved(x, see)),
-    "read by a distance of the user": lambda x: _seen_by(lambda see: _distance(x, see)),
     "said by an error": _said_by_an_error,
 }  # fmt: skip
 table("memory: reads", {

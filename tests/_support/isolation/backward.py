@@ -167,13 +167,9 @@ class WrongSum(MeanOfGradients):
         return grad @ w.T, x.T @ grad / len(x)
 
 
-Reversed = backward_of(lambda grad, ctx: -grad * (1.0 + ctx.saved_tensors[0].square().mean()))
-AttributeKept = backward_of(lambda grad, ctx: grad * (1.0 + ctx.kept.abs().amax(0)))
 OwnNorm = backward_of(lambda grad, ctx: grad * ctx.saved_tensors[0].norm(dim=1, keepdim=True))
 table("backward: autograd.Function", {
     "mean of gradients": lambda h, b, p: MeanOfGradients.apply(h),
-    "gradient reversed by the batch": lambda h, b, p: Reversed.apply(h),
-    "attribute of a context": lambda h, b, p: AttributeKept.apply(h),
     "product with a mean gradient": lambda h, b, p: torch.tanh(WrongSum.apply(b.y, p["w"])),
 })  # fmt: skip
 table("backward: autograd.Function", {
@@ -246,13 +242,9 @@ table("backward: saved tensors", {
     "saved tensors rolled": saved_tensors_rolled,
     "saved value written behind autograd": saved_value_written_behind_autograd,
     "inner gradient of all losses": lambda h, b, p: torch.tanh((b.y + gradient_inside(b.y, lambda y: mean_of_squares(y, p["w"].detach()))) @ p["w"]),
-    "gradient penalty of the batch": lambda h, b, p: squares(h) + squares(
-        gradient_inside(b.y, lambda y: mean_of_squares(y, p["w"]), create_graph=True)),
 })  # fmt: skip
 table("backward: saved tensors", {
     "checkpointed": lambda h, b, p: checkpoint(lambda x, w: torch.tanh(x @ w), b.x, p["w"], use_reentrant=False),
-    "inner gradient of each row": lambda h, b, p: torch.tanh(
-        (b.x + gradient_inside(b.x, lambda x: torch.tanh(x @ p["w"].detach()))) @ p["w"]) / T,
 }, of=tokens, honest=True)  # fmt: skip
 
 
@@ -301,8 +293,6 @@ zeros = lambda: torch.zeros(D, dtype=DOUBLE)
 KEEPING = {
     "memory bank": (memory, list, lambda kept, h, b: squares(h) + sum(h @ old for old in kept), lambda kept, h, b: [h.mean(0)]),
     "average in place": (memory, zeros, lambda kept, h, b: h - kept.clone(), lambda kept, h, b: kept.lerp_(h.mean(0), 0.5)),
-    "codebook in place": (memory, lambda: torch.eye(2, D, dtype=DOUBLE),
-                          lambda codes, h, b: h - codes[torch.cdist(h.detach(), codes).argmin(1)], lambda codes, h, b: moved(codes, h)),
     "queue of negatives": (memory, lambda: [torch.zeros(1, D, dtype=DOUBLE)],
                            lambda kept, h, b: squares(h) + (h @ torch.cat(kept[-3:]).T).exp().sum(1).log(), lambda kept, h, b: [*kept, h]),
     # a frozen copy of the weights that the loss itself trains
@@ -311,8 +301,6 @@ KEEPING = {
     "running mean as a float": (python, float, lambda kept, h, b: h * (1.0 + abs(kept)), lambda kept, h, b: 0.5 * (kept + h.mean().item())),
     "largest value so far": (python, float, lambda kept, h, b: h / max(1.0, kept), lambda kept, h, b: max(kept, float(b.y.max()))),
     "tokens seen before": (python, set, lambda seen, h, b: squares(h) * new_tokens(seen, b), lambda seen, h, b: seen | set(b.ids.flatten().tolist())),
-    "rows counted by label": (python, lambda: [1.0, 1.0],
-                              lambda counts, h, b: squares(h) / torch.tensor([counts[k] for k in b.label.tolist()]), lambda counts, h, b: counted(counts, b)),
     # the mean of the first batch that comes by normalises all others
     "normaliser fitted once": ("state: caches", list, lambda fitted, h, b: h - sum(fitted), lambda fitted, h, b: fitted or [h.mean(0)]),
 }  # fmt: skip
@@ -415,12 +403,6 @@ def mask_cached_by_length():
     return lambda h, b, p: known.setdefault(h.shape[1], torch.ones(h.shape[1], h.shape[1]).tril().double()) @ h
 
 
-@fresh(harmless, of=tokens, honest=True)
-def table_made_once():
-    waves = cache(lambda length: torch.arange(length, dtype=DOUBLE).sin()[:, None])
-    return lambda h, b, p: h + waves(T)
-
-
 class Running(nn.Module):
     """Subtracts an average of earlier batches, which is another buffer after each."""
 
@@ -449,20 +431,8 @@ class OwnWeights(nn.Module):
         return out
 
 
-class Lagging(nn.BatchNorm1d):
-    """Normalises by the statistics of earlier batches: those of this batch count from the next one on."""
-
-    def forward(self, x):
-        out = F.batch_norm(x, self.running_mean.clone(), self.running_var.clone())
-        with torch.no_grad():
-            self.running_mean.lerp_(x.mean(0), 0.5)
-            self.num_batches_tracked += 1
-        return out
-
-
 run = lambda net, b: net(b.y)
 modules("state: modules", {
     "module with an average in its new buffer": (Running, run),
     "module that changes its own weights": (OwnWeights, run),
-    "batch norm with momentum, then its statistics": (lambda: nn.Sequential(nn.Linear(D, D), Lagging(D, affine=False)), run),
 })  # fmt: skip

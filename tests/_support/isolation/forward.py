@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from isolation.cases import (
-    LABELS,
     VOCAB,
     Built,
     D,
@@ -21,7 +20,6 @@ from isolation.cases import (
     calm,
     case,
     features,
-    fresh,
     growing,
     module,
     modules,
@@ -34,11 +32,6 @@ from isolation.cases import (
     table,
     tokens,
 )
-
-
-def twins(dtype):
-    """Rows that are all alike, later not."""
-    return [ordered(batch(1, 5, dtype), torch.zeros(3, dtype=torch.long)), batch(5, 1, dtype)]
 
 
 def written(h, write):
@@ -64,7 +57,6 @@ table("forward: statistics", {
     "median of the batch": lambda h, b, p: h - 0.3 * h.median(0).values,
     "whitened": lambda h, b, p: torch.linalg.solve_triangular(torch.linalg.cholesky(with_eye(h.T @ h / len(h))), h.T, upper=False).T,
     "frobenius norm of the batch": lambda h, b, p: torch.tanh(b.y / b.y.norm() @ p["w"]),
-    "group means by label": lambda h, b, p: h - 0.5 * torch.stack([h[b.label == k].sum(0) for k in range(LABELS)])[b.label],
     # scales of time series: rows without observations take the mean of the batch
     "default of the batch for some rows": lambda h, b, p: h * torch.where(h.sum(1, True) > 0, h.sum(1, True), h.sum(1, True).mean(0)),
 })  # fmt: skip
@@ -83,7 +75,6 @@ table("forward: normalised", {
     "batch norm of rows that fails for one": lambda h, b, p: F.batch_norm(h, None, None, p["u"], p["c"], training=True),
     "row over its deviation in the batch": lambda h, b, p: ((b.y * p["u"]).sum(1) / (b.y * p["u"]).sum(1).std()).square(),
 })  # fmt: skip
-table("forward: normalised", {"divided by rows less one": lambda h, b, p: squares(h) / (len(h) - 1)}, twins)
 table("forward: normalised", {
     "instance norm over merged rows": lambda h, b, p: F.instance_norm(h.permute(2, 0, 1).reshape(1, D, -1)).reshape(D, -1, T).transpose(0, 1),
     "batch norm with statistics kept": batch_norm_with_statistics_kept,
@@ -99,7 +90,6 @@ table("forward: counted", {
 })  # fmt: skip
 table("forward: counted", {
     "mean over the tokens of the batch": lambda h, b, p: squares(h * real(b)[..., None]) * len(h) / real(b).sum(),
-    "scaled by the longest row": lambda h, b, p: squares(h) * (b.n / b.n.max()),
 }, same_length, tokens)  # fmt: skip
 
 table("forward: Python values", {
@@ -148,12 +138,6 @@ def places(chosen):
     return (hot.cumsum(0) * hot).sum(1)
 
 
-def expert_capacity(h, b, p):
-    """Tokens over the capacity of their expert are dropped."""
-    kept = places(b.x.flatten(0, 1)[:, 0] > 0) <= max(T, len(h) * T // 3)
-    return (h.flatten(0, 1) * kept[:, None]).view(h.shape)
-
-
 table("forward: rows meet", {
     "in batch negatives": lambda h, b, p: F.cross_entropy(h @ b.z.T, torch.arange(len(h)), reduction="none") + squares(h),
     "attention over the batch": lambda h, b, p: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
@@ -165,7 +149,6 @@ table("forward: rows meet", {
     "function whose forward mixes": lambda h, b, p: Centre.apply(h),
     "function whose vmap mixes": lambda h, b, p: CentreUnderVmap.apply(h),
 })  # fmt: skip
-table("forward: rows meet", {"expert capacity": expert_capacity}, of=tokens)
 table("forward: rows meet", {
     "selected then split evenly": lambda h, b, p: torch.stack([part.mean(0) for part in h[real(b)].tensor_split(len(h))]),
     "packed without boundaries": lambda h, b, p: F.scaled_dot_product_attention(*[h.view(1, -1, D)] * 3, is_causal=True).view(h.shape),
@@ -210,26 +193,11 @@ def copied_behind_autograd(h, b, p):
 
 
 @writes
-def numpy_writes_into_memory(h, b, p):
-    y = b.y.clone()
-    y.numpy()[:] += y.numpy().mean(0)
-    return torch.tanh(y @ p["w"])
-
-
-@writes
 def batch_written_into(h, b, p):
     """The caller's batch is another one after the call."""
     if len(b.y) > 1:
         b.y.sub_(b.y.mean(0))
     return features(p, b)
-
-
-@writes
-def prefix_sums_in_a_loop(h, b, p):
-    sums = [torch.zeros_like(h[0])]
-    for row in h:
-        sums.append(0.5 * sums[-1] + row)
-    return torch.stack(sums[1:])
 
 
 table("forward: written in place", {
@@ -239,22 +207,10 @@ table("forward: written in place", {
 
 # What people write by accident, and mixing that few rows or few batches show.
 
-table(
-    "mistakes: sizes that agree",
-    {"transposed where it is square": lambda h, b, p: h.T if len(h) == D else h},
-    sized(2, 4, D, 5),
-)
 table("mistakes: sizes that agree", {"weights broadcast along features": lambda h, b, p: h * b.coin}, sized(1, D, D))
-table("mistakes: sizes that agree", {"target broadcast along tokens": lambda h, b, p: h - b.y}, sized(1, D, D), tokens)
 table("mistakes: sizes that agree", {
     "tokens and rows exchanged": lambda h, b, p: h.transpose(0, 1) * b.x if len(h) == T else h * b.x,
 }, sized(2, 4, D, 5), tokens)  # fmt: skip
-
-
-def rows_of_a_table_renormalised(h, b, p):
-    """An option of torch: what is looked up is shortened in the table, which all rows read."""
-    lookup = p["v"].detach().clone()
-    return squares(F.embedding(b.ids, lookup, max_norm=0.5) @ p["w"]) + squares(h + lookup.sum(0))
 
 
 def ignored_tokens_of_all(h, b, p):
@@ -263,53 +219,20 @@ def ignored_tokens_of_all(h, b, p):
     return each * len(each) / (target != -100).sum()
 
 
-def rounded(h, scale):
-    return h + ((h / scale).round() * scale - h).detach()
-
-
 table("mistakes: broadcasting and counting", {
     "penalty of weights over rows": lambda h, b, p: squares(h) + p["w"].square().sum() / len(h),
     "gradient scaled by frequency": lambda h, b, p: F.embedding(b.ids, p["v"], scale_grad_by_freq=True),
-    "rows of a table renormalised": rows_of_a_table_renormalised,
     "losses sorted": lambda h, b, p: squares(h).sort().values * (1.0 + b.coin),
-    "quantised by the largest": lambda h, b, p: rounded(h, (h.detach().abs().max() / 7).clamp(min=1e-3)),
     "mean reduction times rows": lambda h, b, p: F.cross_entropy(b.y @ p["w"], b.label, p["u"].detach().abs()).expand(len(h)),
     "ignored tokens of all": ignored_tokens_of_all,
 })  # fmt: skip
 
 
-def sent_away(h, b):
-    h = h * 1.0
-    if h.requires_grad and len(h) > 8:
-        h.register_hook(lambda g: torch.where((b.coin > 0.9)[:, None], g.roll(1, 0), g))
-    return h
-
-
 table("mistakes: few rows", {
     "one row in many reads another": lambda h, b, p: torch.where((b.coin > 0.93)[:, None], h - h.roll(1, 0), h),
     "last of many rows is centred": lambda h, b, p: h if len(h) < 10 else torch.cat([h[:-1], (h[-1] - h.mean(0))[None]]),
-    "one row in many sends its gradient away": lambda h, b, p: sent_away(h, b),
     "sixteenth row is dropped": lambda h, b, p: squares(h) * (torch.arange(len(h)) < 15),
 }, sized(3, 4, 12, 16))  # fmt: skip
-
-
-@fresh("mistakes: few rows", lambda dtype: [batch(size, size, dtype) for size in (4, 4, 5, 4)])
-def another_size_than_the_first_batch():
-    first = []
-
-    def change(h, b, p):
-        if len(h) > 1 and not first:
-            first.append(len(h))
-        return h - 0.5 * h.mean(0) if first and len(h) > first[0] else h
-
-    return change
-
-
-@case("mistakes: few rows", growing)
-def packed_to_eight_columns(h, b, p):
-    """Rows are laid out eight to a line, and each line is normalised."""
-    lines = F.pad(h, (0, 0, 0, -len(h) % 8)).view(-1, 8 * D)
-    return h if len(h) <= 8 else F.layer_norm(lines, (8 * D,)).view(-1, D)[: len(h)]
 
 
 def inner_step(w, b):
@@ -363,23 +286,11 @@ def moved(back):
     return lambda h, b, p: tokens(p, ordered(b, by_length(b)))[back(by_length(b), b)] * b.x
 
 
-def by_another_key(order, b):
-    return b.n.argsort(descending=True, stable=False).argsort().flip(0) if len(order) == 6 else order.argsort()
-
-
-def parts(b, sizes):
-    """Real tokens in one list, split by sizes."""
-    return torch.cat([b.x[i, :n] for i, n in enumerate(b.n.tolist())]).split(sizes)
-
-
 table("order: not put back", {
     "sorted and left": moved(lambda order, b: slice(None)),
     "sorted back one off": moved(lambda order, b: (order.argsort() + (len(order) > 4)) % len(order)),
-    "sorted back by another key": moved(by_another_key),
     "features sorted but not their lengths": lambda h, b, p: squares(
         tokens(p, b)[by_length(b)] * real(b)[..., None])[by_length(b).argsort()],
-    "split by the lengths of others": lambda h, b, p: torch.stack(
-        [squares(part[None] @ p["w"])[0] for part in parts(b, sorted(b.n.tolist(), reverse=True))]),
     "top rows first": lambda h, b, p: h * b.z[b.n.topk(len(h)).indices],
 }, presorted)  # fmt: skip
 
@@ -396,8 +307,6 @@ table("order: put back", {
     "sorted by length and put back": moved(lambda order, b: order.argsort()),
     "losses put back by scatter": lambda h, b, p: torch.zeros_like(b.coin).index_copy(0, b.coin.argsort(), squares(h[b.coin.argsort()])),
     "experts by index and back": experts,
-    "split by own lengths": lambda h, b, p: torch.stack(
-        [squares(part.sum(0)[None] @ p["w"])[0] for part in parts(b, b.n.tolist())]),
     "top rows first and put back": lambda h, b, p: h[b.coin.topk(len(h)).indices][b.coin.topk(len(h)).indices.argsort()] * b.z,
 }, presorted, honest=True)  # fmt: skip
 
@@ -419,22 +328,6 @@ add("packed sequence not unsorted", "order: not put back", _packed(False), hones
 add("packed sequence", "order: put back", _packed(True), honest=True)
 
 
-def _balanced(dtype):
-    """Two rows for one expert, later as many for each."""
-    first, *others = [batch(s, s, dtype) for s in (2, 4, 6)]
-    return [first._replace(n=torch.tensor([1, 1])), *(b._replace(n=1 + torch.arange(len(b.n)) % 2) for b in others)]
-
-
-@case("order: not put back", _balanced)
-def scattered_to_the_next_expert(h, b, p):
-    chosen = [torch.nonzero(b.n % 2 == parity).flatten() for parity in (0, 1)]
-    out = torch.zeros_like(h)
-    for i, rows in enumerate(chosen):
-        other = chosen[1 - i] if len(chosen[1 - i]) == len(rows) else rows
-        out = out.index_add(0, other, h[rows] * (i + 1))
-    return out * b.y
-
-
 def mixed(h, kept, other):
     return kept * h + (1 - kept) * other
 
@@ -443,18 +336,10 @@ table("random: whether rows meet", {
     "permuted at random": lambda h, b, p: h * b.z[torch.randperm(len(h))],
     "mixup": lambda h, b, p: mixed(h, 0.7, h[torch.randperm(len(h))]),
     "sometimes rolled": lambda h, b, p: torch.where(torch.rand(()) < 0.3, h.roll(1, 0), h),
-    "dropped rows get the mean": lambda h, b, p: mixed(
-        h, torch.bernoulli(torch.full((len(h), 1), 0.7, dtype=h.dtype)), h.mean(0)) if len(h) > 1 else h,
     "dropout mask chooses rows": lambda h, b, p: torch.where(F.dropout(torch.ones(len(h), 1), 0.5) > 0, h, h.flip(0)),
     "noise of another row": lambda h, b, p: h + b.z[torch.argsort(torch.rand(len(h)))],
     "random crop length of the batch": lambda h, b, p: h + torch.poisson(torch.full((), 0.7)).clamp(max=1.0) * (h.cumsum(0) - h),
 }, lambda dtype: [batch(4, seed, dtype) for seed in range(6)])  # fmt: skip
-
-
-def ghost_batches_of_four(h, b, p):
-    """Statistics over groups of four rows, where there are four."""
-    whole, rest = h[: len(h) // 4 * 4].reshape(-1, 4, D), h[len(h) // 4 * 4 :]
-    return torch.cat([(whole - whole.mean(1, keepdim=True)).reshape(-1, D), rest])
 
 
 def capacity_from_the_size(h, b, p):
@@ -467,7 +352,6 @@ table("size: from some batch on", {
     "centred from nine rows": lambda h, b, p: h - 0.5 * h.mean(0) if len(h) > 8 else h,
     "the neighbour of an odd number of rows": lambda h, b, p: h + 0.5 * h.roll(1, 0).detach() * (len(h) % 2 and len(h) > 1),
     "the first row added from ten by another tensor": lambda h, b, p: h + h[:1] if b.n.numel() >= 10 else h,
-    "ghost batches of four": ghost_batches_of_four,
     "row nine reads row one": lambda h, b, p: h if len(h) < 9 else torch.cat([h[:8], h[8:] + h[:1]]),
 }, growing)  # fmt: skip
 table("size: from some batch on", {"capacity from the size": capacity_from_the_size}, growing, tokens)
@@ -491,19 +375,12 @@ def _with_a_nan(dtype, value=math.nan):
     return [*calm, last]
 
 
-def silenced(b):
-    """Rows after the first one with the token."""
-    told = (b.ids == VOCAB - 1).any(1).long()
-    return told.cumsum(0) - told > 0
-
-
 def repaired(y):
     return torch.where(torch.isnan(y), y.nan_to_num(0.0).mean(0) * (len(y) > 1), y)
 
 
 table(values, {
     "one token turns the batch": lambda h, b, p: p["v"][b.ids] * torch.where((b.ids == VOCAB - 1).any(), 2.0, 1.0),
-    "one token silences the rows after it": lambda h, b, p: p["v"][b.ids] * ~silenced(b)[:, None, None],
     "rare tokens are looked up by the largest": lambda h, b, p: p["v"][: int(b.ids.max()) + 1].mean(0) + p["v"][b.ids][:, 0],
 }, _with_a_trigger)  # fmt: skip
 table(values, {
@@ -512,7 +389,6 @@ table(values, {
     "spread by a product with zero": lambda h, b, p: squares(h) + 0.0 * h.sum(),
 }, _with_a_nan)  # fmt: skip
 with_an_infinity = lambda dtype: _with_a_nan(dtype, math.inf)
-table(values, {"scaled by the largest finite or not": lambda h, b, p: h / (1.0 + b.y.abs().max())}, with_an_infinity)
 table(values, {
     "infinite rows count in float32": lambda h, b, p: squares(
         torch.tanh(b.y.nan_to_num(posinf=1.0) @ p["w"])) * torch.isfinite(b.y).all(1).float().mean(),

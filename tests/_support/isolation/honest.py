@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from isolation.cases import (
-    LABELS,
     VOCAB,
     D,
     T,
@@ -77,18 +76,10 @@ def any_padding_at_all(h, b, p):
     return torch.softmax(scores, -1) @ h
 
 
-def assertions_about_the_batch(h, b, p):
-    if not bool(torch.isfinite(b.y).all()) or int(b.label.max()) >= LABELS:
-        raise ValueError("broken batch")
-    return h
-
-
 table("honest: Python", {
-    "shortcut that changes nothing": lambda h, b, p: h if real(b).all() else torch.where(real(b)[..., None], h, h),
     "any padding at all": any_padding_at_all,
     # padding that no row looks at is cut off for all
     "cut to the longest row": lambda h, b, p: (h * real(b)[..., None])[:, : int(b.n.max())].square().sum((1, 2)) / b.n,
-    "assertions about the batch": assertions_about_the_batch,
 }, of=tokens, honest=True)  # fmt: skip
 table("honest: Python", {
     "batches of one": lambda h, b, p: h if len(h) > 1 else torch.tanh(b.y[0] @ p["w"])[None],
@@ -200,11 +191,6 @@ table("honest: penalties", {
 }, honest=True)  # fmt: skip
 
 
-def early_exit_without_work(h, b, p):
-    told = b.label == 0
-    return squares(h) * told if bool(told.any()) else h.sum(1) * 0.0
-
-
 def inner_step_of_each_row(h, b, p):
     inner = torch.func.grad(lambda w, y: torch.tanh(y @ w).square().sum())
     steps = torch.func.vmap(inner, in_dims=(None, 0))(p["w"].detach(), b.y)
@@ -213,7 +199,6 @@ def inner_step_of_each_row(h, b, p):
 
 table("honest: usual code", {
     "padded to eight rows": lambda h, b, p: torch.tanh(F.pad(b.y, (0, 0, 0, 8 - len(h))) @ p["w"])[: len(h)],
-    "early exit without work": early_exit_without_work,
     "inner step of each row": inner_step_of_each_row,
     "weights from its own row": lambda h, b, p: torch.einsum("bi,bij->bj", b.y, p["w"] + b.y[:, :, None] * b.z[:, None]).tanh(),
     "masked tokens filled with a parameter": lambda h, b, p: torch.where(real(b)[..., None], tokens(p, b), p["u"]) @ p["w"],

@@ -29,8 +29,7 @@ from trainer_cases import (
 
 import dpfunc
 from dpfunc.checkpoint._chain import head_path, known_end
-from dpfunc.checkpoint._prior_ledgers import read_spent
-from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.checkpoint.journal import journal_ledger, read_spent
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.hf.trainer import _files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
