@@ -7,25 +7,10 @@ import shutil
 
 import pytest
 import torch
+import trainer_cases as cases
 from full_disk import allow
 from journal_cases import written
 from record_cases import record
-from trainer_cases import (
-    NOISY,
-    PRIVACY,
-    adapted,
-    again,
-    at,
-    classifier,
-    interrupt,
-    labelled,
-    pad,
-    private,
-    same,
-    stop,
-    texts,
-    trained,
-)  # fmt: skip
 
 import dpfunc
 from dpfunc.checkpoint._chain import head_path, known_end
@@ -36,13 +21,13 @@ from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import fingerprint
 
-DATA = labelled()
+DATA = cases.labelled()
 CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
 KEY = dpfunc.insecure_key(11)
 
 
-def run(folder, *, privacy=PRIVACY, changes=None, **options):
-    return private(classifier(), folder, privacy=privacy, changes={**CHANGES, **(changes or {})}, **options)
+def run(folder, *, privacy=cases.PRIVACY, changes=None, **options):
+    return cases.private(cases.classifier(), folder, privacy=privacy, changes={**CHANGES, **(changes or {})}, **options)
 
 
 JOURNAL, HEAD, ACCOUNTING = "privacy_journal.jsonl", "privacy_journal.jsonl.head", "privacy_accounting.json"
@@ -57,7 +42,7 @@ def resumed(folder, checkpoint=True, **options):
 
 def interrupted(folder, step, **options):
     """A trainer whose run was interrupted after a step."""
-    callback = at("on_step_end", interrupt, step)
+    callback = cases.at("on_step_end", cases.interrupt, step)
     trainer = run(folder, callbacks=[callback], **options)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -75,7 +60,7 @@ def names(folder):
 
 def masked(records):
     """`pad` with tokens masked at random, by torch's generator."""
-    batch = pad(records)
+    batch = cases.pad(records)
     hidden = torch.rand(batch["input_ids"].shape) < 0.3
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 39)}
 
@@ -91,8 +76,8 @@ def uninterrupted(tmp_path_factory):
 def killed(tmp_path_factory):
     """A folder as a kill leaves it in step 7 (from 0), whose private gradients are there, after checkpoint 6."""
     folder = tmp_path_factory.mktemp("killed")
-    copy = at("on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "left"), 7)
-    run(folder / "run", key=KEY, callbacks=[copy, stop(8)]).train()
+    copy = cases.at("on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "left"), 7)
+    run(folder / "run", key=KEY, callbacks=[copy, cases.stop(8)]).train()
     return folder / "left"
 
 
@@ -109,10 +94,10 @@ def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
     plan = uninterrupted.plan
     assert steps_of(folder) == plan.ledger(8)  # all that was released, and no less
     spent = {}
-    keep = at("on_step_end", lambda args, state, control: spent.update({state.global_step: trainer.ledger}))
+    keep = cases.at("on_step_end", lambda args, state, control: spent.update({state.global_step: trainer.ledger}))
     trainer = run(folder, callbacks=[keep])
     output = trainer.train(resume_from_checkpoint=True)
-    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(trainer.model), cases.trained(uninterrupted.model))
     assert output.global_step == 10
     assert trainer.ledger == plan.ledger()
     assert steps_of(folder) == plan.ledger()
@@ -127,23 +112,23 @@ def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
     """Dropout, random masking in the collator, a worker, and an epoch that is resumed in its middle."""
 
     def model():
-        made = adapted(lora_dropout=0.2)
+        made = cases.adapted(lora_dropout=0.2)
         made.get_base_model().transformer.ln_f.weight.requires_grad_(True)  # PEFT does not save it
         return made
 
     def start(folder, **options):
         changes = {**CHANGES, "max_steps": 7, "dataloader_num_workers": 1, "adam_beta1": 0.5, "learning_rate": 0.1}
-        return private(model(), folder, data=texts(), data_collator=masked, changes=changes, **options)
+        return cases.private(model(), folder, data=cases.texts(), data_collator=masked, changes=changes, **options)
 
     key = dpfunc.insecure_key(13)
     whole = start(tmp_path / "whole", key=key)
     whole.train()
-    start(tmp_path / "parts", key=key, callbacks=[stop(4)]).train()
+    start(tmp_path / "parts", key=key, callbacks=[cases.stop(4)]).train()
     second = start(tmp_path / "parts")
     torch.manual_seed(99)  # nothing may depend on it
     second.train(resume_from_checkpoint=True)
-    assert same(trained(second.model), trained(whole.model))
-    assert not same(trained(second.model), trained(model()))
+    assert cases.same(cases.trained(second.model), cases.trained(whole.model))
+    assert not cases.same(cases.trained(second.model), cases.trained(model()))
     assert second.ledger == whole.ledger
 
 
@@ -151,7 +136,7 @@ def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_p
     trainer = interrupted(tmp_path, 5, key=KEY)
     assert json.loads((tmp_path / ACCOUNTING).read_text())["global_step"] == 5
     trainer.train(resume_from_checkpoint=True)
-    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(trainer.model), cases.trained(uninterrupted.model))
 
 
 def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
@@ -167,7 +152,7 @@ def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
     with pytest.raises(CheckpointError, match="have all 5 steps that this trainer took, got 4"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.ledger == trainer.plan.ledger(5)
-    run(tmp_path / "two", callbacks=[stop(4)]).train()
+    run(tmp_path / "two", callbacks=[cases.stop(4)]).train()
     copy_journal(tmp_path / "two", tmp_path / "one")
     with pytest.raises(CheckpointError, match="another run than this trainer's"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
@@ -193,15 +178,15 @@ def test_what_a_resumed_run_leaves_and_removes(killed, tmp_path):
     )
     with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
         read_spent([folder / ACCOUNTING])
-    again(KEY)
-    trainer = run(folder, callbacks=[at("on_step_end", look)])
+    cases.again(KEY)
+    trainer = run(folder, callbacks=[cases.at("on_step_end", look)])
     trainer.train(resume_from_checkpoint=True)
     assert not any(path.exists() for path in left)
     assert read_spent([folder / ACCOUNTING]).num_steps == 10
-    after = {name: p.clone() for name, p in trained(trainer.model).items()}
+    after = {name: p.clone() for name, p in cases.trained(trainer.model).items()}
     assert len(list(trainer.get_train_dataloader())) == 5
     assert trainer.ledger == trainer.plan.ledger()
-    assert same(trained(trainer.model), after)
+    assert cases.same(cases.trained(trainer.model), after)
 
 
 DAMAGED = [("optimizer.pt", False), ("scheduler.pt", True), ("trainer_state.json", True), ("rng_state.pth", False),
@@ -239,18 +224,18 @@ def test_half_written_and_half_removed_checkpoints_are_passed_over(killed, tmp_p
 
 def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
     """A higher number is not a newer run; and runs that use a folder one after the other leave no mixture of files."""
-    folder, options = copy_of(killed, tmp_path), {"privacy": NOISY}
+    folder, options = copy_of(killed, tmp_path), {"privacy": cases.NOISY}
     run(folder, changes={"save_strategy": "no", "max_steps": 1}, ledger=steps_of(folder), **options).train()
     with pytest.raises(
         CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
     ):
         run(folder).train(resume_from_checkpoint=True)
     options["changes"] = {"save_steps": 1, "save_total_limit": 9}
-    run(folder, callbacks=[stop(2)], ledger=steps_of(folder), **options).train()
+    run(folder, callbacks=[cases.stop(2)], ledger=steps_of(folder), **options).train()
     several = r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-6 of run"
     with pytest.raises(CheckpointError, match=several):
         run(folder, **options).train(resume_from_checkpoint=True)
-    last = run(folder, callbacks=[stop(2)], ledger=steps_of(folder), **options)
+    last = run(folder, callbacks=[cases.stop(2)], ledger=steps_of(folder), **options)
     last.train()
     for path in (folder / "checkpoint-1", folder / "checkpoint-2"):
         (state,) = (path / "dpfunc").glob("step-*/state.json")
@@ -263,7 +248,7 @@ def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path,
     """A kill after the Trainer's own files: the old checkpoint is there, and the other is passed over."""
 
     folder = copy_of(killed, tmp_path)
-    monkeypatch.setattr(trainer_state, "finish", interrupt)
+    monkeypatch.setattr(trainer_state, "finish", cases.interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(folder).train(resume_from_checkpoint=True)
     assert names(folder) == ["checkpoint-6", "checkpoint-9"]
@@ -275,11 +260,11 @@ def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterr
         trainer._save_checkpoint(trainer.model, trial=None)
         raise KeyboardInterrupt
 
-    trainer = run(tmp_path, key=KEY, callbacks=[at("on_pre_optimizer_step", save, 4)])
+    trainer = run(tmp_path, key=KEY, callbacks=[cases.at("on_pre_optimizer_step", save, 4)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     second = resumed(tmp_path, str(tmp_path / "checkpoint-4"))
-    assert same(trained(second.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(second.model), cases.trained(uninterrupted.model))
     assert second.ledger == uninterrupted.plan.ledger()
 
 
@@ -317,10 +302,10 @@ def copy_journal(source, folder):
 def early(tmp_path_factory):
     """A folder after the first release of a run that would save at its end."""
     folder = tmp_path_factory.mktemp("early")
-    copy = at(
+    copy = cases.at(
         "on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "killed")
     )  # as a kill would
-    run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[copy, stop()]).train()
+    run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[copy, cases.stop()]).train()
     return folder / "killed"
 
 
@@ -328,9 +313,9 @@ def test_a_run_killed_after_its_first_step_goes_on_bit_for_bit(early, uninterrup
     folder = copy_of(early, tmp_path)
     assert names(folder) == ["checkpoint-0"]
     assert steps_of(folder).num_steps == 1
-    again(KEY)
+    cases.again(KEY)
     trainer = resumed(folder, changes={"save_steps": 50})
-    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(trainer.model), cases.trained(uninterrupted.model))
     assert steps_of(folder) == trainer.ledger == trainer.plan.ledger()
     assert names(folder) == ["checkpoint-10"]
 
@@ -389,7 +374,7 @@ def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
     """An earlier run whose model may have been kept is not forgotten, and the new one begins with its cost."""
     copy_journal(killed, tmp_path)
     earlier = steps_of(tmp_path)
-    settings = {"privacy": NOISY, "changes": {"max_steps": 1, "save_strategy": "no"}}
+    settings = {"privacy": cases.NOISY, "changes": {"max_steps": 1, "save_strategy": "no"}}
     (tmp_path / ACCOUNTING).write_text("of the run before")
     with pytest.raises(LedgerConflict, match="got one that lacks 8.*dpfunc.checkpoint.journal_ledger"):
         run(tmp_path, **settings).train()
@@ -403,10 +388,10 @@ def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
 def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
     """What another run has spent since cannot be slipped in: the plan was made without it, and it would be lost."""
     earlier, more = (dpfunc.Ledger((dpfunc.Event(0.5, 2.0, steps),)) for steps in (3, 5))
-    run(tmp_path, privacy=NOISY, ledger=earlier, callbacks=[stop(4)]).train()
+    run(tmp_path, privacy=cases.NOISY, ledger=earlier, callbacks=[cases.stop(4)]).train()
     with pytest.raises(CheckpointError, match="Expected the ledger that the run was started with"):
-        run(tmp_path, privacy=NOISY, ledger=more).train(resume_from_checkpoint=True)
-    trainer = resumed(tmp_path, privacy=NOISY, ledger=earlier, callbacks=[stop(6)])
+        run(tmp_path, privacy=cases.NOISY, ledger=more).train(resume_from_checkpoint=True)
+    trainer = resumed(tmp_path, privacy=cases.NOISY, ledger=earlier, callbacks=[cases.stop(6)])
     assert trainer.ledger == earlier.compose(trainer.plan.ledger(trainer.ledger.num_steps - 3))
 
 
@@ -445,7 +430,9 @@ def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
 def test_a_full_disk_loses_nothing(tmp_path, when):
     """Nor does the accounting that cannot be written hide why a run ended."""
     short = {"max_steps": 2}
-    trainer = run(tmp_path, key=dpfunc.secure_key(), changes=short, callbacks=[at(when, lambda *args: allow(700))])
+    trainer = run(
+        tmp_path, key=dpfunc.secure_key(), changes=short, callbacks=[cases.at(when, lambda *args: allow(700))]
+    )
     try:
         with pytest.raises(NotWritten, match=r"could not be written: .* steps were released and epsilon=\d") as told:
             trainer.train()
