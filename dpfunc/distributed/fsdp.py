@@ -97,8 +97,7 @@ def shard_frozen(
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
-            `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its unsharded
-            parameters, on the device they are on: leave it on the CPU.
+            `dpfunc.lora.attach`, of which a copy is. Leave its own `module`, which stays unsharded, on the CPU.
         mesh: as for `fully_shard`: one dimension, or two (replicas, parts) for HSDP. Parameters move to its device.
         layers: the parts that are gathered at once: a regular expression that is searched in their names (of nested
             matches the outermost is taken), or a list of names. None is each element of every outermost ModuleList.
@@ -241,7 +240,7 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
 
 @dataclass(frozen=True)
 class ManagedForward:
-    """The module as `forward(params, *args)`; see `functionalize_managed`."""
+    """The module as `forward(params, *args)`."""
 
     module: nn.Module = field(repr=False)
     parts: Mapping[str, Tensor] = field(repr=False)

@@ -254,7 +254,7 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
         The adapter and its trained parameters, in the dtype and on the device of the module.
 
     Raises:
-        CheckpointError: not an adapter file, or it does not fit the module; the difference is shown.
+        CheckpointError: not an adapter file, or it does not fit the module.
     """
     saved, metadata = _read(path)
     if metadata.get("schema") != SCHEMA:
