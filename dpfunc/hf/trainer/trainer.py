@@ -30,6 +30,7 @@ from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
+from dpfunc.functional._fsdp import settle
 from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
@@ -278,7 +279,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
         """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
-        fsdp.settle(self.model)
+        settle(self.model)
         self.model.train()
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
