@@ -6,7 +6,6 @@ import itertools
 import os
 import time
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
 
 import pytest
 import torch
@@ -422,22 +421,6 @@ def one_replica_differs():
         with torch.no_grad():
             local(params[name]).view(-1)[0].add_(1e-7)
     return one_step(forward, params, ranks_of(mesh))[:3]
-
-
-def an_error_of_one_with_parts():
-    """Whole models with sharded parameters: an error of one process aborts the step on all, and it can be taken again."""
-    mesh = mesh_of()
-    forward, params = built("full", mesh)
-    plainly, broken = classes(forward), ModuleType("broken")  # a module is no state of a loss
-    broken.now = dist.get_rank() == 1
-
-    def loss_fn(p, b):
-        if broken.now:  # until it is called for a row alone that is not the zeros by which a loop begins
-            broken.now = torch._C._functorch.is_functorch_wrapped_tensor(b["ids"]) or not b["ids"].any()
-            raise ValueError("of one process")
-        return plainly(p, b)
-
-    return one_step(forward, params, distributed.data_parallel(), loss_fn=loss_fn, steps=2)
 
 
 def guide(code, folder):

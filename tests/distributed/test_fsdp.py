@@ -171,15 +171,6 @@ def test_replicas_of_parts():
     check(run(4, "fsdp_jobs:train_with", "full", "auto", hsdp=True), expected("full", "loop"))
 
 
-def test_an_error_of_one_process():
-    """Inside of the loss; others are told, nothing is spent, and the step can be taken then."""
-    found = run(2, "fsdp_jobs:an_error_of_one_with_parts")
-    assert [row[0][0][0] for row in found] == ["StepAborted", "ValueError"]
-    assert [row[0][1][0] for row in found] == ["ok", "ok"]
-    assert all(row[1:3] == (1, 1) for row in found)
-    close(found[0][3], found[1][3], 0)
-
-
 def test_replicas_that_differ_are_found():
     """One entry of one part, in one of its two replicas."""
     for [(kind, text)], step, spent in run(4, "fsdp_jobs:one_replica_differs"):
