@@ -74,9 +74,7 @@ def test_an_error_of_one_process_aborts_the_step_on_all():
     fine = step()
     assert [row[0] for row in fine] == ["ok", "ok"]
     for (kind, text, at, spent, written, again), expected in zip(
-        step(raises=True),
-        [("StepAborted", "Another process failed"), ("ValueError", "the loss of this")],
-        strict=True,
+        step(raises=True), [("StepAborted", "Another process failed"), ("ValueError", "the loss of this")], strict=True
     ):
         assert (kind, at, spent) == (expected[0], 0, 0)
         assert expected[1] in text
