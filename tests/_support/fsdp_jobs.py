@@ -22,7 +22,7 @@ import dpfunc
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.processes import is_dtensor, local
 from dpfunc.batches import take
-from dpfunc.distributed import launch
+from dpfunc.distributed import ranks as processes
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -233,7 +233,7 @@ def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
     loss = loss_fn or classes(forward)
     with pytest.MonkeyPatch.context() as patch:
         if ranks is None:  # as if it could not be seen that there are others
-            patch.setattr(launch, "check_alone", lambda environment: None)
+            patch.setattr(processes, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
         state = replay(dp_step.init(params, insecure_key(1)))
         result = []

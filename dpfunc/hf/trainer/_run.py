@@ -20,8 +20,7 @@ from dpfunc.accounting.record import Record
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.clipping import Telemetry
 from dpfunc.distributed.fsdp import functionalize_managed
-from dpfunc.distributed.launch import check_launch
-from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed.ranks import Ranks, check_launch
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
