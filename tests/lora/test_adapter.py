@@ -18,7 +18,6 @@ from dpfunc.lora import LoRAConfig
 from dpfunc.lora.adapter import adaptable
 from dpfunc.rng import insecure_key
 
-
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
