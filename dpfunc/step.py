@@ -21,8 +21,7 @@ from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
-from dpfunc.distributed.launch import check_ranks
-from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed.ranks import Ranks, check_ranks
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism

@@ -25,7 +25,7 @@ from dpfunc.engines._ghost import Ghost
 from dpfunc.engines._guards.loss import refuse_written_buffers, until_backward, unwritten
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional._fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
+from dpfunc.functional import _fsdp as fsdp
 from dpfunc.functional._names import pattern, select
 from dpfunc.functional.forward import check_params, functionalize, refuse_unsupported, unwrapped
 from dpfunc.lora import LoRA
@@ -97,8 +97,7 @@ def shard_frozen(
 
     Args:
         model: a module, which is sharded in place (its frozen parameters no longer require gradients); or an adapter of
-            `dpfunc.lora.attach`, whose copy of the structure is sharded. The adapter's own `module` keeps its unsharded
-            parameters, on the device they are on: leave it on the CPU.
+            `dpfunc.lora.attach`, of which a copy is. Leave its own `module`, which stays unsharded, on the CPU.
         mesh: as for `fully_shard`: one dimension, or two (replicas, parts) for HSDP. Parameters move to its device.
         layers: the parts that are gathered at once: a regular expression that is searched in their names (of nested
             matches the outermost is taken), or a list of names. None is each element of every outermost ModuleList.
@@ -147,7 +146,7 @@ def _shard(
 ) -> None:  # fmt: skip
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    found = communicates(module)
+    found = fsdp.communicates(module)
     if found is not None:
         raise UnsupportedModel(
             f"Expected a module that is not sharded, got one with {found}. For tensor parallelism as well, call "
@@ -168,10 +167,10 @@ def _shard(
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
     names = list(dict(module.named_modules()))[1:]  # without the module itself
     if layers is None:
-        lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
+        lists = fsdp.outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
     if isinstance(layers, str):
-        found = outermost(filter(pattern("layers", layers).search, names))
+        found = fsdp.outermost(filter(pattern("layers", layers).search, names))
     else:
         found = list(filter(layers.__contains__, names))
         if unknown := set(layers) - set(names):
@@ -219,9 +218,8 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
         (tests/distributed/test_fsdp.py::test_a_managed_model_gives_the_same).
     """
     refuse_unsupported(module, checkpointing=True)  # repeated passes run with the module's own parameters: these
-    own = managed(module)
-    for part in fsdp_parts(module).values():
-        part.reshard()
+    own = fsdp.managed(module)
+    fsdp.settle(module)
     trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not trained or ranks.tensor_group is not None or ranks.independent:
         raise InvalidArgument(
@@ -241,7 +239,7 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
 
 @dataclass(frozen=True)
 class ManagedForward:
-    """The module as `forward(params, *args)`; see `functionalize_managed`."""
+    """The module as `forward(params, *args)`."""
 
     module: nn.Module = field(repr=False)
     parts: Mapping[str, Tensor] = field(repr=False)
@@ -249,7 +247,7 @@ class ManagedForward:
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters."""
         if is_independent():
-            refuse_communication(self.module)
+            fsdp.refuse_communication(self.module)
         stack, own = until_backward(), vars(self).get("gathered", {})
         if stack is not None and any(own.get(name) is not param for name, param in params.items()):
             raise UnsupportedModel(
@@ -262,15 +260,14 @@ class ManagedForward:
             self.write(params)
         with unwritten(dict(self.module.named_buffers()), refuse_written_buffers):
             if stack is not None:
-                stack.enter_context(recovered(self.module))
+                stack.enter_context(fsdp.recovered(self.module))
                 return self.module(*args, **kwargs)
-            with recovered(self.module):
+            with fsdp.recovered(self.module):
                 return self.module(*args, **kwargs)
 
     def write(self, params: Params) -> None:
         """Write parameter shards into the module; layers still gathered from an earlier pass are released."""
-        for part in fsdp_parts(self.module).values():
-            part.reshard()
+        fsdp.settle(self.module)
         with torch.no_grad():
             for name, own in self.parts.items():
                 if local(own).data_ptr() != local(params[name]).data_ptr():  # they may be the module's own
@@ -280,7 +277,7 @@ class ManagedForward:
     def gathered(self) -> dict[str, Tensor]:
         """The tensors that the module computes with, without their values. FSDP makes them once, and keeps them."""
         found: dict[str, Tensor] = {}
-        for part in fsdp_parts(self.module).values():
+        for part in fsdp.fsdp_parts(self.module).values():
             part.unshard()
             found |= {n: p for n, p in self.module.named_parameters() if n in self.parts and p is not self.parts[n]}
             part.reshard()

@@ -35,6 +35,12 @@ def fsdp_parts(module: nn.Module) -> dict[str, Any]:
     return {} if kind is None else {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
 
+def settle(module: nn.Module) -> None:
+    """Release what `fully_shard` has still put together: parameters are parts again."""
+    for part in fsdp_parts(module).values():
+        part.reshard()
+
+
 def managed(module: nn.Module) -> dict[str, Tensor]:
     """The parameters that `fully_shard` swaps, by name; sharded or whole, whatever is there now.
 

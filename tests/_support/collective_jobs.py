@@ -17,7 +17,6 @@ from workers import caught
 import dpfunc
 from dpfunc import engines
 from dpfunc._utils.processes import process_context
-from dpfunc.errors import DPFuncError
 
 
 def scaled_by_all(params, batch):
@@ -53,13 +52,6 @@ def trained_by_all(params, batch):
     return _losses({**params, name: funcol.all_reduce(weight, "sum", dist.group.WORLD) / 2}, batch)
 
 
-def sums_weights(params, batch):
-    """Communicates what does not depend on a sample, as FSDP2 does when it gathers frozen weights."""
-    weight = torch.full((3,), 2.0)
-    total = funcol.all_reduce(weight, "sum", dist.group.WORLD)
-    return _losses(params, batch) * total.sum()
-
-
 def _said_by(module):
     """The loss with an ordinary collective, as if its code were in another module."""
     return FunctionType(scaled_in_place.__code__, {**globals(), "__name__": module}, "as_in_" + module)
@@ -69,7 +61,7 @@ def _losses(params, batch):
     return F.cross_entropy(F.linear(batch["x"], params["w"], params["b"]).mean(1), batch["y"], reduction="none")
 
 
-ALL = (scaled_by_all, scaled_in_place, gathered, autograd_function, trained_by_all, sums_weights)
+ALL = (scaled_by_all, scaled_in_place, gathered, autograd_function, trained_by_all)
 LOSSES = {
     **{loss.__name__: loss for loss in ALL},
     "context_parallel": _said_by("torch.distributed.tensor.experimental._context_parallel"),
@@ -84,13 +76,8 @@ def case():
 
 
 def message(loss, engine):
-    """The error that an engine raises, or its losses."""
-    params, batch = case()
-    try:
-        result = getattr(engines, engine)()(LOSSES[loss], params, batch)
-    except (DPFuncError, RuntimeError) as error:
-        return type(error).__name__, str(error)
-    return "losses", result.losses_B.tolist()
+    """The error that an engine raises."""
+    return caught(getattr(engines, engine)(), LOSSES[loss], *case())
 
 
 def data_parallel_module():

@@ -1,15 +1,16 @@
-"""What the workers of test_fsdp.py do: a small run, sharded in one way or another."""
+"""What the workers of test_fsdp.py do: a small run, sharded in one way or another; by DeepSpeed at the end."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import steps_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,7 @@ import dpfunc
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.processes import is_dtensor, local
 from dpfunc.batches import take
-from dpfunc.distributed import launch
+from dpfunc.distributed import ranks as processes
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -232,7 +233,7 @@ def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
     loss = loss_fn or classes(forward)
     with pytest.MonkeyPatch.context() as patch:
         if ranks is None:  # as if it could not be seen that there are others
-            patch.setattr(launch, "check_alone", lambda environment: None)
+            patch.setattr(processes, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
         state = replay(dp_step.init(params, insecure_key(1)))
         result = []
@@ -422,26 +423,8 @@ def one_replica_differs():
     return one_step(forward, params, ranks_of(mesh))[:3]
 
 
-def an_error_of_one_with_parts():
-    """Whole models with sharded parameters: an error of one process aborts the step on all, and it can be taken again."""
-    mesh = mesh_of()
-    forward, params = built("full", mesh)
-    plainly, broken = classes(forward), ModuleType("broken")  # a module is no state of a loss
-    broken.now = dist.get_rank() == 1
-
-    def loss_fn(p, b):
-        if broken.now:  # until it is called for a row alone that is not the zeros by which a loop begins
-            broken.now = torch._C._functorch.is_functorch_wrapped_tensor(b["ids"]) or not b["ids"].any()
-            raise ValueError("of one process")
-        return plainly(p, b)
-
-    return one_step(forward, params, distributed.data_parallel(), loss_fn=loss_fn, steps=2)
-
-
 def guide(code, folder):
     """The blocks of docs/guides/sharded.md, in order."""
-    import os
-
     os.chdir(folder)
     names = {}
     exec(compile(code, "sharded.md", "exec"), names)
@@ -463,3 +446,51 @@ def an_adapter_is_sharded():
     ids = data()["ids"][:4]
     merged = (adapter.merge(params)(ids) - adapter.forward(params, ids)).abs().max()
     return kept, whole, all(is_dtensor(p) for p in frozen), float(merged), len(adapter.constants)
+
+
+def adapt(model):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for layer in model.layers:
+            layer.up, layer.down = LoRALinear(layer.up), LoRALinear(layer.down)
+    return model
+
+
+def initialize(model, stage, efficient):
+    import deepspeed
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(dict(zip(names, (rank, rank, size, size, "0", "1"), strict=True)))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", DS_ACCELERATOR="cpu")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled now
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    zero = {"stage": stage, "memory_efficient_linear": efficient, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+              "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}  # fmt: skip
+    optimizer = torch.optim.SGD(trained, lr=0.1) if trained else None
+    return deepspeed.initialize(
+        model=model, model_parameters=trained or None, optimizer=optimizer, config=config, dist_init_required=False
+    )[0]
+
+
+def zero(stage, engine, efficient=False):
+    """Three steps on a model that DeepSpeed has partitioned; stage 0 is the model without DeepSpeed."""
+    refused, frozen = {}, net(nn.Linear).requires_grad_(False)
+    ranks = distributed.data_parallel() if stage < 3 else ranks_of(mesh_of())
+    if stage in (1, 2):
+        wrapped = initialize(adapt(frozen), stage, efficient)
+        refused["engine"] = caught(dpfunc.functionalize, wrapped, LORA)
+        model = wrapped.module
+    elif stage == 3:
+        model = initialize(frozen, stage, efficient).module
+        refused["partitioned"] = caught(dpfunc.functionalize, model, "head")
+        model = adapt(model)
+    else:
+        model = adapt(frozen)
+    forward, params = dpfunc.functionalize(model, LORA)
+    found = []
+    run = lambda: found.extend(steps_of(classes(forward), plan(6.0, steps=3), params, data(), ranks, engine=engine))
+    refused["steps"] = caught(run)
+    return (*found, refused) if found else (params, None, [], refused)

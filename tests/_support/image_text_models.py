@@ -106,13 +106,13 @@ def family(name):
     return roughen(model).eval(), processor, size
 
 
-def samples(name, counts):
+def samples(name, counts, marked=True):
     """Samples with these numbers of images of several sizes, with questions and answers of several lengths."""
     mark = FAMILIES[name][2]
     return [
         {
             "images": [draw(COLOURS[(i + j) % 4], "circle", 20 + 7 * i + 4 * j, 10 * i + j) for j in range(count)],
-            "prompt": " ".join([mark] * count + ["what", "is", "the", "colour", "?"][: 1 + i]),
+            "prompt": " ".join([mark] * (count if marked else 0) + ["what", "is", "the", "colour", "?"][: 1 + i % 5]),
             "answer": " ".join(["red", "is", "blue"][: 1 + i % 3]),
         }
         for i, count in enumerate(counts)

@@ -20,7 +20,6 @@ import dpfunc
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.versions import installed
 from dpfunc.batches import take
-from dpfunc.checkpoint.journal import Journal
 from dpfunc.distributed._agreement import digest_of_all
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.plan import Plan
@@ -80,11 +79,11 @@ def steps_of(loss_fn, the_plan, current, records, ranks, seed=7, **options):
     return current, state.ledger.to_json(), counts
 
 
-def train(engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True, steps=8, journal=None):
+def train(engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True):
     """The run of `steps_of` with the records of this file."""
     ranks = distributed.data_parallel() if use_ranks else None
-    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), num_steps=steps)
-    options = {"engine": engine, "microbatch_size": microbatch_size, "journal": journal and Journal(journal, the_plan)}
+    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS))
+    options = {"engine": engine, "microbatch_size": microbatch_size}
     return steps_of(loss_fn, the_plan, params(dtype), data(dtype), ranks, **options)
 
 

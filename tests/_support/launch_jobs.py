@@ -6,8 +6,10 @@ import dataclasses
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import jobs
 import torch
@@ -75,37 +77,30 @@ def sharded_loader(ranks):
 def troubles(folder, ranks):
     """One process cannot write, read or draw: what each is told, and at once."""
 
-    def fails(*args, **kwargs):
-        raise OSError("the disk is full")
+    full, found = mock.Mock(side_effect=OSError("the disk is full")), {}
 
-    found = {}
+    def patched(module, name, rank):
+        return mock.patch.object(module, name, full) if ranks.rank == rank else nullcontext()
+
     for module, name, rank in (
         (trainer_state, "finish", 0), (trainer_state, "write_accounting", 0), (saving, "_commit", 0),
         (trainer_state.folder, "verify", 1),
     ):  # fmt: skip
         again(KEY)
-        usual = getattr(module, name)
-        try:
-            if ranks.rank == rank:
-                setattr(module, name, fails)
+        with patched(module, name, rank):
             if name == "verify":
-                resumed = trainer_of(folder / "run", 10, Seen())
-                found[name] = caught(resumed.train, True)
+                found[name] = caught(trainer_of(folder / "run", 10, Seen()).train, True)
             else:
                 found[name] = caught(train, folder / name, 10)
-        finally:
-            setattr(module, name, usual)
     texts = [{"text": str(number)} for number in range(3)]
     (folder / "there.jsonl").touch()
     found["there"] = caught(generate.write_texts, folder / "there.jsonl", iter(texts), ranks)
-    generate._write, write = fails, generate._write
-    found["full"] = caught(generate.write_texts, folder / "full.jsonl", iter(texts), ranks)
-    generate._write = write
+    with mock.patch.object(generate, "_write", full):
+        found["full"] = caught(generate.write_texts, folder / "full.jsonl", iter(texts), ranks)
     found["written"] = generate.write_texts(folder / "texts.jsonl", iter(texts), ranks)
-    generate._drawn = fails if ranks.rank == 1 else lambda *args: ["text"]
-    how = generate.Sampling(num=2, batch_size=1)
-    writer = generate.Writer(None, None, 1.0, 1e-3, 8)
-    found["draw"] = caught(lambda: list(generate.sample(writer, [{"prompt": ""}], how, ranks)))
+    how, writer = generate.Sampling(num=2, batch_size=1), generate.Writer(None, None, 1.0, 1e-3, 8)
+    with mock.patch.object(generate, "_drawn", full if ranks.rank == 1 else lambda *args: ["text"]):
+        found["draw"] = caught(lambda: list(generate.sample(writer, [{"prompt": ""}], how, ranks)))
     return found
 
 
@@ -121,10 +116,7 @@ def trainer(folder):
     found["same"] = caught(distributed.check_same, "files", "the same", ranks)
     found["other"] = caught(distributed.check_same, "files", f"files of {ranks.rank}", ranks)
 
-    def fails():
-        raise OSError("the disk is full")
-
-    found["once"] = caught(distributed.once, ranks, fails)
+    found["once"] = caught(distributed.once, ranks, mock.Mock(side_effect=OSError("the disk is full")))
     between_parts()
     found.update(troubles(folder, ranks))
     # Last: it makes the Trainer forget the other processes.

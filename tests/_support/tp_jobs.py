@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from fsdp_jobs import LoRALinear
@@ -12,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
+from workers import caught
 
 import dpfunc
 from dpfunc import clipping, distributed, engines, sampling
@@ -255,14 +258,8 @@ def train(name, parts, clip="flat", frozen_sharded=False, expected=2.9, checkpoi
 
 def without_the_sum_of_norms(name):
     """The same run where each process clips by the norm of its own parts."""
-    from dpfunc import clipped
-
-    proper = clipped.full_norms
-    clipped.full_norms = lambda params, sq_norms, ranks: sq_norms
-    try:
+    with mock.patch("dpfunc.clipped.full_norms", lambda params, sq_norms, ranks: sq_norms):
         return train(name, dist.get_world_size())
-    finally:
-        clipped.full_norms = proper
 
 
 def trouble(kind):
@@ -277,7 +274,6 @@ def trouble(kind):
     if kind == "one process":
         ranks = None
     plan = Plan(sampling.Poisson(NUM_RECORDS, 0.5), clipping.Flat(0.5), 1.0, STEPS, delta=1e-3)
-    options = {"engine": "auto"}
     mine = dist.get_rank() == dist.get_world_size() - 1
     data = batch_of(NUM_RECORDS)
     if kind == "other records" and mine:
@@ -291,28 +287,23 @@ def trouble(kind):
             part.to_local()[0] = torch.nextafter(part.to_local()[0], torch.tensor(9.0, dtype=torch.float64))
     if kind == "nan" and mine:
         params["norm.weight"][2] = float("nan")
-    state = None
-    try:
-        if kind == "microbatches":
-            options["microbatch_size"] = "auto"
-        dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **options)
+    spent = []
+
+    def begin_and_step():
+        size = {"microbatch_size": "auto"} if kind == "microbatches" else {}
+        dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **size)
         good = {key: torch.nan_to_num(p) if not isinstance(p, DTensor) else p for key, p in params.items()}
         state = replay(dp_step.init(good, insecure_key(SEED)))
-        (indices, *_) = plan.batches(state, ranks)
-        dp_step(params, take(data, indices), state)
-    except DPFuncError as error:
-        return type(error).__name__, str(error), 0 if state is None else state.ledger.num_steps
-    return "ok", "", 1
+        spent.append(state.ledger.num_steps)
+        dp_step(params, take(data, next(iter(plan.batches(state, ranks)))), state)
+
+    return (*caught(begin_and_step), sum(spent))
 
 
 def mesh_dims(data, tensor):
     """What `sharded` says to dimensions of a mesh."""
     mesh = init_device_mesh("cpu", (1, dist.get_world_size(), 1), mesh_dim_names=("dp", "tp", "cp"))
-    try:
-        distributed.sharded(mesh, data=data, tensor=tensor)
-    except DPFuncError as error:
-        return str(error)
-    return "ok"
+    return caught(distributed.sharded, mesh, data=data, tensor=tensor)
 
 
 def common_start():
@@ -321,11 +312,7 @@ def common_start():
     number = dist.get_rank()
     tensor = torch.full((2, 3), float(number + 1))
     distributed.replicate([tensor], ranks)
-    said = []
-    for odd in range(dist.get_world_size()):
-        try:
-            distributed.check_same("data", "other" if number == odd else "usual", ranks)
-        except DPFuncError as error:
-            said.append(type(error).__name__)
+    texts = ["other" if number == odd else "usual" for odd in range(dist.get_world_size())]
+    said = [caught(distributed.check_same, "data", text, ranks)[0] for text in texts]
     distributed.check_same("data", "usual", ranks)
     return tensor, said

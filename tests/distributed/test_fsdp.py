@@ -1,10 +1,12 @@
-"""Models sharded by FSDP2, their frozen base or all of them: the step is that of one process without sharding."""
+"""Models sharded by FSDP2, their frozen base or all of them, or by DeepSpeed: the step is that of one process."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from sharded_cases import check, close, expected
-from workers import outcomes, run
+from workers import _pool, outcomes, run
 
 CASES = [
     # processes, way, engine, microbatch size, options of the model, tolerance
@@ -169,17 +171,48 @@ def test_replicas_of_parts():
     check(run(4, "fsdp_jobs:train_with", "full", "auto", hsdp=True), expected("full", "loop"))
 
 
-def test_an_error_of_one_process():
-    """Inside of the loss; others are told, nothing is spent, and the step can be taken then."""
-    found = run(2, "fsdp_jobs:an_error_of_one_with_parts")
-    assert [row[0][0][0] for row in found] == ["StepAborted", "ValueError"]
-    assert [row[0][1][0] for row in found] == ["ok", "ok"]
-    assert all(row[1:3] == (1, 1) for row in found)
-    close(found[0][3], found[1][3], 0)
-
-
 def test_replicas_that_differ_are_found():
     """One entry of one part, in one of its two replicas."""
     for [(kind, text)], step, spent in run(4, "fsdp_jobs:one_replica_differs"):
         assert (kind, step, spent) == ("RankMismatch", 0, 0)
         assert "differ in at least one bit" in text
+
+
+# DeepSpeed ZeRO: skipped only where it cannot be imported, since it is built on the spot
+
+
+@pytest.fixture
+def deepspeed():
+    """It keeps groups of an earlier run, and patches torch: new processes."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: it has no wheels, and is not needed by dpfunc")
+    _pool.stop()
+    yield
+    _pool.stop()
+
+
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize(("stage", "engine"), [(1, "vmap"), (2, "auto"), (3, "auto"), (3, "ghost")])
+def test_a_model_partitioned_by_deepspeed_gives_the_same(stage, engine):
+    """Three noisy steps on `engine.module`; trained parameters are plain tensors, added after ZeRO-3."""
+    [(wanted, *_), _] = run(2, "fsdp_jobs:zero", 0, "auto")
+    for params, _, counts, refused in run(2, "fsdp_jobs:zero", stage, engine):
+        assert refused.pop("steps") == ("ok", "")
+        assert len(counts) == 3
+        close(params, wanted)
+        [(kind, text)] = refused.values()
+        assert kind == "UnsupportedModel"
+        assert "engine.module" in text
+
+
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize(
+    ("engine", "efficient", "words"),
+    [("auto", True, "custom autograd.Function"), ("vmap", False, 'engine="auto"')],
+    ids=["linear layers that ZeRO-3 patches by default", "vmap"],
+)
+def test_what_has_no_gradients_under_deepspeed_is_refused_by_all(engine, efficient, words):
+    for *_, counts, refused in run(2, "fsdp_jobs:zero", 3, engine, efficient):
+        kind, text = refused["steps"]
+        assert (kind, counts) == ("UnsupportedModel", [])
+        assert words in text

@@ -21,7 +21,7 @@ from text_job import write_job
 import dpfunc
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.cli.main import main
-from dpfunc.distributed.launch import check_alone, check_launch, from_environment
+from dpfunc.distributed.ranks import check_alone, check_launch, from_environment
 from dpfunc.errors import InvalidArgument
 
 JOBS = launch_jobs.__file__

@@ -1,4 +1,4 @@
-"""A step of several processes is the step of one: same parameters, same ledger, same files."""
+"""A step of several processes is the step of one; those that do not mean the same do not take it, nothing is spent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 from sharded_cases import close
 from workers import outcomes, run
-
-from dpfunc.checkpoint.journal import journal_ledger
 
 CASES = [
     # engine, clip rule, dtype, microbatch size, expected batch size, tolerance
@@ -59,13 +57,6 @@ def test_processes_release_the_statistics_of_one():
             assert told["y"] == pytest.approx(its_told["y"], abs=1e-4)
 
 
-def test_one_process_writes_the_journal(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    (_, ledger, _), _ = run(2, "jobs:train", "auto", "flat", torch.float32, None, 2.9, True, 8, path)
-    assert len(path.read_text().splitlines()) == 8
-    assert journal_ledger(path).to_json() == ledger
-
-
 def test_a_process_whose_records_have_no_gradient_says_so_of_its_own():
     """Each knows its share only."""
     fine, spoilt = run(2, "jobs:lost_share")
@@ -83,9 +74,7 @@ def test_an_error_of_one_process_aborts_the_step_on_all():
     fine = step()
     assert [row[0] for row in fine] == ["ok", "ok"]
     for (kind, text, at, spent, written, again), expected in zip(
-        step(raises=True),
-        [("StepAborted", "Another process failed"), ("ValueError", "the loss of this")],
-        strict=True,
+        step(raises=True), [("StepAborted", "Another process failed"), ("ValueError", "the loss of this")], strict=True
     ):
         assert (kind, at, spent) == (expected[0], 0, 0)
         assert expected[1] in text
@@ -138,3 +127,52 @@ def test_a_group_that_waits_for_good_is_refused():
     for kind, said in run(2, "jobs:endless"):
         assert kind == "InvalidArgument"
         assert "Expected a process group with a timeout of at most 1:00:00, got 2:00:00" in said
+
+
+# Agreement
+
+
+BAD_DUMMY = {"x": torch.zeros(1, 6), "y": torch.zeros(1)}
+DISAGREEMENTS = {
+    # what is different on one process, the error of all, words of it
+    "key": ({"seed": 4}, "RankMismatch", "about run", "shared_key"),
+    "noise": ({"noise_multiplier": 1.0000001}, "RankMismatch", "about run", "Plan, key, ledger"),
+    "reduction": ({"reduction": "sum"}, "RankMismatch", "about run", "settings differ"),
+    "engine": ({"engine": "vmap"}, "RankMismatch", "about run", "engine"),
+    "torch": ({"versions": {"torch": "2.12.1"}}, "RankMismatch", "about run", "versions of dpfunc or torch"),
+    "journal": ({"journal": "none"}, "RankMismatch", "about run", "all pass a journal"),
+    "step": ({"step": 1}, "RankMismatch", "about step", "All processes take every step"),
+    "one ulp": ({"ulp": True}, "RankMismatch", "about params", "at least one bit"),
+    "dummy that no process needs": (
+        {"dummy": BAD_DUMMY},
+        "InvalidArgument",
+        "Expected dummy to be a batch of one row",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_disagreement_is_an_error_of_all(name):
+    trouble, expected, what, advice = DISAGREEMENTS[name]
+    found = [outcome.value for outcome in outcomes(2, "jobs:one_step_of", trouble)]
+    for kind, text, _, spent, written, _ in found:
+        assert kind == expected
+        assert what in text
+        assert advice in text
+        assert "Nothing was spent" in text or kind != "RankMismatch"
+        assert (spent, written) == (0, [])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sum_that_is_not_finite_is_an_error_of_all(whole):
+    own, other = (outcome.value for outcome in outcomes(2, "jobs:spoiled_sums", whole))
+    assert f"got NaN or inf in {'v' if whole else 'w'}. A sample" in own
+    assert f"got NaN or inf in {'v' if whole else 'the part of another process'}. A sample" in other
+
+
+def test_parameters_on_a_part_of_the_processes_are_refused():
+    """Each part would release a sum of its own with the same noise: the difference would have none."""
+    for kind, text in run(2, "jobs:part_of_the_mesh"):
+        assert kind == "InvalidArgument"
+        assert "release sums of their own with the same noise" in text

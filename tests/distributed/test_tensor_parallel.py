@@ -66,9 +66,9 @@ def test_trouble_of_one_is_an_error_of_all():
 
 
 def test_every_dimension_of_the_mesh_is_named():
-    assert run(2, f"{JOBS}:mesh_dims", ("dp", "cp"), ("tp",)) == ["ok"] * 2
+    assert run(2, f"{JOBS}:mesh_dims", ("dp", "cp"), ("tp",)) == [("ok", "")] * 2
     for dims in ((("dp",), ("tp",)), ((), ("tp", "dp", "cp")), (("dp", "dp"), ("tp",)), (("dp", "pp"), ("tp",))):
-        for text in run(2, f"{JOBS}:mesh_dims", *dims):
+        for _, text in run(2, f"{JOBS}:mesh_dims", *dims):
             assert "Context, sequence and pipeline parallelism" in text
 
 

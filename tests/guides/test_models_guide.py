@@ -17,22 +17,22 @@ TESTS = Path(__file__).parents[1]
 GUIDE = (TESTS.parent / "docs" / "guides" / "models.md").read_text("utf-8")
 HF = TESTS / "hf"
 REFUSALS = {
-    "packed rows": (HF / "test_facts.py", "test_packed_rows_and_models_without_frames_are_refused"),
+    "packed rows": (HF / "test_tasks.py", "test_packed_rows_and_models_without_frames_are_refused"),
     "`SFTConfig(packing=True)`": (HF / "trainer" / "test_settings.py", "test_arguments_that_break_privacy_are_refused"),
-    "losses with in-batch": (HF / "test_task_models.py", "test_losses_that_compare_records_are_refused"),
-    "any other module": (HF / "test_task_models.py", "test_losses_that_compare_records_are_refused"),
+    "losses with in-batch": (HF / "test_tasks.py", "test_losses_that_compare_records_are_refused"),
+    "any other module": (HF / "test_tasks.py", "test_losses_that_compare_records_are_refused"),
     "images of all records": (
         HF / "vision_language" / "test_images.py", "test_images_in_one_tensor_for_all_samples_are_refused",
     ),
     "images of several sizes": (
         HF / "vision_language" / "test_images.py", "test_an_image_of_another_shape_is_refused",
     ),
-    "PaliGemma": (HF / "test_facts.py", "test_paligemma_needs_the_types_of_tokens"),
-    "SpecAugment": (HF / "test_facts.py", "test_random_masks_of_speech_are_refused_in_training_mode"),
-    "CTC of a model": (HF / "test_facts.py", "test_packed_rows_and_models_without_frames_are_refused"),
+    "PaliGemma": (HF / "test_tasks.py", "test_paligemma_needs_the_types_of_tokens"),
+    "SpecAugment": (HF / "test_tasks.py", "test_random_masks_of_speech_are_refused_in_training_mode"),
+    "CTC of a model": (HF / "test_tasks.py", "test_packed_rows_and_models_without_frames_are_refused"),
     "a task that": (HF / "test_tasks.py", "test_the_task_of_a_model"),
-    "encoders as language": (HF / "test_facts.py", "test_encoders_as_language_models_are_refused"),
-    "answers that are classes": (HF / "test_task_models.py", "test_batches_that_do_not_fit_are_refused"),
+    "encoders as language": (HF / "test_tasks.py", "test_encoders_as_language_models_are_refused"),
+    "answers that are classes": (HF / "test_tasks.py", "test_refused"),
     "reentrant": (HF / "test_models.py", "test_checkpointing_of_a_base_in_few_bits"),
 }  # fmt: skip
 

@@ -12,11 +12,9 @@ from torch import nn
 from zoo import language as zoo
 from zoo.parity import roughen
 
-from dpfunc import engines
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf.models import causal_mask, check_model, four_bit, is_causal, with_causal_attention
-from dpfunc.hf.tasks import make_loss_fn
 
 IDS = torch.tensor([[4, 9, 7, 5], [6, 8, 11, 12]])
 MASK = torch.ones_like(IDS)
@@ -90,20 +88,6 @@ def test_T14_causal_attention(make):
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=said):
             call()
-
-
-def test_T14_causal_attention_is_trained_by_every_engine():
-    torch.manual_seed(0)
-    forward, params = functionalize(roughen(zoo.roberta()).eval(), r"query|value")
-    loss_fn = make_loss_fn(with_causal_attention(forward), "causal_lm")
-    rows = zoo.text(torch.float32)
-    labels = torch.where(rows["mask"] == 1, rows["ids"], -100)
-    batch = {"input_ids": rows["ids"], "attention_mask": rows["mask"], "labels": labels}
-    engine = engines.auto()
-    found, expected = engine(loss_fn, params, batch).sq_norms(), engines.loop()(loss_fn, params, batch).sq_norms()
-    assert engine.decision(loss_fn).engine == "one pass"
-    for name in params:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_L8_four_bits(monkeypatch):

@@ -1,4 +1,8 @@
-"""Tasks: what the model is called with, which loss is taken, and what is refused by name."""
+"""Tasks: what a model is called with, which loss is taken, and what is refused by name.
+
+A table of tasks and models: the default engine equals single samples, and a loss is the model's own for one row. What a
+loss must know of a model: adapters, speech, heads, kinds of tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import Case
+from task_models import IGNORED, MODELS, SoftmaxLoss, alone, build, loss_of, sentence_model, sentences
 from torch import nn
+from trainer_cases import PRIVACY, training_arguments
 from zoo import language as zoo
-from zoo.parity import roughen
+from zoo.parity import engine_that_equals_the_loop, roughen
 
+from benchmarks.survey.multimodal import in_text
+from benchmarks.survey.tiny import built
 from dpfunc import clipped_grad, engines
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf import losses
 from dpfunc.hf._facts import facts_of
+from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.lora import attach
+from dpfunc.rng import insecure_key
 
 
 def recorded(logits=None, **more):
@@ -121,44 +134,28 @@ def test_the_task_of_a_model():
             infer_task(model)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: make_loss_fn(recorded()[0], "causal_ml"), "'causal_lm'.*task='causal_ml'"),
-        (lambda: make_loss_fn(recorded()[0], 3), "expected task|Expected task"),
-        (lambda: make_loss_fn(3, "causal_lm"), "Expected forward"),
-        (lambda: make_loss_fn(recorded()[0], "seq2seq")({}, BATCH), "decoder_input_ids"),
-        (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"input_ids": IDS}), "batch with 'labels'"),
-        (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, IDS), "batch with 'labels'"),
-        (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"labels": IDS}), "inputs of the model beside 'labels'"),
-        (lambda: make_loss_fn(lambda params, **inputs: SimpleNamespace(), "causal_lm")({}, BATCH), ".logits"),
-        (lambda: make_loss_fn(recorded(torch.zeros(2, 4, 4))[0], "causal_lm")({}, BATCH), "that fit"),
-    ],
-)
-def test_refused(call, said):
+SENTENCE = make_loss_fn(lambda params, sentence: sentence["input_ids"], "sentence_similarity")
+ANSWERS = make_loss_fn(lambda params, **inputs: None, "question_answering")
+CAUSAL, SEQ2SEQ = (make_loss_fn(recorded()[0], task) for task in ("causal_lm", "seq2seq"))
+REFUSED = [
+    (make_loss_fn, (recorded()[0], "causal_ml"), "'causal_lm'.*task='causal_ml'"),
+    (make_loss_fn, (recorded()[0], 3), "Expected task"), (make_loss_fn, (3, "causal_lm"), "Expected forward"),
+    (SEQ2SEQ, ({}, BATCH), "decoder_input_ids"), (CAUSAL, ({}, {"input_ids": IDS}), "batch with 'labels'"),
+    (CAUSAL, ({}, IDS), "batch with 'labels'"), (CAUSAL, ({}, {"labels": IDS}), "inputs of the model beside 'labels'"),
+    (make_loss_fn(lambda params, **inputs: SimpleNamespace(), "causal_lm"), ({}, BATCH), ".logits"),
+    (make_loss_fn(recorded(torch.zeros(2, 4, 4))[0], "causal_lm"), ({}, BATCH), "that fit"),
+    (SENTENCE, ({}, {"label": torch.zeros(4)}), "_input_ids"), (SENTENCE, ({}, sentences()), "one of label"),
+    (SENTENCE, ({}, {"a_input_ids": torch.ones(4, 2), "label": torch.zeros(4)}), "two sentences"),
+    (SENTENCE, ({}, {**sentences(), "label": torch.zeros(4), "score": torch.zeros(4)}), "one of label"),
+    (SENTENCE, ({}, {**sentences(), "label": torch.zeros(4)}), "sentence_embedding"),
+    (ANSWERS, ({}, {"input_ids": IDS, "labels": torch.zeros(2, 3)}), r"labels \(2, 3\).*sequence_classification"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "given", "said"), REFUSED)
+def test_refused(call, given, said):
     with pytest.raises(InvalidArgument, match=said):
-        call()
-
-
-def test_museum_7_the_loss_of_the_model_itself_is_that_of_each_row():
-    """Transformers' loss is a mean over the batch's tokens: an engine calls it with one row, as the loop does."""
-    torch.manual_seed(0)  # the weights are drawn: the same ones in whatever order tests run
-    model = zoo.gpt2().eval()
-    forward, params = functionalize(model)
-
-    def own_loss(params, batch):
-        output = forward(params, **batch)
-        return output.loss.expand(len(batch["labels"]))
-
-    batch = {name: torch.cat((value, value)) for name, value in BATCH.items()}
-    found, expected = engines.auto()(own_loss, params, batch), engines.loop()(own_loss, params, batch)
-    torch.testing.assert_close(found.losses_B, expected.losses_B)
-    for name, norms_B in expected.sq_norms().items():
-        torch.testing.assert_close(found.sq_norms()[name], norms_B, rtol=1e-3, atol=1e-6)
-    engine, loss_fn = engines.auto(), make_loss_fn(forward, "causal_lm")
-    together = engine(loss_fn, params, batch).sq_norms()["transformer.wte.weight"]
-    alone = engine(loss_fn, params, {name: value[:1] for name, value in batch.items()}).sq_norms()
-    torch.testing.assert_close(together[:1], alone["transformer.wte.weight"], rtol=1e-3, atol=1e-5)
+        call(*given)
 
 
 OF_TABLES = [
@@ -185,3 +182,193 @@ def test_token_ids_and_rows_that_do_not_fit_the_tables_are_named(make, task, fau
     assert ("truncation=True" in str(caught.value)) == (not computed)
     with pytest.raises(RuntimeError, match="tensor a"):  # other errors of a model are its own
         make_loss_fn(lambda params, **inputs: torch.ones(2) + torch.ones(3), "causal_lm")({}, BATCH)
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_engine_equals_single_samples(name):
+    assert infer_task(build(name)[0]) == MODELS[name].task
+    assert engine_that_equals_the_loop(Case(*loss_of(name))) == MODELS[name].engine
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.own])
+def test_a_loss_is_the_models_own_for_a_row_without_padding(name):
+    """Transformers' loss of a batch of one: the same head, the same labels, nothing of other rows or of padding."""
+    model, batch = build(name)
+    forward, params = functionalize(model)
+    with torch.no_grad():
+        found = make_loss_fn(forward, infer_task(model))(params, batch)
+        for row, loss in enumerate(found):
+            torch.testing.assert_close(loss, model(**alone(name, batch, row)).loss, rtol=1e-4, atol=1e-5)
+
+
+TRAINED = ("regression", "several labels", "multiple choice", "masked language model", "T5", "Whisper", "Wav2Vec2, CTC")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "regression" else pytest.mark.slow) for name in TRAINED]
+)
+def test_private_training(name, tmp_path):
+    """Two steps of the Trainer change the parameters; the task is that of the class."""
+    model, batch = build(name)
+    before = [value.clone() for value in model.parameters()]
+    data = [{key: value[row] for key, value in batch.items()} for row in range(4)] * 6
+    trainer = DPTrainer(
+        model, training_arguments(tmp_path, max_steps=2), privacy=PRIVACY, train_dataset=data,
+        data_collator=lambda records: {key: torch.stack([each[key] for each in records]) for key in records[0]},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert any(not torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+
+
+def test_similarity_of_sentences():
+    """Equal to the formula of CosineSimilarityLoss for each pair alone, whatever the padding."""
+    model, scores = sentence_model(), torch.tensor([0.1, 0.9, 0.5, 0.3])
+    forward, params = functionalize(model)
+    case = Case(make_loss_fn(forward, "sentence_similarity"), params, {**sentences(), "label": scores})
+    assert engine_that_equals_the_loop(case) == "one pass"
+    losses = case.loss_fn(params, case.batch)
+    for row in range(4):
+        parts = []
+        for column in ("premise", "hypothesis"):
+            length = int(sentences()[f"{column}_attention_mask"][row].sum())
+            inputs = {
+                key: sentences()[f"{column}_{key}"][row : row + 1, :length] for key in ("input_ids", "attention_mask")
+            }
+            parts.append(model(inputs)["sentence_embedding"])
+        expected = nn.functional.mse_loss(torch.cosine_similarity(*parts), scores[row : row + 1])
+        torch.testing.assert_close(losses[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_classes_of_sentences():
+    forward, params = functionalize(SoftmaxLoss(sentence_model()))
+    case = Case(make_loss_fn(forward, "sentence_classes"), params, {**sentences(), "label": torch.tensor([0, 2, 1, 1])})
+    assert engine_that_equals_the_loop(case) == "one pass"
+    assert "classifier.weight" in params
+    losses = case.loss_fn(params, case.batch)
+    for row in range(4):
+        features = [
+            {key: sentences()[f"{column}_{key}"][row : row + 1] for key in ("input_ids", "attention_mask")}
+            for column in ("premise", "hypothesis")
+        ]
+        torch.testing.assert_close(losses[row], forward.module(features, case.batch["label"][row : row + 1]))
+
+
+def test_several_labels_as_whole_numbers_are_refused():
+    loss_fn, params, batch = loss_of("several labels")
+    with pytest.raises(InvalidArgument, match=r"labels.float\(\)"):
+        loss_fn(params, {**batch, "labels": batch["labels"].long()})
+
+
+def test_losses_that_compare_records_are_refused(tmp_path):
+    """And other modules, which give one value for a batch."""
+    for name in ("MultipleNegativesRankingLoss", "BatchHardTripletLoss", "CoSENTLoss", "GISTEmbedLoss"):
+        loss = type(name, (nn.Module,), {})()
+        with pytest.raises(UnsupportedModel, match=f"{name} compares the records.*in-batch negatives"):
+            make_loss_fn(lambda params, x: x, loss)
+    with pytest.raises(UnsupportedModel, match="in-batch negatives"):
+        DPTrainer(
+            sentence_model(), training_arguments(tmp_path), privacy=PRIVACY, loss=loss, train_dataset=[{"x": 1}] * 60
+        ).train()
+    with pytest.raises(UnsupportedModel, match="CrossEntropyLoss, which gives one value for a batch"):
+        make_loss_fn(lambda params, x: x, nn.CrossEntropyLoss())
+
+
+# Facts about models
+
+
+@pytest.mark.parametrize("name", ["several labels, by configuration", "mBART", "Wav2Vec2, CTC", "T5"])
+def test_adapters_of_dpfunc_know_the_model(name):
+    """The facts on which a loss depends are those of the model inside; adapters start as the model itself."""
+    model, batch = build(name)
+    adapter = attach(model, insecure_key(0), targets=r"q_proj|v_proj|query|value|\.q$", rank=2, alpha=4)
+    assert facts_of(adapter.forward).problem == model.config.problem_type
+    forward, params = functionalize(model)
+    task = infer_task(model)
+    found = make_loss_fn(adapter.forward, task)(adapter.params, batch)
+    torch.testing.assert_close(found, make_loss_fn(forward, task)(params, batch))
+
+
+def test_random_masks_of_speech_are_refused_in_training_mode():
+    model, batch = build("Wav2Vec2, CTC")
+    model.config.mask_time_prob = 0.05
+    forward, params = functionalize(model)
+    loss_fn = make_loss_fn(forward, "ctc")
+    loss_fn(params, batch)
+    model.train()
+    with pytest.raises(UnsupportedModel, match="SpecAugment.*apply_spec_augment = False"):
+        loss_fn(params, batch)
+    model.config.apply_spec_augment = False
+    make_loss_fn(forward, "ctc")(params, batch)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("BertLMHeadModel", "bert"), ("RobertaForCausalLM", "roberta"),
+                                            ("ElectraForCausalLM", "electra")])  # fmt: skip
+def test_encoders_as_language_models_are_refused(name, kind):
+    """Each token sees the next one, so the loss would be that of a copy; a decoder of the same class is fine.
+
+    Flaubert's head is trained on masked tokens, XLM's on masked or on next ones; both are called WithLMHeadModel.
+    """
+    for head, of in (("FlaubertWithLMHeadModel", "flaubert"), ("XLMWithLMHeadModel", "xlm")):
+        with pytest.raises(UnsupportedModel, match=f"{head} what the model is trained for"):
+            infer_task(built(head, of))
+    with pytest.raises(UnsupportedModel, match="learn to copy.*is_decoder=True"):
+        infer_task(built(name, kind))
+    decoder = built(name, kind, is_decoder=True).eval()
+    assert infer_task(decoder) == "causal_lm"
+    assert is_causal(*functionalize(decoder), {"input_ids": torch.tensor([[5, 6, 7, 8]])})
+
+
+def packed():
+    """As DataCollatorWithFlattening makes it: one row, positions that restart, no mask."""
+    from transformers import DataCollatorWithFlattening
+
+    records = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    return dict(DataCollatorWithFlattening(return_tensors="pt")(records))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [packed(), {**build("causal language model")[1], "seq_idx": torch.zeros(4, 8)},
+     {**build("causal language model")[1], "seq_lengths": torch.ones(4, 2)}],
+    ids=["flattened", "seq_idx", "seq_lengths"],
+)  # fmt: skip
+def test_packed_rows_and_models_without_frames_are_refused(batch):
+    loss_fn, params, _ = loss_of("causal language model")
+    with pytest.raises(InvalidArgument, match=r"packed rows.*padding_free=False"):
+        loss_fn(params, batch)
+    with pytest.raises(UnsupportedModel, match="how many frames"):
+        loss_of("causal language model", "ctc")[0](params, build("causal language model")[1])
+
+
+def paligemma():
+    torch.manual_seed(0)
+    model = built("PaliGemmaForConditionalGeneration", "paligemma", projection_dim=16,
+                  vision_config={"projection_dim": 16}).eval()  # fmt: skip
+    batch = {**in_text(4), "pixel_values": torch.randn(4, 3, 16, 16)}
+    return model, {**batch, "token_type_ids": (batch["labels"] != IGNORED).long()}
+
+
+def test_paligemma_needs_the_types_of_tokens():
+    """Without them Transformers attends to later tokens where no row of a batch has padding, and else not."""
+    model, batch = paligemma()
+    forward, params = functionalize(model)
+    case = Case(make_loss_fn(forward, "vqa"), params, batch)
+    assert engine_that_equals_the_loop(case) == "one pass"
+    del batch["token_type_ids"]
+    with pytest.raises(InvalidArgument, match="token_type_ids"):
+        case.loss_fn(params, batch)
+
+
+def test_the_start_of_a_decoder_is_the_models_own():
+    """mBART's decoder starts with the language, the last label, and not with a fixed token."""
+    starts = {}
+    for name in ("T5", "BART", "mBART", "Marian"):
+        model, batch = build(name)
+        found = facts_of(functionalize(model)[0]).decoder_inputs(batch["labels"])
+        assert torch.equal(found, model.prepare_decoder_input_ids_from_labels(batch["labels"]))
+        starts[name] = found[:, 0].tolist()
+    assert len(set(starts["mBART"])) > 1

@@ -19,7 +19,7 @@ from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
-from dpfunc.functional._fsdp import fsdp_parts
+from dpfunc.functional._fsdp import settle
 from dpfunc.hf.trainer import _settings as rules
 from dpfunc.hf.trainer._run import ranks_of
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -224,12 +224,6 @@ def settled(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         settle(model)
-
-
-def settle(model: nn.Module) -> None:
-    """Release what is still put together."""
-    for part in fsdp_parts(model).values():
-        part.reshard()
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:

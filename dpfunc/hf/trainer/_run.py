@@ -20,8 +20,7 @@ from dpfunc.accounting.record import Record
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.clipping import Telemetry
 from dpfunc.distributed.fsdp import functionalize_managed
-from dpfunc.distributed.launch import check_launch
-from dpfunc.distributed.ranks import Ranks
+from dpfunc.distributed.ranks import Ranks, check_launch
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
@@ -46,9 +45,7 @@ class Start:
     key: Key = field(repr=False)
     limit: int
     data: str
-    ledger: Ledger | None = None  # what earlier phases have cost
     resumed: Checkpoint | None = None
-    skipping: bool = False  # the Trainer skips the batches of a resumed epoch that were already used
 
 
 @dataclass(frozen=True)
@@ -166,14 +163,13 @@ def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Map
     return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
-def warning_step(plan: Plan, start: Start, share: float) -> float:
+def warning_step(plan: Plan, before: Ledger, limit: int, share: float) -> float:
     """The first step after which this share of the budget is spent; infinity without a budget."""
     if plan.epsilon is None:
         return math.inf
-    before = Ledger(adjacency=plan.adjacency) if start.ledger is None else start.ledger
     return 1 + affordable_steps(
         lambda steps: before.compose(plan.ledger(steps)),
-        epsilon=share * plan.epsilon, delta=plan.delta, limit=start.limit, method=plan.accountant,
+        epsilon=share * plan.epsilon, delta=plan.delta, limit=limit, method=plan.accountant,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
+from dpfunc.functional._fsdp import settle
 from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
@@ -182,8 +183,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     @property
     def ledger(self) -> Ledger:
         """Privacy spent so far, earlier phases included."""
-        if self._run is not None:
-            return self._run.state.ledger
+        return self._spent_before if self._run is None else self._run.state.ledger
+
+    @property
+    def _spent_before(self) -> Ledger:
         return Ledger(adjacency=self.privacy.adjacency) if self._earlier is None else self._earlier
 
     def _steps_per_epoch(self, num_records: int) -> int:
@@ -276,7 +279,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _prepare(self, resume_from_checkpoint: str | bool | None) -> None:
         """Make all checks before training, and decide which run is started or resumed."""
         plan = self.plan
-        fsdp.settle(self.model)
+        settle(self.model)
         self.model.train()
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
@@ -302,7 +305,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             whole = replace(plan, num_steps=start.limit, spent=self._earlier)
             distributed.once(self._ranks, partial(self._budget.reserve, whole, start.key, unit=self._unit))
         self.args = settings.changed(self.args, {"max_steps": start.limit})
-        self._warn_at = runs.warning_step(plan, start, self.privacy.dp_warn_at)
+        self._warn_at = runs.warning_step(plan, self._spent_before, start.limit, self.privacy.dp_warn_at)
         self._start = start
 
     def _clean(self) -> None:
@@ -310,14 +313,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         folder = self._folder
         for path in (folder, *folder.glob("checkpoint-*"), *folder.glob(f"checkpoint-*/{files.FOLDER}")):
             sweep(path)
-
-    def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
-        if saved is not None:
-            skipping = not self.args.ignore_data_skip
-            return runs.Start(saved.state.key, saved.state.limit, data, self._earlier, saved, skipping)
-        key = self._given_key or secure_key()
-        key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
-        return runs.Start(key, self.plan.step_limit(spent), data, self._earlier)
 
     def _advice(self) -> str | None:
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
@@ -355,6 +350,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         saved = files.load_run(Path(found), params=params, plan=self.plan, data=data, journal=journal, ranks=ranks)
         all_or_none(check, ranks, _NOT_RESUMED)
         return saved
+
+    def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
+        if saved is not None:
+            return runs.Start(saved.state.key, saved.state.limit, data, saved)
+        key = self._given_key or secure_key()
+        key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
+        return runs.Start(key, self.plan.step_limit(spent), data)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The plan's batches, one for each optimizer step. Inside of `train` this starts the run."""
@@ -405,7 +407,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if start.resumed is not None:
             state = start.resumed.state
         else:
-            state = dp_step.init(params, start.key, start.ledger, num_records=self._num_records())
+            state = dp_step.init(params, start.key, self._earlier, num_records=self._num_records())
         return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
@@ -422,7 +424,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._run is None:
             return 0
         step, resumed = self._run.state.step, self._run.start.resumed
-        if resumed is None or not self._run.start.skipping or step != resumed.state.step:
+        if resumed is None or self.args.ignore_data_skip or step != resumed.state.step:
             return step
         return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size)
 

@@ -264,10 +264,7 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     """The loss of the answers in batches of an `ImageTextCollator`: one or several images a sample, or none.
 
     For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same,
-    and refuses batches without images.
-
-    The batch has input_ids, attention_mask, labels, and pixel_values (B, C, H, W) or (B, I, C, H, W), or as
-    `flatten_images` takes them.
+    and refuses batches without images. Images are as `flatten_images` takes them.
 
     Returns:
         (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.

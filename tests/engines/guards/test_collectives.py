@@ -25,12 +25,6 @@ def test_records_in_parts_are_refused(loss, word):
         assert f"splits the {word}" in message
 
 
-def test_what_does_not_depend_on_samples_may_be_gathered_under_vmap():
-    """As FSDP2 gathers frozen weights."""
-    for kind, message in run(2, "collective_jobs:message", "sums_weights", "vmap"):
-        assert kind == "losses", message
-
-
 def test_distributed_data_parallel_is_taken_off():
     for same_names, off, kind, refused in run(2, "collective_jobs:data_parallel_module"):
         assert same_names

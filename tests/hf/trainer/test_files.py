@@ -7,25 +7,10 @@ import shutil
 
 import pytest
 import torch
+import trainer_cases as cases
 from full_disk import allow
 from journal_cases import written
 from record_cases import record
-from trainer_cases import (
-    NOISY,
-    PRIVACY,
-    adapted,
-    again,
-    at,
-    classifier,
-    interrupt,
-    labelled,
-    pad,
-    private,
-    same,
-    stop,
-    texts,
-    trained,
-)  # fmt: skip
 
 import dpfunc
 from dpfunc.checkpoint._chain import head_path, known_end
@@ -36,13 +21,13 @@ from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import fingerprint
 
-DATA = labelled()
+DATA = cases.labelled()
 CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
 KEY = dpfunc.insecure_key(11)
 
 
-def run(folder, *, privacy=PRIVACY, changes=None, **options):
-    return private(classifier(), folder, privacy=privacy, changes={**CHANGES, **(changes or {})}, **options)
+def run(folder, *, privacy=cases.PRIVACY, changes=None, **options):
+    return cases.private(cases.classifier(), folder, privacy=privacy, changes={**CHANGES, **(changes or {})}, **options)
 
 
 JOURNAL, HEAD, ACCOUNTING = "privacy_journal.jsonl", "privacy_journal.jsonl.head", "privacy_accounting.json"
@@ -57,12 +42,17 @@ def resumed(folder, checkpoint=True, **options):
 
 def interrupted(folder, step, **options):
     """A trainer whose run was interrupted after a step."""
-    callback = at("on_step_end", interrupt, step)
+    callback = cases.at("on_step_end", cases.interrupt, step)
     trainer = run(folder, callbacks=[callback], **options)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(callback)
     return trainer
+
+
+def refused(said, trainer, checkpoint=True):
+    with pytest.raises(CheckpointError, match=said):
+        trainer.train(resume_from_checkpoint=checkpoint)
 
 
 def steps_of(folder):
@@ -75,7 +65,7 @@ def names(folder):
 
 def masked(records):
     """`pad` with tokens masked at random, by torch's generator."""
-    batch = pad(records)
+    batch = cases.pad(records)
     hidden = torch.rand(batch["input_ids"].shape) < 0.3
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 39)}
 
@@ -91,8 +81,8 @@ def uninterrupted(tmp_path_factory):
 def killed(tmp_path_factory):
     """A folder as a kill leaves it in step 7 (from 0), whose private gradients are there, after checkpoint 6."""
     folder = tmp_path_factory.mktemp("killed")
-    copy = at("on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "left"), 7)
-    run(folder / "run", key=KEY, callbacks=[copy, stop(8)]).train()
+    copy = cases.at("on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "left"), 7)
+    run(folder / "run", key=KEY, callbacks=[copy, cases.stop(8)]).train()
     return folder / "left"
 
 
@@ -109,10 +99,10 @@ def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
     plan = uninterrupted.plan
     assert steps_of(folder) == plan.ledger(8)  # all that was released, and no less
     spent = {}
-    keep = at("on_step_end", lambda args, state, control: spent.update({state.global_step: trainer.ledger}))
+    keep = cases.at("on_step_end", lambda args, state, control: spent.update({state.global_step: trainer.ledger}))
     trainer = run(folder, callbacks=[keep])
     output = trainer.train(resume_from_checkpoint=True)
-    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(trainer.model), cases.trained(uninterrupted.model))
     assert output.global_step == 10
     assert trainer.ledger == plan.ledger()
     assert steps_of(folder) == plan.ledger()
@@ -127,23 +117,23 @@ def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
     """Dropout, random masking in the collator, a worker, and an epoch that is resumed in its middle."""
 
     def model():
-        made = adapted(lora_dropout=0.2)
+        made = cases.adapted(lora_dropout=0.2)
         made.get_base_model().transformer.ln_f.weight.requires_grad_(True)  # PEFT does not save it
         return made
 
     def start(folder, **options):
         changes = {**CHANGES, "max_steps": 7, "dataloader_num_workers": 1, "adam_beta1": 0.5, "learning_rate": 0.1}
-        return private(model(), folder, data=texts(), data_collator=masked, changes=changes, **options)
+        return cases.private(model(), folder, data=cases.texts(), data_collator=masked, changes=changes, **options)
 
     key = dpfunc.insecure_key(13)
     whole = start(tmp_path / "whole", key=key)
     whole.train()
-    start(tmp_path / "parts", key=key, callbacks=[stop(4)]).train()
+    start(tmp_path / "parts", key=key, callbacks=[cases.stop(4)]).train()
     second = start(tmp_path / "parts")
     torch.manual_seed(99)  # nothing may depend on it
     second.train(resume_from_checkpoint=True)
-    assert same(trained(second.model), trained(whole.model))
-    assert not same(trained(second.model), trained(model()))
+    assert cases.same(cases.trained(second.model), cases.trained(whole.model))
+    assert not cases.same(cases.trained(second.model), cases.trained(model()))
     assert second.ledger == whole.ledger
 
 
@@ -151,7 +141,7 @@ def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_p
     trainer = interrupted(tmp_path, 5, key=KEY)
     assert json.loads((tmp_path / ACCOUNTING).read_text())["global_step"] == 5
     trainer.train(resume_from_checkpoint=True)
-    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(trainer.model), cases.trained(uninterrupted.model))
 
 
 def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
@@ -159,18 +149,15 @@ def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
     journal = tmp_path / "one" / JOURNAL
     lines = journal.read_bytes().splitlines()
     journal.write_bytes(b"\n".join(lines[:4]) + b"\n")
-    with pytest.raises(CheckpointError, match="Expected 5 lines in the journal .* got 4"):
-        trainer.train(resume_from_checkpoint=True)
+    refused("Expected 5 lines in the journal .* got 4", trainer)
     journal.unlink()
     head_path(journal).unlink()
     written(journal, *(json.loads(line) for line in lines[:4]))  # as from a backup, which fits together
-    with pytest.raises(CheckpointError, match="have all 5 steps that this trainer took, got 4"):
-        trainer.train(resume_from_checkpoint=True)
+    refused("have all 5 steps that this trainer took, got 4", trainer)
     assert trainer.ledger == trainer.plan.ledger(5)
-    run(tmp_path / "two", callbacks=[stop(4)]).train()
+    run(tmp_path / "two", callbacks=[cases.stop(4)]).train()
     copy_journal(tmp_path / "two", tmp_path / "one")
-    with pytest.raises(CheckpointError, match="another run than this trainer's"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
+    refused("another run than this trainer's", trainer, str(tmp_path / "two" / "checkpoint-3"))
 
 
 def test_what_a_resumed_run_leaves_and_removes(killed, tmp_path):
@@ -193,30 +180,15 @@ def test_what_a_resumed_run_leaves_and_removes(killed, tmp_path):
     )
     with pytest.raises(InvalidArgument, match="with 4; the journal beside it has 8"):
         read_spent([folder / ACCOUNTING])
-    again(KEY)
-    trainer = run(folder, callbacks=[at("on_step_end", look)])
+    cases.again(KEY)
+    trainer = run(folder, callbacks=[cases.at("on_step_end", look)])
     trainer.train(resume_from_checkpoint=True)
     assert not any(path.exists() for path in left)
     assert read_spent([folder / ACCOUNTING]).num_steps == 10
-    after = {name: p.clone() for name, p in trained(trainer.model).items()}
+    after = {name: p.clone() for name, p in cases.trained(trainer.model).items()}
     assert len(list(trainer.get_train_dataloader())) == 5
     assert trainer.ledger == trainer.plan.ledger()
-    assert same(trained(trainer.model), after)
-
-
-DAMAGED = [("optimizer.pt", False), ("scheduler.pt", True), ("trainer_state.json", True), ("rng_state.pth", False),
-           ("model.safetensors", True)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "there"), DAMAGED)
-def test_files_of_the_trainer_that_are_missing_or_changed_are_refused(killed, tmp_path, name, there):
-    """The Trainer would start the optimizer anew: other parameters, and later steps, with the same noise."""
-    file = copy_of(killed, tmp_path) / "checkpoint-6" / name
-    file.write_bytes(file.read_bytes() + b" ") if there else file.unlink()
-    journal = (tmp_path / JOURNAL).read_bytes()
-    with pytest.raises(CheckpointError, match=f"{name} is missing or was changed"):
-        run(tmp_path).train(resume_from_checkpoint=True)
-    assert (tmp_path / JOURNAL).read_bytes() == journal
+    assert cases.same(cases.trained(trainer.model), after)
 
 
 def test_half_written_and_half_removed_checkpoints_are_passed_over(killed, tmp_path, caplog):
@@ -230,27 +202,20 @@ def test_half_written_and_half_removed_checkpoints_are_passed_over(killed, tmp_p
     next((folder / "checkpoint-9" / "dpfunc").glob("step-*/state.json")).unlink()
     assert trainer_state.newest(folder).name == "checkpoint-6"
     assert "checkpoint-9 is not complete" in caplog.text
-    assert sorted(path.name for path in trainer_state.outdated(folder, 1, None)) == [
-        f"checkpoint-{n}" for n in (3, 7, 8, 9)
-    ]
-    with pytest.raises(CheckpointError, match="Expected a complete checkpoint"):
-        run(folder).train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+    assert {path.name[-1] for path in trainer_state.outdated(folder, 1, None)} == {*"3789"}
+    refused("Expected a complete checkpoint", run(folder), str(folder / "checkpoint-7"))
 
 
 def test_a_folder_of_several_runs_is_not_guessed_about(killed, tmp_path, caplog):
     """A higher number is not a newer run; and runs that use a folder one after the other leave no mixture of files."""
-    folder, options = copy_of(killed, tmp_path), {"privacy": NOISY}
+    folder, options = copy_of(killed, tmp_path), {"privacy": cases.NOISY}
     run(folder, changes={"save_strategy": "no", "max_steps": 1}, ledger=steps_of(folder), **options).train()
-    with pytest.raises(
-        CheckpointError, match="The run that began last .* left no checkpoint; checkpoint-6 is of another"
-    ):
-        run(folder).train(resume_from_checkpoint=True)
+    refused("The run that began last .* left no checkpoint; checkpoint-6 is of another", run(folder))
     options["changes"] = {"save_steps": 1, "save_total_limit": 9}
-    run(folder, callbacks=[stop(2)], ledger=steps_of(folder), **options).train()
+    run(folder, callbacks=[cases.stop(2)], ledger=steps_of(folder), **options).train()
     several = r"Expected checkpoints of one run, got several: checkpoint-2 of run .* checkpoint-6 of run"
-    with pytest.raises(CheckpointError, match=several):
-        run(folder, **options).train(resume_from_checkpoint=True)
-    last = run(folder, callbacks=[stop(2)], ledger=steps_of(folder), **options)
+    refused(several, run(folder, **options))
+    last = run(folder, callbacks=[cases.stop(2)], ledger=steps_of(folder), **options)
     last.train()
     for path in (folder / "checkpoint-1", folder / "checkpoint-2"):
         (state,) = (path / "dpfunc").glob("step-*/state.json")
@@ -263,7 +228,7 @@ def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path,
     """A kill after the Trainer's own files: the old checkpoint is there, and the other is passed over."""
 
     folder = copy_of(killed, tmp_path)
-    monkeypatch.setattr(trainer_state, "finish", interrupt)
+    monkeypatch.setattr(trainer_state, "finish", cases.interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(folder).train(resume_from_checkpoint=True)
     assert names(folder) == ["checkpoint-6", "checkpoint-9"]
@@ -275,36 +240,53 @@ def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterr
         trainer._save_checkpoint(trainer.model, trial=None)
         raise KeyboardInterrupt
 
-    trainer = run(tmp_path, key=KEY, callbacks=[at("on_pre_optimizer_step", save, 4)])
+    trainer = run(tmp_path, key=KEY, callbacks=[cases.at("on_pre_optimizer_step", save, 4)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     second = resumed(tmp_path, str(tmp_path / "checkpoint-4"))
-    assert same(trained(second.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(second.model), cases.trained(uninterrupted.model))
     assert second.ledger == uninterrupted.plan.ledger()
 
 
-def other_records():
-    return [{**record, "labels": 1 - record["labels"]} for record in DATA]
+def changed(name):
+    return lambda folder: (folder / "checkpoint-6" / name).write_bytes(
+        (folder / "checkpoint-6" / name).read_bytes() + b" "
+    )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"key": dpfunc.insecure_key(999)}, "another key"),
-        ({"data": other_records()}, "another data set"),
-        ({"data": list(reversed(DATA))}, "another data set"),
-        ({"data_name": "mails-2026-02"}, "another data set"),
-        ({"changes": {"num_train_epochs": 3}}, "another plan.*num_steps"),
-        ({"changes": {"per_device_train_batch_size": 8}}, "another plan.*sampling_prob"),
-        ({"privacy": PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=0.5)}, "another plan.*clip_norm"),
-    ],
-    ids=["key", "labels", "order", "name", "steps", "batch", "bound"],
-)
-def test_L21_another_run_is_refused(killed, tmp_path, options, message):
-    folder = copy_of(killed, tmp_path)
+def missing(*names):
+    def take_away(folder):
+        for path in (folder / name for name in names):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    return take_away
+
+
+HALF = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=0.5)
+OTHER = [{**record, "labels": 1 - record["labels"]} for record in DATA]
+REFUSED = {  # options, what happens to the folder, what is said
+    "key": ({"key": dpfunc.insecure_key(999)}, None, "another key"),
+    "labels": ({"data": OTHER}, None, "another data set"), "order": ({"data": DATA[::-1]}, None, "another data set"),
+    "name": ({"data_name": "mails-2026-02"}, None, "another data set"),
+    "steps": ({"changes": {"num_train_epochs": 3}}, None, "another plan.*num_steps"),
+    "batch": ({"changes": {"per_device_train_batch_size": 8}}, None, "another plan.*sampling_prob"),
+    "bound": ({"privacy": HALF}, None, "another plan.*clip_norm"),
+    # the Trainer would start the optimizer anew: other parameters, and later steps, with the same noise
+    **{name: ({}, missing(f"checkpoint-6/{name}"), f"{name} is missing or was changed")
+       for name in ("optimizer.pt", "rng_state.pth")},
+    **{name: ({}, changed(name), f"{name} is missing or was changed")
+       for name in ("scheduler.pt", "trainer_state.json", "model.safetensors")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_L21_another_run_is_refused(killed, tmp_path, name):
+    """And files of the Trainer that are missing or changed."""
+    folder, (options, change, said) = copy_of(killed, tmp_path), REFUSED[name]
     before = (folder / JOURNAL).read_bytes()
-    with pytest.raises(CheckpointError, match=message):
-        run(folder, **options).train(resume_from_checkpoint=True)
+    if change is not None:
+        change(folder)
+    refused(said, run(folder, **options))
     assert (folder / JOURNAL).read_bytes() == before
 
 
@@ -317,10 +299,9 @@ def copy_journal(source, folder):
 def early(tmp_path_factory):
     """A folder after the first release of a run that would save at its end."""
     folder = tmp_path_factory.mktemp("early")
-    copy = at(
-        "on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "killed")
-    )  # as a kill would
-    run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[copy, stop()]).train()
+    as_a_kill = lambda *args: shutil.copytree(folder / "run", folder / "killed")
+    copy = cases.at("on_pre_optimizer_step", as_a_kill)
+    run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[copy, cases.stop()]).train()
     return folder / "killed"
 
 
@@ -328,35 +309,22 @@ def test_a_run_killed_after_its_first_step_goes_on_bit_for_bit(early, uninterrup
     folder = copy_of(early, tmp_path)
     assert names(folder) == ["checkpoint-0"]
     assert steps_of(folder).num_steps == 1
-    again(KEY)
+    cases.again(KEY)
     trainer = resumed(folder, changes={"save_steps": 50})
-    assert same(trained(trainer.model), trained(uninterrupted.model))
+    assert cases.same(cases.trained(trainer.model), cases.trained(uninterrupted.model))
     assert steps_of(folder) == trainer.ledger == trainer.plan.ledger()
     assert names(folder) == ["checkpoint-10"]
 
 
-LEFT = {  # of a run that was killed before its first step: what is missing
-    "nothing": ["checkpoint-0", JOURNAL, HEAD],
-    "an empty journal": ["checkpoint-0"],
-    "half a checkpoint": ["checkpoint-0/trainer_state.json"],
-}
-
-
-def empty_journal(folder):
-    taken_away(folder, JOURNAL, HEAD)
-    known_end(folder / JOURNAL)
-
-
-def taken_away(folder, *names):
-    for name in names:
-        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_a_run_that_released_nothing_begins_again(early, tmp_path, name):
+@pytest.mark.parametrize(
+    "left", [["checkpoint-0", JOURNAL, HEAD], ["checkpoint-0"], ["checkpoint-0/trainer_state.json"]]
+)
+def test_a_run_that_released_nothing_begins_again(early, tmp_path, left):
+    """With what a kill before the first step may have left out."""
     folder = copy_of(early, tmp_path)
-    empty_journal(folder)
-    taken_away(folder, *LEFT[name])
+    missing(JOURNAL, HEAD)(folder)
+    known_end(folder / JOURNAL)
+    missing(*left)(folder)
     (folder / "runs").mkdir()  # of a logger
     trainer = resumed(folder, changes={"max_steps": 1})
     assert steps_of(folder) == trainer.ledger == trainer.plan.ledger(1)
@@ -369,7 +337,7 @@ RELEASED = {  # what is missing, and what is said
     "no journal": ([JOURNAL, "checkpoint-0"], "line 1 and those after it are missing"),
     "only the accounting": (
         [JOURNAL, HEAD, "checkpoint-0"],
-        "Other files there are of steps that its journal lacks. Restore",
+        "files there are of steps that its journal lacks. Restore",
     ),
 }
 
@@ -377,19 +345,18 @@ RELEASED = {  # what is missing, and what is said
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_run_that_may_have_released_a_step_does_not(early, tmp_path, name):
     folder = copy_of(early, tmp_path)
-    missing, said = RELEASED[name]
-    taken_away(folder, *missing)
+    lost, said = RELEASED[name]
+    missing(*lost)(folder)
     if "accounting" in name:
         (folder / ACCOUNTING).write_text("of an earlier end")
-    with pytest.raises(CheckpointError, match=said):
-        run(folder).train(resume_from_checkpoint=True)
+    refused(said, run(folder))
 
 
 def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
     """An earlier run whose model may have been kept is not forgotten, and the new one begins with its cost."""
     copy_journal(killed, tmp_path)
     earlier = steps_of(tmp_path)
-    settings = {"privacy": NOISY, "changes": {"max_steps": 1, "save_strategy": "no"}}
+    settings = {"privacy": cases.NOISY, "changes": {"max_steps": 1, "save_strategy": "no"}}
     (tmp_path / ACCOUNTING).write_text("of the run before")
     with pytest.raises(LedgerConflict, match="got one that lacks 8.*dpfunc.checkpoint.journal_ledger"):
         run(tmp_path, **settings).train()
@@ -403,10 +370,9 @@ def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
 def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
     """What another run has spent since cannot be slipped in: the plan was made without it, and it would be lost."""
     earlier, more = (dpfunc.Ledger((dpfunc.Event(0.5, 2.0, steps),)) for steps in (3, 5))
-    run(tmp_path, privacy=NOISY, ledger=earlier, callbacks=[stop(4)]).train()
-    with pytest.raises(CheckpointError, match="Expected the ledger that the run was started with"):
-        run(tmp_path, privacy=NOISY, ledger=more).train(resume_from_checkpoint=True)
-    trainer = resumed(tmp_path, privacy=NOISY, ledger=earlier, callbacks=[stop(6)])
+    run(tmp_path, privacy=cases.NOISY, ledger=earlier, callbacks=[cases.stop(4)]).train()
+    refused("Expected the ledger that the run was started with", run(tmp_path, privacy=cases.NOISY, ledger=more))
+    trainer = resumed(tmp_path, privacy=cases.NOISY, ledger=earlier, callbacks=[cases.stop(6)])
     assert trainer.ledger == earlier.compose(trainer.plan.ledger(trainer.ledger.num_steps - 3))
 
 
@@ -445,7 +411,9 @@ def test_an_interruption_after_a_release_is_counted(tmp_path, monkeypatch):
 def test_a_full_disk_loses_nothing(tmp_path, when):
     """Nor does the accounting that cannot be written hide why a run ended."""
     short = {"max_steps": 2}
-    trainer = run(tmp_path, key=dpfunc.secure_key(), changes=short, callbacks=[at(when, lambda *args: allow(700))])
+    trainer = run(
+        tmp_path, key=dpfunc.secure_key(), changes=short, callbacks=[cases.at(when, lambda *args: allow(700))]
+    )
     try:
         with pytest.raises(NotWritten, match=r"could not be written: .* steps were released and epsilon=\d") as told:
             trainer.train()

@@ -10,23 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+import trainer_cases as cases
 from torch import nn
-from trainer_cases import (
-    NOISY,
-    PRIVACY,
-    Seen,
-    at,
-    classifier,
-    interrupt,
-    labelled,
-    language_model,
-    pad,
-    private,
-    same,
-    texts,
-    trained,
-    training_arguments,
-)
 from transformers import HfArgumentParser, Trainer
 from transformers.utils import logging as transformers_logging
 
@@ -43,12 +28,12 @@ from dpfunc.hf.trainer._run import with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 
-DATA = labelled()
+DATA = cases.labelled()
 
 
 def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
     privacy = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_warn_at=0.8)
-    trainer = private(classifier(), tmp_path, privacy=privacy)
+    trainer = cases.private(cases.classifier(), tmp_path, privacy=privacy)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     warned = [record.getMessage() for record in caplog.records if "Privacy budget" in record.getMessage()]
@@ -60,49 +45,51 @@ def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
 def test_T15_twin_is_an_ordinary_trainer(tmp_path):
     """One label a sample: the mean over samples is the Trainer's own loss, with the same batches and dropout."""
     changes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
-    twin = private(classifier(), tmp_path / "twin", privacy=PrivacyArguments(dp_enabled=False), changes=changes)
+    twin = cases.private(
+        cases.classifier(), tmp_path / "twin", privacy=PrivacyArguments(dp_enabled=False), changes=changes
+    )
     output = twin.train()
-    plain = Trainer(classifier(), training_arguments(tmp_path / "plain", **changes), train_dataset=DATA)
+    plain = Trainer(cases.classifier(), cases.training_arguments(tmp_path / "plain", **changes), train_dataset=DATA)
     plain.train()
     assert output.training_loss == pytest.approx(plain.state.log_history[-1]["train_loss"])
-    ours = trained(twin.model)
-    assert all(torch.allclose(ours[name], value, atol=1e-6) for name, value in trained(plain.model).items())
+    ours = cases.trained(twin.model)
+    assert all(torch.allclose(ours[name], value, atol=1e-6) for name, value in cases.trained(plain.model).items())
     assert not (tmp_path / "twin" / "privacy_journal.jsonl").exists()
 
 
 def test_T15_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path):
-    model = language_model(dropout=0.0)
+    model = cases.language_model(dropout=0.0)
     changes = {"per_device_train_batch_size": 20, "max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 0}
-    twin = private(
-        model, tmp_path, data=texts(), privacy=PrivacyArguments(dp_enabled=False), data_collator=pad,
+    twin = cases.private(
+        model, tmp_path, data=cases.texts(), privacy=PrivacyArguments(dp_enabled=False), data_collator=cases.pad,
         changes={**changes, "optim": "sgd"},
     )  # fmt: skip
     twin.train()
-    by_hand = language_model(dropout=0.0)
-    losses = [by_hand(**pad([record])).loss for record in texts()]  # 3 batches of 20: all records
+    by_hand = cases.language_model(dropout=0.0)
+    losses = [by_hand(**cases.pad([record])).loss for record in cases.texts()]  # 3 batches of 20: all records
     torch.stack(losses).mean().backward()
-    ours = trained(model)
+    ours = cases.trained(model)
     for name, param in by_hand.named_parameters():
         assert torch.allclose(ours[name], param.detach() - param.grad, atol=1e-5), name
 
 
 def test_T2_dry_run_trains_nothing(tmp_path, capsys):
-    model = classifier()
-    trainer = private(model, tmp_path, privacy=dataclasses.replace(NOISY, dp_dry_run=True))
+    model = cases.classifier()
+    trainer = cases.private(model, tmp_path, privacy=dataclasses.replace(cases.NOISY, dp_dry_run=True))
     output = trainer.train()
     assert "10 steps, expected batch 12 of 60 records" in capsys.readouterr().out
     assert output.metrics["privacy/planned_epsilon"] == trainer.plan.guarantee().epsilon
-    assert same(trained(model), trained(classifier()))
+    assert cases.same(cases.trained(model), cases.trained(cases.classifier()))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("privacy", [NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
+@pytest.mark.parametrize("privacy", [cases.NOISY, PrivacyArguments(dp_enabled=False)], ids=["private", "twin"])
 def test_processes_that_do_not_know_each_other_are_refused(tmp_path, monkeypatch, privacy):
     """Each would be a run of its own, with its own noise."""
-    arguments = training_arguments(tmp_path)
+    arguments = cases.training_arguments(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidArgument, match=r"Expected 2 processes, as WORLD_SIZE says, got 1.*use_cpu=True"):
-        DPTrainer(classifier(), arguments, privacy=privacy, train_dataset=DATA)
+        DPTrainer(cases.classifier(), arguments, privacy=privacy, train_dataset=DATA)
 
 
 # Telemetry
@@ -113,13 +100,13 @@ NUM_RECORDS = 97  # a private number, below a public bound
 
 def test_statistics_and_no_side_facts(tmp_path, capsys, caplog):
     """One run, for all of it: released statistics are logged as such, as means over the steps since the line before."""
-    seen, told = Seen(), []
-    keep = at("on_step_end", lambda args, state, control: told.append(trainer._run.state.telemetry))
+    seen, told = cases.Seen(), []
+    keep = cases.at("on_step_end", lambda args, state, control: told.append(trainer._run.state.telemetry))
     names = ["loss:2", "accuracy", "clipped", "norm"]
     trainer = DPTrainer(
-        classifier(), training_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, disable_tqdm=False),
+        cases.classifier(), cases.training_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, disable_tqdm=False),
         privacy=PrivacyArguments(**VALUES, dp_telemetry=names, dp_dataset_size=120),
-        train_dataset=labelled(NUM_RECORDS), callbacks=[seen, keep],
+        train_dataset=cases.labelled(NUM_RECORDS), callbacks=[seen, keep],
     )  # fmt: skip
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_info()
@@ -189,7 +176,7 @@ def budget(tmp_path):
 
 def trainer(budget, folder, **options):
     changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    return private(classifier(), folder, privacy=PRIVACY, changes=changes, budget=budget, **options)
+    return cases.private(cases.classifier(), folder, privacy=cases.PRIVACY, changes=changes, budget=budget, **options)
 
 
 def test_a_run_reserves_and_settles(budget, tmp_path):
@@ -207,7 +194,7 @@ def test_a_run_reserves_and_settles(budget, tmp_path):
 
 
 def test_an_interrupted_run_stays_charged_and_goes_on(budget, tmp_path):
-    run = trainer(budget, tmp_path / "run", callbacks=[at("on_pre_optimizer_step", interrupt, 5)])
+    run = trainer(budget, tmp_path / "run", callbacks=[cases.at("on_pre_optimizer_step", cases.interrupt, 5)])
     with pytest.raises(KeyboardInterrupt):
         run.train()
     account = budget.account()

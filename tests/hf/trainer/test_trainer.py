@@ -9,25 +9,8 @@ import random
 
 import pytest
 import torch
+import trainer_cases as cases
 from torch.utils.data import DataLoader, IterableDataset, default_collate
-from trainer_cases import (
-    NOISY,
-    PRIVACY,
-    Seen,
-    adapted,
-    again,
-    classifier,
-    labelled,
-    language_model,
-    pad,
-    plain_loop,
-    private,
-    same,
-    stop,
-    texts,
-    trained,
-    training_arguments,
-)  # fmt: skip
 from transformers import Trainer, get_linear_schedule_with_warmup
 
 import dpfunc
@@ -40,8 +23,8 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
 
-DATA = labelled()
-TEXTS = texts()
+DATA = cases.labelled()
+TEXTS = cases.texts()
 VALUES = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3, "dp_max_grad_norm": 1.0}
 KEY = dpfunc.insecure_key
 
@@ -66,10 +49,16 @@ def columns(records):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run over a budget with checkpoints, evaluation and a logger."""
-    folder, seen = tmp_path_factory.mktemp("finished"), Seen()
+    folder, seen = tmp_path_factory.mktemp("finished"), cases.Seen()
     changes = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "epoch"}
-    trainer = private(
-        classifier(), folder, key=KEY(1), privacy=PRIVACY, changes=changes, callbacks=[seen], eval_dataset=DATA[:10]
+    trainer = cases.private(
+        cases.classifier(),
+        folder,
+        key=KEY(1),
+        privacy=cases.PRIVACY,
+        changes=changes,
+        callbacks=[seen],
+        eval_dataset=DATA[:10],
     )
     return trainer, trainer.train(), seen, folder
 
@@ -82,42 +71,26 @@ def test_L19_trainer_equals_a_plain_loop(finished):
         optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0, fused=True)
         return optimizer, get_linear_schedule_with_warmup(optimizer, 0, 10)
 
-    by_hand = plain_loop(classifier(), DATA, columns, trainer.plan, KEY(1), adamw)
+    by_hand = cases.plain_loop(cases.classifier(), DATA, columns, trainer.plan, KEY(1), adamw)
     assert output.global_step == 10
-    assert same(trained(trainer.model), by_hand)
-    assert not same(trained(trainer.model), trained(classifier()))
+    assert cases.same(cases.trained(trainer.model), by_hand)
+    assert not cases.same(cases.trained(trainer.model), cases.trained(cases.classifier()))
 
 
 def test_T1_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_path):
     """One record is expected in a batch: some draws are empty, and are steps like others. Optimizer and schedule given."""
-    model = language_model()
+    model = cases.language_model()
     changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 12}
     optimizers = sgd(model.parameters())
-    trainer = private(
-        model, tmp_path, key=KEY(2), data=TEXTS, changes=changes, data_collator=pad, optimizers=optimizers
+    trainer = cases.private(
+        model, tmp_path, key=KEY(2), data=TEXTS, changes=changes, data_collator=cases.pad, optimizers=optimizers
     )
     trainer.train()
     sizes = [len(trainer.plan.sampler.indices(KEY(2), step)) for step in range(12)]
     assert 0 in sizes
     assert max(sizes) > 1
-    by_hand = plain_loop(language_model(), TEXTS, pad, trainer.plan, KEY(2), sgd, microbatch_size=1)
-    assert same(trained(trainer.model), by_hand)
-
-
-def test_peft_adapters_alone_are_trained_and_saved(tmp_path):
-    from peft import PeftModel
-
-    model = adapted()
-    trainer = private(
-        model, tmp_path, key=KEY(3), data=TEXTS, data_collator=pad, optimizers=sgd(model.parameters()),
-        changes={"max_steps": 3, "save_strategy": "steps", "save_steps": 3},
-    )  # fmt: skip
-    trainer.train()
-    ours = trained(model)
-    assert all("lora" in name for name in ours)
-    assert same(ours, plain_loop(adapted(), TEXTS, pad, trainer.plan, KEY(3), sgd))
-    opened = PeftModel.from_pretrained(language_model(), tmp_path / "checkpoint-3")
-    assert all(torch.equal(p, ours[name]) for name, p in opened.named_parameters() if "lora" in name)
+    by_hand = cases.plain_loop(cases.language_model(), TEXTS, cases.pad, trainer.plan, KEY(2), sgd, microbatch_size=1)
+    assert cases.same(cases.trained(trainer.model), by_hand)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +106,13 @@ def test_L6_T6_memory_and_speed_change_no_result(finished_short, tmp_path, priva
     trainer = short(tmp_path, privacy=PrivacyArguments(**VALUES, **privacy), **changes)
     assert trainer.logical_batch_size == 12
     trainer.train()
-    for name, value in trained(trainer.model).items():
+    for name, value in cases.trained(trainer.model).items():
         assert torch.allclose(value, finished_short[name], atol=1e-6), name
 
 
-def short(folder, model=None, privacy=NOISY, **changes):
-    return private(
-        language_model(dropout=0.0) if model is None else model, folder, key=KEY(4), data=TEXTS, data_collator=pad,
+def short(folder, model=None, privacy=cases.NOISY, **changes):
+    return cases.private(
+        cases.language_model(dropout=0.0) if model is None else model, folder, key=KEY(4), data=TEXTS, data_collator=cases.pad,
         privacy=privacy, changes={"max_steps": 3, "optim": "sgd", **changes},
     )  # fmt: skip
 
@@ -148,15 +121,15 @@ def short(folder, model=None, privacy=NOISY, **changes):
 def finished_short(tmp_path_factory):
     trainer = short(tmp_path_factory.mktemp("short"))
     trainer.train()
-    return trained(trainer.model)
+    return cases.trained(trainer.model)
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_L18_bfloat16(tmp_path, finished_short, how):
     dtype = torch.bfloat16 if how == "weights" else torch.float32
-    model = language_model(dropout=0.0).to(dtype)
+    model = cases.language_model(dropout=0.0).to(dtype)
     short(tmp_path, model, bf16=how == "autocast").train()
-    for name, value in trained(model).items():
+    for name, value in cases.trained(model).items():
         assert value.dtype == dtype
         assert torch.allclose(value.float(), finished_short[name], atol=2e-2), name
 
@@ -165,12 +138,12 @@ def test_L18_bfloat16(tmp_path, finished_short, how):
 def test_L4_L5_shuffled_batches_and_noise_of_the_device(tmp_path):
     """Stopped after three steps. Without a CUDA device there is one source of noise, the secure one. A key that everybody
     knows is told, the loss is logged as unreleased, and the caller's arguments are left alone."""
-    seen = Seen()
+    seen = cases.Seen()
     switches = {"dp_poisson_sampling": False, "dp_secure_mode": False, "dp_log_unreleased": True}
-    privacy, arguments = PrivacyArguments(**VALUES, **switches), training_arguments(tmp_path)
-    again(KEY(5))
+    privacy, arguments = PrivacyArguments(**VALUES, **switches), cases.training_arguments(tmp_path)
+    cases.again(KEY(5))
     trainer = DPTrainer(
-        classifier(), arguments, privacy=privacy, key=KEY(5), train_dataset=DATA, callbacks=[seen, stop(3)]
+        cases.classifier(), arguments, privacy=privacy, key=KEY(5), train_dataset=DATA, callbacks=[seen, cases.stop(3)]
     )
     batch = next(iter(trainer.get_train_dataloader()))  # which is no run
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
@@ -200,8 +173,8 @@ def test_a_public_bound_on_the_number_of_records(tmp_path):
     for number in (60, 50):
         folder = tmp_path / str(number)
         privacy = PrivacyArguments(**VALUES, dp_dataset_size=64)
-        trainer = private(
-            classifier(), folder, key=KEY(3), privacy=privacy, data=DATA[:number], changes={"max_steps": 2}
+        trainer = cases.private(
+            cases.classifier(), folder, key=KEY(3), privacy=privacy, data=DATA[:number], changes={"max_steps": 2}
         )
         trainer.train()
         assert trainer._run.state.num_records == number
@@ -211,7 +184,7 @@ def test_a_public_bound_on_the_number_of_records(tmp_path):
     assert records[60]["dataset_size_is"] == "public bound on the number of records"
     assert EXACT_SIZE not in records[60]["not_covered"]
     with pytest.raises(InvalidArgument, match="at most dp_dataset_size=50 records, got 60"):
-        private(classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_dataset_size=50)).train()
+        cases.private(cases.classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_dataset_size=50)).train()
 
 
 def test_L10_T9_metrics_reach_every_logger(finished):
@@ -259,7 +232,7 @@ def test_L11_accounting_in_each_checkpoint_and_at_the_end(finished):
 
 def test_a_checkpoint_to_publish_holds_no_key(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "save_only_model": True}
-    private(classifier(), tmp_path, key=KEY(6), changes=changes).train()
+    cases.private(cases.classifier(), tmp_path, key=KEY(6), changes=changes).train()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert tmp_path / "checkpoint-1" / "privacy_accounting.json" in files
     assert not any(KEY(6).secret.hex().encode() in path.read_bytes() for path in files)
@@ -270,7 +243,7 @@ def test_L12_T10_training_stops_before_the_breach(tmp_path, caplog):
     earlier = Ledger((dpfunc.Event(0.2, 1.0, 6),))
     ceiling = earlier.compose(Ledger((dpfunc.Event(0.2, 1.0, 4),))).epsilon(1e-3).epsilon + 0.01
     privacy = PrivacyArguments(**VALUES, dp_max_epsilon=ceiling)
-    trainer = private(classifier(), tmp_path, privacy=privacy, ledger=earlier)
+    trainer = cases.private(cases.classifier(), tmp_path, privacy=privacy, ledger=earlier)
     with caplog.at_level(logging.WARNING):
         output = trainer.train()
     assert output.global_step == 4
@@ -279,12 +252,12 @@ def test_L12_T10_training_stops_before_the_breach(tmp_path, caplog):
     assert "The budget allows 4 steps" in caplog.text
     assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]  # the schedule knew it
     with pytest.raises(UnreachableBudget):
-        private(classifier(), tmp_path, privacy=privacy, ledger=trainer.ledger).train()
+        cases.private(cases.classifier(), tmp_path, privacy=privacy, ledger=trainer.ledger).train()
 
 
 def test_evaluation_is_the_trainers_own(finished, tmp_path):
     trainer, _, _, _ = finished
-    plain = Trainer(trainer.model, training_arguments(tmp_path), eval_dataset=DATA[:10])
+    plain = Trainer(trainer.model, cases.training_arguments(tmp_path), eval_dataset=DATA[:10])
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
@@ -297,7 +270,7 @@ def test_evaluation_is_the_trainers_own(finished, tmp_path):
 def test_overrides_that_replace_private_parts_are_refused(tmp_path, method):
     override = type("Override", (DPTrainer,), {method: lambda self, *args, **kwargs: None})
     with pytest.raises(InvalidArgument, match=f"{method}.*Override"):
-        override(classifier(), training_arguments(tmp_path), privacy=NOISY, train_dataset=DATA)
+        override(cases.classifier(), cases.training_arguments(tmp_path), privacy=cases.NOISY, train_dataset=DATA)
 
 
 class Stream(IterableDataset):
@@ -313,7 +286,7 @@ def draw_elsewhere(records):
     ("options", "message"),
     [
         ({"compute_loss_func": lambda *args, **kwargs: None}, "compute_loss_func"),
-        ({"model_init": classifier}, "model_init"),
+        ({"model_init": cases.classifier}, "model_init"),
         ({"train_dataset": Stream()}, "a length and an index, got train_dataset of type Stream"),
         ({"train_dataset": {"train": DATA}}, r"train_dataset of type dict with the names \['train'\].*one split"),
         ({"train_dataset": DataLoader(DATA)}, "Expected train_dataset to be a data set, got a DataLoader"),
@@ -327,8 +300,8 @@ def draw_elsewhere(records):
     ],
 )
 def test_what_is_no_private_run_is_refused(tmp_path, options, message):
-    values = {"model": classifier(), "privacy": NOISY, "train_dataset": DATA, **options}
-    arguments = training_arguments(tmp_path, max_steps=2)
+    values = {"model": cases.classifier(), "privacy": cases.NOISY, "train_dataset": DATA, **options}
+    arguments = cases.training_arguments(tmp_path, max_steps=2)
     with pytest.raises(InvalidArgument, match=message):
         DPTrainer(args=arguments, **values).train()
     assert not (tmp_path / "privacy_journal.jsonl").exists()
@@ -336,15 +309,15 @@ def test_what_is_no_private_run_is_refused(tmp_path, options, message):
 
 def test_models_that_mix_samples_and_float16_are_refused(tmp_path):
     """A folder that was saved in float16 is read in it; frozen, it does no harm."""
-    mixes = classifier()
+    mixes = cases.classifier()
     mixes.norm = torch.nn.BatchNorm1d(6)
     with pytest.raises(UnsupportedModel, match="BatchNorm"):
-        private(mixes, tmp_path).train()
+        cases.private(mixes, tmp_path).train()
     with pytest.raises(InvalidArgument, match=r"float16.* load the model with from_pretrained\(..., dtype=torch.flo"):
-        private(classifier().half(), tmp_path).train()
+        cases.private(cases.classifier().half(), tmp_path).train()
     assert not (tmp_path / "privacy_journal.jsonl").exists()
-    refuse_model(classifier().half().requires_grad_(False))
-    refuse_model(classifier().bfloat16())
+    refuse_model(cases.classifier().half().requires_grad_(False))
+    refuse_model(cases.classifier().bfloat16())
 
 
 def test_a_trainer_trains_once_and_searches_nothing(finished):
@@ -355,12 +328,3 @@ def test_a_trainer_trains_once_and_searches_nothing(finished):
         trainer.hyperparameter_search()
     with pytest.raises(InvalidArgument, match="trial"):
         trainer.train(trial={"lr": 1})
-
-
-def test_a_loss_of_ones_own_and_a_task_by_name(tmp_path):
-    def squares(forward, params, batch):
-        return forward(params, batch["input_ids"], batch["attention_mask"]).logits.square().sum(1)
-
-    private(classifier(), tmp_path / "own", loss=squares, changes={"max_steps": 1}).train()
-    with pytest.raises(InvalidArgument, match="task to be one of"):
-        private(classifier(), tmp_path / "no", loss="sequence_clasification", changes={"max_steps": 1}).train()

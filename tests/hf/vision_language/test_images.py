@@ -21,7 +21,6 @@ from dpfunc.hf.vision_language._images import flatten_images, image_text_collato
 from dpfunc.hf.vision_language._strategies import image_text_loss, language_layers, prepare, strategy
 from dpfunc.hf.vision_language.tiny_llava import draw, tiny_processor
 from dpfunc.rng import insecure_key
-from dpfunc.sampling.users import group_by_person, mean_over_texts
 from dpfunc.train._dataset import _check_image
 
 QWEN = ("Qwen2-VL", "Qwen2.5-VL")
@@ -105,22 +104,6 @@ def test_arrays_are_fitted_or_refused():
     for wrong in (pixels.float(), pixels.permute(2, 0, 1), pixels[..., 0]):
         with pytest.raises(InvalidArgument, match="colours on the last axis"):
             collate([{**sample, "images": [wrong.numpy()]}])
-
-
-def test_people_as_units():
-    """A person's records with their images in one row."""
-    name = "LLaVA-NeXT"
-    model, collate = collator(name, 2)
-    projector = strategy(model, "projector")
-    people = group_by_person(["ann", "bob", "ann", "cid"], max_texts=2, key=insecure_key(0))
-    batch = collate(samples(name, (1, 2, 0, 2)))
-    case = Case(
-        make_loss_fn(projector.forward, mean_over_texts(image_text_loss)), projector.params, people.batch(batch)
-    )
-    engine_that_equals_the_loop(case)
-    each = make_loss_fn(projector.forward, image_text_loss)(projector.params, batch)
-    expected = torch.stack([(each[0] + each[2]) / 2, each[1], each[3]])
-    torch.testing.assert_close(case.loss_fn(case.params, case.batch), expected)
 
 
 def test_images_in_one_tensor_for_all_samples_are_refused():

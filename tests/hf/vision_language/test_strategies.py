@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from image_text_models import samples
 from models import Case
 from packed import pack
 from torch import nn
@@ -22,14 +24,6 @@ from dpfunc.hf._facts import quantised_layers
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language import _strategies as vision_language
 from dpfunc.hf.vision_language._images import IGNORED, image_text_collator
-from dpfunc.hf.vision_language._strategies import (
-    STRATEGIES,
-    language_layers,
-    prepare,
-    strategy,
-    trained_parameters,
-    unused_parameters,
-)  # fmt: skip
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling._loader import without_rows
@@ -38,9 +32,7 @@ from dpfunc.train._strategy_costs import strategy_table
 from dpfunc.train.config import DataSection
 
 FLOAT = ("full", "lora", "projector")
-COLOURS = ("red", "green", "blue", "yellow")
-
-
+samples_of = partial(samples, "LLaVA 1.5", marked=False)
 UP_TO_TWO = (1, 2, 0, 2)  # images of each of four samples
 
 
@@ -53,18 +45,6 @@ def model_of():
     return roughen(tiny_llava())
 
 
-def samples_of(counts, words=("what", "is", "the", "colour", "?")):
-    """Samples with several lengths of question and answer."""
-    return [
-        {
-            "images": [draw(COLOURS[(i + j) % 4], "circle", 20 + 4 * j, 10 * i + j) for j in range(count)],
-            "prompt": " ".join(words[: 1 + i % 5]),
-            "answer": " ".join(["red", "is", "blue"][: 1 + i % 3]),
-        }
-        for i, count in enumerate(counts)
-    ]
-
-
 def batch_of(processor, images, counts):
     return image_text_collator(processor, max_length=26, max_images=images)(samples_of(counts))
 
@@ -75,7 +55,7 @@ def answer_loss(forward):
 
 def built(name, model):
     options = {"key": insecure_key(0), "rank": 2, "alpha": 4.0} if name in ("lora", "qlora") else {}
-    return strategy(model, name, **options)
+    return vision_language.strategy(model, name, **options)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +64,9 @@ def built(name, model):
 def test_L8_parity(processor, name, other):
     """Every engine gives what single samples give, and the default one does not fall back."""
     if name == "PEFT":
-        forward, params = functionalize(prepare(model_of(), "lora", rank=2, alpha=4.0, train_projector=True).eval())
+        forward, params = functionalize(
+            vision_language.prepare(model_of(), "lora", rank=2, alpha=4.0, train_projector=True).eval()
+        )
         assert sum("multi_modal_projector" in name for name in params) == 4
     else:
         result = built(name, model_of())
@@ -119,9 +101,11 @@ def test_L8_unused_parameters_have_no_gradient(processor):
     truth, auto = truth_of(case), engines.auto()
     assert max(differences(auto, case, truth).values()) < 1e-5
     assert auto.decision(case.loss_fn).engine == "one pass"
-    assert set(without_gradient(truth)) == set(unused_parameters(model))
-    assert set(trained_parameters(model, "full")) == set(params) - set(unused_parameters(model))
-    assert len(unused_parameters(model)) == 18  # the last of two layers, and the norm after it
+    assert set(without_gradient(truth)) == set(vision_language.unused_parameters(model))
+    assert set(vision_language.trained_parameters(model, "full")) == set(params) - set(
+        vision_language.unused_parameters(model)
+    )
+    assert len(vision_language.unused_parameters(model)) == 18  # the last of two layers, and the norm after it
 
 
 @pytest.mark.parametrize("name", FLOAT)
@@ -136,7 +120,7 @@ def test_L8_the_model_is_not_changed(processor, name):
     assert [p.requires_grad for p in model.parameters()] == wanted
     merged = result.merge({n: p + 0.1 for n, p in result.params.items()})
     changed = {n for n, value in merged.state_dict().items() if not torch.equal(value, before[n])}
-    expected = {f"{n}.weight" for n in language_layers(model)} if name == "lora" else set(result.params)
+    expected = {f"{n}.weight" for n in vision_language.language_layers(model)} if name == "lora" else set(result.params)
     assert changed == expected
     assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
     params, batch = {n: p + 0.05 for n, p in nonzero_b(result.params).items()}, batch_of(processor, 1, (1, 1))
@@ -148,29 +132,31 @@ def test_L8_the_model_is_not_changed(processor, name):
 @pytest.mark.parametrize("name", FLOAT)
 def test_L8_prepare_trains_what_the_strategy_trains(name):
     options = {"rank": 2, "alpha": 4.0} if name == "lora" else {}
-    model = prepare(tiny_llava(), name, **options)
+    model = vision_language.prepare(tiny_llava(), name, **options)
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     ours = built(name, tiny_llava()).params
     assert sum(trained.values()) == sum(p.numel() for p in ours.values())
     if name == "lora":
         assert all("language_model" in n and "lora_" in n for n in trained)
-        both = strategy(tiny_llava(), "lora", key=insecure_key(0), rank=2, alpha=4.0, train_projector=True)
+        both = vision_language.strategy(
+            tiny_llava(), "lora", key=insecure_key(0), rank=2, alpha=4.0, train_projector=True
+        )
         whole = [n for n in both.params if "lora_" not in n]
-        assert whole == list(trained_parameters(tiny_llava(), "projector"))
+        assert whole == list(vision_language.trained_parameters(tiny_llava(), "projector"))
     else:
         assert set(trained) == set(ours)
 
 
 def packed_model(projector=False):
     model = model_of()
-    chosen = list(language_layers(model))
+    chosen = list(vision_language.language_layers(model))
     chosen += ["model.multi_modal_projector.linear_1"] if projector else []
     return pack(model, chosen)
 
 
 def test_L8_qlora_parity_over_packed_weights(processor):
     model = packed_model()
-    assert quantised_layers(model) == language_layers(model)
+    assert quantised_layers(model) == vision_language.language_layers(model)
     result = built("qlora", model)
     assert all(p.dtype == torch.float32 for p in result.params.values())
     case = Case(answer_loss(result.forward), nonzero_b(result.params), batch_of(processor, 1, (1, 0, 1, 1)))
@@ -201,7 +187,7 @@ KEYED = {"key": insecure_key(0), "rank": 2, "alpha": 4.0}
 )  # fmt: skip
 def test_L8_what_does_not_fit_is_refused(make, name, options, said):
     with pytest.raises((InvalidArgument, UnsupportedModel), match=said):
-        strategy(make(), name, **options)
+        vision_language.strategy(make(), name, **options)
 
 
 def cells_of(model, rank):
@@ -211,7 +197,7 @@ def cells_of(model, rank):
 
 def test_L8_table():
     cells = cells_of(tiny_llava(), 2)
-    assert tuple(cells) == STRATEGIES
+    assert tuple(cells) == vision_language.STRATEGIES
     for name in FLOAT:
         trained = sum(p.numel() for p in built(name, tiny_llava()).params.values())
         assert (cells[name][0], cells[name][4]) == (f"{trained:,}", f"{0.2 * trained**0.5:.2g}")
