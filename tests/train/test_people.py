@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from text_job import rows, train, write_job, write_rows
@@ -17,9 +16,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import collator, read_records
 from dpfunc.train._dry_run import dry_run
-from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._model import choose_parameters, load_base, load_processing
-from dpfunc.train._recipe import with_shape
+from dpfunc.train._model import load_processing
 from dpfunc.train.tables import read_table, split
 
 UNIT = "one person: all records with the same value of the unit column"
@@ -177,26 +174,6 @@ def test_a_row_that_is_nobodys_is_refused(tmp_path, values, message):
     with pytest.raises(InvalidArgument, match=message) as caught:
         read_table(tmp_path / "mails.jsonl", ["text", "author"], unit="author")
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("flags", [["--strategy", "head"], ["--strategy", "lora", "--top_layers", "1"]])
-def test_frozen_layers_are_computed_once_for_people_as_well(tmp_path, monkeypatch, flags):
-    """What is kept of each record of a person gives the logits of the whole model."""
-    write_job(tmp_path, "text_classification", "bert")
-    monkeypatch.chdir(tmp_path)
-    write_rows("mails.jsonl", authored(40, 9))
-    job = with_shape(read_job("job.yaml", ["--init", "pretrained", "--eval_fraction", "0", *flags, *PEOPLE]))
-    processing = load_processing(job)
-    model = choose_parameters(load_base(job, processing), job).eval()
-    records = read_records(job, processing)
-    computed, _ = compute_frozen(job, model, records, shows=False)
-    whole, kept = (collator(job, processing)(each.units) for each in (records, computed))
-    assert "input_ids" not in kept
-    assert torch.equal(whole.pop("text_mask"), kept.pop("text_mask"))
-    assert torch.equal(whole.pop("labels"), kept.pop("labels"))
-    with torch.no_grad():
-        logits = [model(**{k: v.flatten(0, 1) for k, v in batch.items()}).logits for batch in (whole, kept)]
-    torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
 
 
 def test_a_head_over_people_and_its_twin(tmp_path, monkeypatch):
