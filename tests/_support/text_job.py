@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-TOPICS = {
-    "sport": ["goal", "match", "team", "coach"],
-    "money": ["bank", "shares", "profit", "market"],
-}
+TOPICS = {"sport": ["goal", "match", "team", "coach"], "money": ["bank", "shares", "profit", "market"]}
 COMMON = ["the", "a", "was", "today", "and", "big", "new", "label", ":", "text"]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 
