@@ -87,10 +87,7 @@ class Prepared:
 
 
 def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
-    """Read the tables, find the plan, load the model, and write nothing; what is cheap to refuse comes first.
-
-    Where a recipe needs the number of trained parameters, the model comes before the plan. spent: None for the job's.
-    """
+    """Read the tables, find the plan, load the model, and write nothing; spent: None for what the job says."""
     job = with_shape(job)
     if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
         raise InvalidArgument(
@@ -173,10 +170,8 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
-    """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
-
-    (tests/train/test_dry_run.py::test_the_dry_run_refuses_what_training_refuses)
-    """
+    """Check what can be checked before a table is read, in training as in a dry run. Nothing is written."""
+    # tests/train/test_dry_run.py::test_the_dry_run_refuses_what_training_refuses
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)
     if job.training.report_to not in (None, ("all",), ("none",)):
