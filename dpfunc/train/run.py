@@ -124,7 +124,8 @@ def run_job(
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
     Guarantees:
-        tests/train/test_run.py::test_L21_killed_command_resumes_bit_for_bit, ::test_two_commands_at_the_same_time.
+        tests/checkpoint/test_kills.py::test_killed_runs_go_on_bit_for_bit,
+        tests/train/test_run_folder.py::test_two_commands_at_the_same_time.
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:

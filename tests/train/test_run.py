@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from full_disk import allow
 from text_job import at_events, train, write_job, write_table
-from train_runs import JOURNAL, adapters, files, record, same
+from train_runs import JOURNAL, adapters, files, record
 from trainer_cases import again
 
-from dpfunc.checkpoint.journal import journal_ledger, read_steps
-from dpfunc.hf.trainer._files import is_complete
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.rng import insecure_key
 from dpfunc.train import _run_folder as run_folder
 from dpfunc.train import run as train_job
@@ -36,33 +33,6 @@ def test_T8_the_adapter_opens_with_peft(here):
     assert any(value.abs().max() > 0 for value in trained)
     assert len(adapters("run")) == 2 * len(trained)
     assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
-
-
-@pytest.mark.slow
-def test_L21_killed_command_resumes_bit_for_bit(here):
-    flags = ["--steps", "40", "--save_steps", "5", "--physical_batch_size", "32", "--insecure-seed", "7"]
-    whole = train(*flags, "--output_dir", "whole")
-    assert whole.exit_code == 0, whole.output
-    assert "anybody can guess the noise" in whole.stdout
-    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
-    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600
-    while not any(map(is_complete, Path("killed").glob("checkpoint-[1-9]*"))):
-        assert process.poll() is None, "finished before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not Path("killed/model").exists()
-    taken = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
-    resumed = train(*flags, "--output_dir", "killed", "--resume")
-    assert resumed.exit_code == 0, resumed.output
-    assert same("whole", "killed")
-    after = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
-    assert sum(taken.values()) >= 5
-    assert list(after) == list(taken)
-    assert list(after.values()) == [40]
-    assert record("whole")["epsilon"] == record("killed")["epsilon"]
 
 
 FULL = {  # when the disk is full, for files of how many bytes, what could not be written, steps that were released
