@@ -294,8 +294,11 @@ def same(one, other):
 
 
 def test_a_run_leaves_what_runs_leave(folder, here):
-    for text in ("Spent: epsilon=7.9", "6 steps, add_remove", "BUT anybody can guess the noise", "Saved: run/model, for `dpfunc predict run", "eval_loss: ",
-                 "eval_balanced_accuracy: ", "eval_loss of the shares of their classes for all: 0.6"):  # fmt: skip
+    for text in (
+        "Spent: epsilon=7.9", "6 steps, add_remove", "BUT anybody can guess the noise", "eval_loss: ",
+        "Saved: run/model, for `dpfunc predict run", "eval_balanced_accuracy: ",
+        "eval_loss of the shares of their classes for all: 0.6",
+    ):  # fmt: skip
         assert text in folder[1], text
     values = record("run")
     assert values["epsilon"] <= 8.0
