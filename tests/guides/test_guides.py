@@ -22,7 +22,7 @@ from workers import run as on_processes
 from dpfunc import sampling
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.journal import journal_ledger
-from dpfunc.cli._tune import tune
+from dpfunc.cli._train import tune
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".cache" / "dp_accounting"
