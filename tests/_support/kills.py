@@ -299,6 +299,9 @@ class Tally:
     changes: int = 0
     problems: list[str] = field(default_factory=list)
 
+    def values(self) -> dict[str, int]:
+        return {**vars(self), "problems": len(self.problems)}
+
 
 def begin(kind: Kind, folder: Path) -> None:
     """A new folder for a run."""
@@ -317,24 +320,19 @@ def steps_in(journal: Path, tally: Tally) -> int:
         return STEPS
 
 
-def copied(template: Path, folder: Path) -> None:
-    """A run's folder before its first step."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(template, folder)
-
-
 def fuzz(name: str, points: int, folder: Path, seed: int = 0) -> Tally:
     """Kill runs of one kind until so many processes were killed, and compare each with one that nobody killed."""
     kind, tally, draw, number = KINDS[name], Tally(), random.Random(f"{name} {seed}"), 0
     template, place = folder / "template", folder / "run"
     begin(kind, template)
-    copied(template, place)
+    shutil.copytree(template, place)
     whole = forked(lambda told: kind.go(place, told), None, seed)
     if whole.error:
         raise RuntimeError(f"{name}: {whole.error}")
     tally.changes, expected = whole.changes, journal_ledger(place / kind.journal)
     while tally.kills < points:
-        copied(template, place)
+        shutil.rmtree(place)
+        shutil.copytree(template, place)
         number += 1
         seen: int = 0
         for attempt in range(20):
@@ -376,14 +374,3 @@ def warm(names: Iterable[str], folder: Path) -> None:
         for module in done.value:
             with suppress(ImportError, AttributeError):
                 importlib.import_module(module)
-
-
-def summary(tallies: dict[str, Tally]) -> dict[str, Any]:
-    """The numbers as JSON values."""
-    return {name: {k: v for k, v in vars(tally).items() if k != "problems"} | {"problems": len(tally.problems)}
-            for name, tally in tallies.items()}  # fmt: skip
-
-
-def first_problems(tallies: dict[str, Tally], limit: int = 5) -> str:
-    """The first problems of each kind, for a message."""
-    return "\n".join(problem for tally in tallies.values() for problem in tally.problems[:limit])

@@ -162,10 +162,8 @@ def test_no_text_from_another_folder(here, change, message):
 
 BAD = {
     "num": (["--num", 0], 1, "num >= 1"),
-    "temperature": (["--num", 1, "--temperature", 0], 1, "0 < temperature < inf"),
     "top_p": (["--num", 1, "--top-p", 1.5], 1, "0 < top_p <= 1"),
     "two prompts": (["--num", 1, "--prompt", "a", "--prompts", "job.yaml"], 1, "--prompt or --prompts, got both"),
-    "no table": (["--num", 1, "--prompts", "job.yaml"], 1, "Expected a .jsonl, .csv or .txt file"),
     "misspelt": (["--num", 1, "--temprature", 1], 2, "No such option"),
 }
 
