@@ -320,19 +320,24 @@ def steps_in(journal: Path, tally: Tally) -> int:
         return STEPS
 
 
+def copied(template: Path, folder: Path) -> None:
+    """A run's folder before its first step."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(template, folder)
+
+
 def fuzz(name: str, points: int, folder: Path, seed: int = 0) -> Tally:
     """Kill runs of one kind until so many processes were killed, and compare each with one that nobody killed."""
     kind, tally, draw, number = KINDS[name], Tally(), random.Random(f"{name} {seed}"), 0
     template, place = folder / "template", folder / "run"
     begin(kind, template)
-    shutil.copytree(template, place)
+    copied(template, place)
     whole = forked(lambda told: kind.go(place, told), None, seed)
     if whole.error:
         raise RuntimeError(f"{name}: {whole.error}")
     tally.changes, expected = whole.changes, journal_ledger(place / kind.journal)
     while tally.kills < points:
-        shutil.rmtree(place)
-        shutil.copytree(template, place)
+        copied(template, place)
         number += 1
         seen: int = 0
         for attempt in range(20):
