@@ -37,8 +37,6 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NEW, _THERE = click.Path(path_type=Path), click.Path(exists=True, path_type=Path)
 _RUN = click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True}
-
-
 seed_option: Callable[[Any], Any] = click.option(
     "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
     help="A guessable key, to repeat all of it: for tests and public data.",
@@ -240,9 +238,7 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
 @click.option("--mean-runs", "--mean_runs", type=float, help="With --private: expected number of runs.")
-@click.option(
-    "--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of their number."
-)
+@click.option("--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of their number.")
 @click.option("--score-noise", "--score_noise", type=float, help="With --private: noise of a score, in records.")
 @click.option("--out", type=_NEW, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")

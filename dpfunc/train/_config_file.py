@@ -26,7 +26,6 @@ MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 _ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
 _ALTERNATIVES |= {other: key for key, other in _ALTERNATIVES.items()}
 _NOTHING = ("null", "none")
-
 GRID_KEYS = {
     "learning_rate": ("training", "learning_rate"), "batch_size": ("training", "batch_size"),
     "steps": ("training", "steps"), "rank": ("lora", "rank"),

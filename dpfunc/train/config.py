@@ -370,7 +370,6 @@ _EACH = {
 _OUTSIDE = ("greater_than", "greater_than_equal", "less_than")
 _LONGEST = 200  # characters of a value in a message
 _UNKNOWN = "unexpected_keyword_argument"
-
 _JOBS = TypeAdapter(Job)
 SECTIONS = {
     name: kind

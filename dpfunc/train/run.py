@@ -52,7 +52,7 @@ LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else ta
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
-METRICS = "metrics.json"
+_METRICS = "metrics.json"
 _TWIN = "-no-dp"  # the end of the name of its folder
 NOT_COVERED = (
     "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
@@ -215,7 +215,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
         train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
-        compute_metrics=MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
+        compute_metrics=_MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def _finish(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the metrics, print privacy cost, files and metrics, and return the accounting."""
     job, private, spent = prepared.job, prepared.job.privacy.dp_enabled, dict[str, Any]()
-    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
+    replace_file(folder / _METRICS, json.dumps(measured, indent=1) + "\n")
     cost = "epsilon=inf. This is the twin without privacy."
     if private:
         spent = json.loads((folder / ACCOUNTING).read_text())
@@ -292,7 +292,7 @@ def _finish(
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
     say(f"Saved: {folder / folders.MODEL}, for {how}.")
-    for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
+    for line in (*_metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
         say(line)
     return spent
 
@@ -314,18 +314,18 @@ def classification(prediction: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def regression(prediction: Any) -> dict[str, float]:
+def _regression(prediction: Any) -> dict[str, float]:
     """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all."""
     labels = np.asarray(prediction.label_ids, dtype=np.float64)
     errors = np.asarray(prediction.predictions, dtype=np.float64).reshape(labels.shape) - labels
     return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
 
 
-MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": regression}
+_MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": _regression}
 """Task -> its metrics besides the loss."""
 
 
-def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
+def _metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
     """Lines with the metrics, and with what to compare them with."""
     names = [name for name in ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse") if name in measured]
     lines = [f"{name}: {measured[name]:.4g}" for name in names]
@@ -337,7 +337,7 @@ def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) 
     if not lines or not private:
         return lines
     name = names[-1]
-    reference = json_values(Path(f"{folder}{_TWIN}") / METRICS).get(name)
+    reference = json_values(Path(f"{folder}{_TWIN}") / _METRICS).get(name)
     twin = f"non-private reference, {name} of the twin in {folder}{_TWIN}:"
     none = "non-private reference: none. --no-dp trains the twin, which is as private as its records"
     return [*lines, none if reference is None else f"{twin} {reference:.4g}"]

@@ -408,8 +408,6 @@ BAD = {  # flags or text in place of another -> message
     "few rows": (["--dp_dataset_size", "10000"], "Expected at least half of privacy.dp_dataset_size=10000 records"),
     "a large batch": (["--batch_size", "900"], "900"),
 }  # fmt: skip
-
-
 BAD_IMAGES = {
     "no size": (
         ["--image_size", "null"],

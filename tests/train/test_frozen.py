@@ -35,8 +35,6 @@ def prepared(tmp_path, monkeypatch):
 
 
 FLAGS = {"head": ["--strategy", "head"], "lora": ["--strategy", "lora", "--top_layers", "1"]}
-
-
 PEOPLE = ["--unit_column", "author", "--max_records_per_unit", "3"]
 
 
