@@ -25,12 +25,13 @@ def files(folder):
     return sorted((str(path), path.stat().st_mtime_ns) for path in Path(folder).rglob("*"))
 
 
-def adapters(folder):
-    return load_file(f"{folder}/model/adapter_model.safetensors")
+def weights(folder):
+    (path,) = Path(folder, "model").glob("*.safetensors")
+    return load_file(path)
 
 
 def same(one, two):
-    one, two = adapters(one), adapters(two)
+    one, two = weights(one), weights(two)
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -38,16 +39,21 @@ def record(folder):
     return json.loads(Path(folder, "privacy_accounting.json").read_text())
 
 
+def trained(place, *flags):
+    """What `dpfunc train` prints in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        result = train(*flags)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 @functools.cache
 def _finished():
     place = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, place)
     write_job(place)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        result = train()
-    assert result.exit_code == 0, result.output
-    return place, result.stdout
+    return place, trained(place)
 
 
 def finished_job(place):

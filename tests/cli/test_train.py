@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from text_job import at_events, interrupt_at, run, train, write_job, write_table
-from train_runs import JOURNAL, ROOT, adapters, finished_job, record
+from train_runs import JOURNAL, ROOT, finished_job, record, weights
 
 import dpfunc
 from dpfunc.checkpoint.journal import journal_ledger
@@ -70,7 +70,7 @@ def test_T15_the_twin_has_a_folder_of_its_own(here):
     assert result.exit_code == 0, result.output
     assert "epsilon=inf. This is the twin without privacy" in result.stdout
     assert not Path("run-no-dp/privacy_accounting.json").exists()
-    assert adapters("run-no-dp")
+    assert weights("run-no-dp")
     used = train("--no-dp")
     assert used.exit_code == 1
     assert "run-no-dp" in used.stderr

@@ -13,9 +13,8 @@ import torch
 from feature_jobs import IMAGES, JOBS, TABLE, people, write_csv, write_encoder, write_job, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from text_job import at_events, interrupt_at, run, train
-from train_runs import ROOT, record
+from train_runs import ROOT, record, same, trained, weights
 from trainer_cases import again
 from yaml import safe_load
 
@@ -270,27 +269,14 @@ def folder(request, tmp_path_factory):
     """A folder with a job and its finished run; and what that said."""
     place = tmp_path_factory.mktemp(request.param)
     write_job(place, request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        again(insecure_key(5))  # of the run over the other records
-        result = train("--insecure-seed", 5)
-    assert result.exit_code == 0, result.output
-    return place, result.stdout
+    again(insecure_key(5))  # of the run over the other records
+    return place, trained(place, "--insecure-seed", 5)
 
 
 @pytest.fixture
 def here(folder, monkeypatch):
     monkeypatch.chdir(folder[0])
     return folder[0]
-
-
-def weights(name):
-    return load_file(f"{name}/model/model.safetensors")
-
-
-def same(one, other):
-    one, other = weights(one), weights(other)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_run_leaves_what_runs_leave(folder, here):

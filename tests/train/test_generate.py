@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from text_job import TOPICS, run, train, write_job
+from text_job import TOPICS, run, write_job
+from train_runs import trained
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
@@ -35,10 +36,7 @@ def folder(tmp_path_factory):
     """A private run."""
     place = tmp_path_factory.mktemp("generate")
     write_job(place)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        result = train(*LEARNS)
-    assert result.exit_code == 0, result.output
+    trained(place, *LEARNS)
     return place
 
 

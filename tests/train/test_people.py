@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_job import rows, train, write_job, write_rows
+from train_runs import trained
 
 from dpfunc._utils.validation import signed
 from dpfunc.errors import InvalidArgument
@@ -51,11 +52,7 @@ def finished(tmp_path_factory):
     place = tmp_path_factory.mktemp("people")
     write_job(place)
     write_rows(place / "mails.jsonl", authored())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        result = train(*PEOPLE, "--eval_fraction", 0.2, "--batch_size", 6, "--dp_delta", 1e-2)
-    assert result.exit_code == 0, result.output
-    return place, result.stdout
+    return place, trained(place, *PEOPLE, "--eval_fraction", 0.2, "--batch_size", 6, "--dp_delta", 1e-2)
 
 
 def test_the_accounting_says_that_a_person_is_protected(finished):

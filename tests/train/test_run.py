@@ -11,7 +11,7 @@ import pytest
 import torch
 from full_disk import allow
 from text_job import at_events, train, write_job, write_table
-from train_runs import JOURNAL, adapters, files, record
+from train_runs import JOURNAL, files, record, weights
 from trainer_cases import again
 
 from dpfunc.checkpoint.journal import journal_ledger
@@ -31,7 +31,7 @@ def test_T8_the_adapter_opens_with_peft(here):
     model = PeftModel.from_pretrained(base, here / "run" / "model")
     trained = [value for name, value in model.named_parameters() if "lora_B" in name]
     assert any(value.abs().max() > 0 for value in trained)
-    assert len(adapters("run")) == 2 * len(trained)
+    assert len(weights("run")) == 2 * len(trained)
     assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
 
 
@@ -111,13 +111,13 @@ def test_L9_T5_torchrun_with_one_process(here):
     assert result.returncode == 0, result.stderr[-2000:]
     assert "Spent: epsilon=" in result.stdout
     assert record("launched")["epsilon"] <= 3.0
-    assert adapters("launched")
+    assert weights("launched")
 
 
 def test_L18_bf16_with_gradient_checkpointing(here):
     result = train("--bf16", "--gradient_checkpointing", "--steps", 1, "--output_dir", "narrow")
     assert result.exit_code == 0, result.output
-    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in adapters("narrow").values())
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights("narrow").values())
 
 
 @pytest.mark.parametrize("strategy", ["head", "lora"])
