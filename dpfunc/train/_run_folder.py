@@ -198,7 +198,7 @@ def spent_before(job: Job) -> Ledger | None:
 
 def check_spent_units(job: Job) -> None:
     """Check that the earlier runs that the job counts protected what it protects: costs of two units do not add up."""
-    # tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up
+    # tests/train/test_dataset.py::test_costs_for_records_and_for_people_do_not_add_up
     for name in job.data.spent or () if job.privacy.dp_enabled else ():
         found = _unit_of_run(Path(name))
         any_loop = found is None and job.data.unit_column is None  # a ledger or a journal, which counts rows
