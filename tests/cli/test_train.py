@@ -13,8 +13,19 @@ from pathlib import Path
 import pytest
 import yaml
 from search_cases import MadeUpRuns
-from text_job import at_events, interrupt_at, run, train, write_job, write_table
-from train_runs import JOURNAL, ROOT, finished_job, record, weights
+from text_job import (
+    JOURNAL,
+    ROOT,
+    at_events,
+    finished_job,
+    interrupt_at,
+    record,
+    run,
+    train,
+    weights,
+    write_job,
+    write_table,
+)
 
 import dpfunc
 from dpfunc.accounting import RunCount

@@ -14,8 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from text_job import TOPICS, rows, train, write_job, write_model, write_rows, write_table
-from train_runs import trained
+from text_job import TOPICS, rows, train, trained, write_job, write_model, write_rows, write_table
 from transformers import AutoTokenizer
 
 from dpfunc._utils.validation import signed

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from text_job import train
-from train_runs import MODES, files
+from text_job import MODES, files, train
 
 
 def test_dry_run_writes_nothing(here):

@@ -13,8 +13,7 @@ import torch
 from feature_jobs import IMAGES, JOBS, TABLE, people, write_csv, write_encoder, write_job, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_job import at_events, interrupt_at, run, train
-from train_runs import ROOT, record, same, trained, weights
+from text_job import ROOT, at_events, interrupt_at, record, run, same, train, trained, weights
 from trainer_cases import again
 from yaml import safe_load
 

@@ -8,8 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from text_job import TOPICS, run, write_job
-from train_runs import trained
+from text_job import TOPICS, run, trained, write_job
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts

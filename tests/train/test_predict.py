@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from feature_jobs import people, write_csv, write_job
-from text_job import run
-from train_runs import trained
+from text_job import run, trained
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.predict import predict

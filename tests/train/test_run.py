@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from full_disk import allow
-from text_job import at_events, train, write_job, write_table
-from train_runs import JOURNAL, files, record, weights
+from text_job import JOURNAL, at_events, files, record, train, weights, write_job, write_table
 from trainer_cases import again
 
 from dpfunc.checkpoint.journal import journal_ledger

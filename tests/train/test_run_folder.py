@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_job import at_events, interrupt_at, run, train
-from train_runs import ENVIRONMENT, JOURNAL, MODES, files, record, same
+from text_job import ENVIRONMENT, JOURNAL, MODES, at_events, files, interrupt_at, record, run, same, train
 from trainer_cases import again
 
 from dpfunc.checkpoint._chain import known_end
