@@ -11,7 +11,7 @@ MUSEUM = {
     "noise follows one bound, clipping another": "test_step.py::test_noise_follows_the_bound_of_each_plan",
     "only the last microbatch is counted": "test_clipped.py::test_microbatch_invariance",
     "an empty batch crashes": "test_step.py::test_empty_batch_is_a_step_that_costs",
-    "a checkpoint restores neither bound nor sigma": "checkpoint/test_format.py::test_another_run_is_refused_with_the_difference",
+    "a checkpoint restores neither bound nor sigma": "checkpoint/test_saving.py::test_another_run_is_refused_with_the_difference",
     "one NaN sample turns all parameters NaN": "test_step.py::test_nan_sample_leaves_the_rest_alone",
     "an engine returns the raw gradient": "engines/test_museum_engines.py::test_no_engine_returns_the_raw_gradient",
     "grouped convolution is wrong": "engines/test_museum_engines.py::test_grouped_and_3d_convolutions_are_trained_in_any_order",
