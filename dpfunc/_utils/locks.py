@@ -16,7 +16,6 @@ LOCK_FILE = ".dpfunc.lock"
 _FAR = 2**40  # Windows locks bytes, and others may not read them: one that no file has
 _PAUSE = 0.05
 _ATTEMPTS = 100
-
 _held: set[Path] = set()  # lock files of this process
 
 

@@ -48,10 +48,8 @@ def free_name(parent: Path, step: int) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes.
-
-    (tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed)
-    """
+    """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes."""
+    # tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed
     if path.exists():
         gone = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
         os.rename(path, gone)
@@ -59,10 +57,8 @@ def remove(path: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what killed processes left of saves and removals in a directory: it can hold the key of the run.
-
-    Saves at work stay (tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept).
-    """
+    """Remove what killed processes left of saves and removals: it can hold the key of the run. Saves at work stay."""
+    # tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept
     for path in (*parent.glob(f"{_REMOVING}*"), *filter(abandoned, parent.glob(f"{SAVING}*"))):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -44,10 +44,7 @@ _DIGESTS = ("all machines", "parts of parameters")
 
 
 def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
-    """The layout of a run as JSON values; runs of equal layouts repeat their steps bit for bit.
-
-    It does not contain what the caller must keep the same when resuming: engine, microbatch size.
-    """
+    """The layout of a run as JSON values, without engine and microbatch size: runs of equal ones repeat bit for bit."""
     processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
     alone, held = processes == 1, params.values()
     parts = [f"{p.placements} on {tuple(p.device_mesh.shape)}" if is_dtensor(p) else "whole" for p in held]
@@ -84,9 +81,8 @@ class Note:
 def known_notes(path: Path, count: int) -> list[Note]:
     """All notes of a run that has a checkpoint, at least as many as when it was saved; the first save begins the file.
 
-    Without one a run that took a new key or another layout would look like one that never did
-    (tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed). A line left
-    incomplete by a crash belongs to a resumption that released nothing.
+    A line left incomplete by a crash belongs to a resumption that released nothing
+    (tests/checkpoint/test_resume_policy.py::test_notes_that_were_lost_are_not_read_as_never_resumed).
     """
     try:
         lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else None

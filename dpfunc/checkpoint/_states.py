@@ -54,10 +54,8 @@ class _Slot(NamedTuple):
 
 
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named.
-
-    (tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved)
-    """
+    """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named."""
+    # tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved
     unreadable: list[tuple[str, type]] = []
 
     def part(value: Any, place: str) -> Any:
@@ -119,10 +117,9 @@ def _slots(values: Any) -> tuple[list[_Slot], Any]:
 
 
 def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor | None:
-    """The parameter whose layout a tensor of a state gets: the one that it is about, if they are alike.
+    """The parameter that a tensor of a state is about, whose layout it gets if they are alike.
 
-    A state says what it is about with the name of a parameter among its keys, or as the optimizers of torch do, by
-    number: in the order in which the optimizer got the parameters, `params.values()` unless it knows their names.
+    Its name is among the keys of the state, or its number, as the optimizers of torch number what they got.
     """
     names = [key for key in slot.place if isinstance(key, str) and key in params]
     if not names and slot.place[:1] == ("state",) and len(slot.place) > 2:

@@ -209,10 +209,7 @@ class Journal:
 def check_counted(
     path: Path | str, runs: Mapping[str, Mapping[int, Taken]], ledger: Ledger, *, unjournalled: int = 0
 ) -> None:
-    """Check that the ledger of a run that begins has the steps of all `runs` of its journal, and their adjacency.
-
-    It took `unjournalled` steps before its first line there, which count beside those of the others.
-    """
+    """Check that the ledger of a run that begins has all steps of its journal, beside those before its first line."""
     if not runs:
         return
     wanted = whole_ledger(runs.values())
@@ -248,8 +245,7 @@ def read_steps(
 ) -> dict[str, dict[int, Taken]]:
     """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
 
-    A journal without lines is an error, or, before the first step of a run, "empty". It may have grown since its end
-    was `known`, when a checkpoint was saved.
+    None is an error, or "empty"; since its end was `known`, when a checkpoint was saved, it may have grown.
     """
     path = Path(path)
     lines = chain.read_chain(path)
@@ -343,9 +339,8 @@ def _events(values: Iterable[Any]) -> tuple[Event, ...]:
 def read_spent(paths: Sequence[Path | str] | None) -> Ledger | None:
     """Ledger of earlier runs, the sum over all files; None without paths. Name no run that another one counted.
 
-    They are journals (.jsonl), ledgers (.json), or what runs left as privacy_accounting.json. One that is missing,
-    cannot be read, or has no steps is refused: a misspelt path must not be free
-    (tests/checkpoint/test_journal.py::test_a_killed_run_without_checkpoints_is_counted).
+    They are journals, ledgers, or what runs left as privacy_accounting.json. One that cannot be read or has no steps is
+    refused: a misspelt path must not be free (test_a_killed_run_without_checkpoints_is_counted).
     """
     ledgers = [_spent(Path(path)) for path in paths or ()]
     return ledgers[0].compose(*ledgers[1:]) if ledgers else None

@@ -78,8 +78,7 @@ def save(
         ranks: as given to `make_dp_step`; all their processes call. None is one process.
         optimizer_state: `optimizer.state_dict()`: tensors and DTensors, numbers, strings, lists and dicts. What `load`
             could not read (numbers of numpy, an Enum) is refused here, and named.
-        extra: JSON values of your own.
-        keep: older checkpoints are removed when there are more than this, >= 1.
+        extra: JSON values of your own. keep: older checkpoints are removed when there are more than this, >= 1.
         journal: the file of `Journal`, if the run has one. The checkpoint remembers where it ends, so that `load`
             finds out when lines were lost since.
 
@@ -222,14 +221,12 @@ def load(
 ) -> run.Checkpoint:
     """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
-    In the layout in which it was saved the state that comes back repeats the steps after the checkpoint bit for bit, on
-    the same data, at no cost. In another one (other processes, machine or number of threads) sums round differently:
-    the run goes on with the same noise only when the journal has no step beyond the checkpoint. In all cases the ledger
-    has every step in the journal, so that epsilon never shrinks.
+    In the layout in which it was saved the steps after the checkpoint are repeated bit for bit, on the same data, at no
+    cost. In another one (processes, machine, threads) sums round differently: the run goes on with the same noise only
+    when the journal has no step beyond the checkpoint. In all cases the ledger has every step in the journal.
 
     Args:
-        directory: as given to `save`.
-        plan, data: of this run; must equal the saved ones.
+        directory: as given to `save`. plan, data: of this run; must equal the saved ones.
         params: parameters of the right names, shapes and dtypes; their values do not matter, and their layouts and
             devices are those of the result.
         ranks: as given to `make_dp_step`; all their processes call. None is one process.
@@ -239,18 +236,16 @@ def load(
         journal: the file of `Journal`, read by the process that writes it.
         recharge: steps beyond the checkpoint that cannot be repeated are drawn anew, with a new key, at their cost.
             Save before the next step: until then another crash costs them once more.
-        without_journal: `"refuse"`; or `"new_key"`, so that no noise is used twice and each step is paid for. Steps
-            released after the checkpoint are unknown, and not in its ledger: if there are some, begin a new run whose
-            ledger has them, dp_step.init(params, dpfunc.secure_key(), ledger).
-        later_runs: `"refuse"` or `"ignore"` another run, which continues none of this directory, and began after this
-            one in the journal, or went on from this checkpoint without one. The ledger lacks its steps: if it saw the
-            same records, count both.
+        without_journal: `"refuse"`; or `"new_key"`, so that no noise is used twice. Steps released after the checkpoint
+            are not in its ledger: if there are some, begin a new run with them, dp_step.init(params, key, ledger).
+        later_runs: `"refuse"` or `"ignore"` another run that began after this one in the journal, or went on from this
+            checkpoint without one. The ledger lacks its steps: if it saw the same records, count both.
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
             journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
-        InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
-        UnsupportedModel: several processes with an older torch.
+        InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks. UnsupportedModel:
+            several processes with an older torch.
 
     Guarantees:
         tests/checkpoint/test_saving.py: the resumed run is bit-identical (test_resume_is_bit_identical) and

@@ -58,7 +58,7 @@ class _Source:
 def _read_source(path: Path) -> _Source:
     """Read a record, a ledger or a journal; or, in the folder of a run, the first of record, journal and ledger."""
     journals = sorted((path if path.is_dir() else path.parent).glob("*journal.jsonl"))
-    path = _newest_of(path, journals) if path.is_dir() else path
+    path = _file_of(path, journals) if path.is_dir() else path
     found = read_cost(path)
     if isinstance(found, Ledger):
         return _Source(path, found)
@@ -68,7 +68,7 @@ def _read_source(path: Path) -> _Source:
     return _Source(path, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
 
 
-def _newest_of(folder: Path, journals: list[Path]) -> Path:
+def _file_of(folder: Path, journals: list[Path]) -> Path:
     files: list[Path] = [folder / RECORD_FILE, *(journals if len(journals) == 1 else ()), folder / "ledger.json"]
     there = [file for file in files if file.is_file()]
     if not there:

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import click
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from dpfunc.accounting import Guarantee
 
+_WIDE = 10_000  # of no terminal
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value instead."
 )
@@ -84,9 +84,8 @@ def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
     table, console = Table(*columns, title=title, title_justify="left", show_header=any(header)), Console()
     for row in rows:
         table.add_row(*map(Text, row))
-    with console.capture() as captured:
-        console.print(table)
-    if all(word in captured.get() for cell in chain(header, *rows) for word in cell.split()):
+    wide = console.options.update(max_width=_WIDE)
+    if console.measure(table, options=wide).minimum <= console.width:  # no word is broken
         console.print(table)
         return
     click.echo(title)

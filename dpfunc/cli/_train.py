@@ -1,9 +1,11 @@
-"""The commands `dpfunc train`, `dpfunc generate` and `dpfunc predict`; what they need is imported when they run."""
+"""The commands `dpfunc train`, `tune`, `generate` and `predict`; what they need is imported when they run."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpfunc.cli._output import json_option, print_line, reporting
+from dpfunc.accounting import RunCount
+from dpfunc.accounting.record import listed
+from dpfunc.accounting.selection import SHAPES
+from dpfunc.cli._output import Report, json_option, print_line, print_rows, reporting
 from dpfunc.errors import DPFuncError, InvalidArgument, NotWritten
 
 if TYPE_CHECKING:
     from dpfunc.distributed.ranks import Ranks
+    from dpfunc.train._search import Search
     from dpfunc.train.config import Job
 
 # What torch says when another process is gone or does not answer.
@@ -26,10 +32,11 @@ _LOST = ("closed by peer", "reset by peer", "imed out", "roken pipe", "onnection
 _KEYS = {
     "expected_batch_size": "batch_size", "allow_large_delta=True": "dp_allow_large_delta: true", "delta=": "dp_delta=",
 }  # fmt: skip
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True}
-
-
+_NOTHING = "Nothing was trained, written or spent."
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_NEW, _THERE = click.Path(path_type=Path), click.Path(exists=True, path_type=Path)
+_RUN = click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_FLAGS_OF_A_JOB: dict[str, Any] = {"ignore_unknown_options": True}
 seed_option: Callable[[Any], Any] = click.option(
     "--insecure-seed", "--insecure_seed", type=click.IntRange(min=0),
     help="A guessable key, to repeat all of it: for tests and public data.",
@@ -43,7 +50,7 @@ def check_new(out: Path | None) -> None:
 
 
 @contextmanager
-def keys_of_the_file() -> Iterator[None]:
+def _keys_of_the_file() -> Iterator[None]:
     """Report errors of dpfunc with the keys that the user has written, instead of the names of the library."""
     try:
         yield
@@ -110,8 +117,8 @@ def _processes() -> Iterator[tuple[Ranks | None, bool]]:
     distributed.shutdown()
 
 
-@click.command(context_settings=FLAGS_OF_A_JOB)
-@click.argument("config", type=FILE)
+@click.command(context_settings=_FLAGS_OF_A_JOB)
+@click.argument("config", type=_FILE)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan and an estimate of memory; write nothing.")
 @click.option("--no-dp", "--no_dp", is_flag=True, help="Train the twin without privacy, into OUTPUT_DIR-no-dp.")
@@ -140,7 +147,7 @@ def train(
         values = config_file.override(values, {("privacy", "dp_enabled"): "false"})
     job = job_from_dict(config_file.override(values, given))
     job = twin(job) if no_dp else job
-    with keys_of_the_file(), importing(), _processes() as (_, writes), reporting(as_json, writes) as report:
+    with _keys_of_the_file(), importing(), _processes() as (_, writes), reporting(as_json, writes) as report:
         if dry_run or job.privacy.dp_dry_run:
             from dpfunc.train._dry_run import dry_run as plan_lines
 
@@ -155,11 +162,11 @@ def train(
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@_RUN
 @click.option("--num", "-n", type=int, required=True, help="Texts in all, spread evenly over the prompts.")
 @click.option("--prompt", help="What each text continues; nothing by default.")
-@click.option("--prompts", type=FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
+@click.option("--prompts", type=_FILE, help="A prompt a line (.txt), or `prompt` and other fields (.jsonl).")
+@click.option("--out", type=_NEW, required=True, help="New .jsonl file.")
 @click.option("--max-new-tokens", default=128, show_default=True, help="Longest text.")
 @click.option("--temperature", default=1.0, show_default=True, help="Below 1: likelier words.")
 @click.option("--top-p", default=1.0, show_default=True, help="Only the likeliest words that make up this share.")
@@ -203,9 +210,9 @@ def generate(
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("source", type=click.Path(exists=True, path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="New .jsonl file.")
+@_RUN
+@click.argument("source", type=_THERE)
+@click.option("--out", type=_NEW, required=True, help="New .jsonl file.")
 @json_option
 def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
     """Predict the classes of SOURCE, a table or a folder of images, by the model that `dpfunc train` left in RUN_DIR.
@@ -221,3 +228,136 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
     lines = [json.dumps(found, ensure_ascii=False) + "\n" for found in prediction.predict(run_dir, source)]
     out.write_text("".join(lines), "utf-8")
     print_line(f"{len(lines)} predictions in {out}.", {"num_records": len(lines), "out": str(out)}, as_json)
+
+
+@click.command(context_settings=_FLAGS_OF_A_JOB)
+@click.argument("config", type=_FILE)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.option("--public", type=_THERE, help="Compare on this public table or folder, with the private run's noise.")
+@click.option("--private", is_flag=True, help="Compare on a part of the private table: the budget pays for all runs.")
+@click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
+@click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
+@click.option("--mean-runs", "--mean_runs", type=float, help="With --private: expected number of runs.")
+@click.option("--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of their number.")
+@click.option("--score-noise", "--score_noise", type=float, help="With --private: noise of a score, in records.")
+@click.option("--out", type=_NEW, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
+@click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
+@click.option("--resume", is_flag=True, help="With --private: go on with an interrupted search in output_dir.")
+@seed_option
+@json_option
+def tune(
+    config: Path, flags: tuple[str, ...], public: Path | None, private: bool, grid: tuple[str, ...],
+    factors: str | None, mean_runs: float | None, runs: str, score_noise: float | None, out: Path | None,
+    dry_run: bool, resume: bool, insecure_seed: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Search the learning rate, and what else --grid names, of the job in CONFIG (YAML).
+
+    With --public nothing private is compared: each candidate is trained once on public records, and the best values are
+    written into a new job file for `dpfunc train`. With --private dp_epsilon and dp_delta are the budget of the whole
+    search; the best of a random number of runs is released, and its values, and nothing of the others.
+
+    Every key of CONFIG is a flag as well, as for `dpfunc train`.
+
+    Example: dpfunc tune job.yaml --public public.jsonl
+
+    Example: dpfunc tune job.yaml --private --mean-runs 8 --score-noise 5 --dry-run
+    """
+    _check_options(public, private, {"--mean-runs": mean_runs, "--score-noise": score_noise}, out, resume)
+    with importing():
+        from dpfunc.train import _config_file as config_file
+    given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
+    found = config_file.trials(values, given, config_file.parse_grid(grid, factors))
+    job, _ = found[0]
+    dry_run = dry_run or job.privacy.dp_dry_run
+    with _keys_of_the_file(), importing(), reporting(as_json) as report:
+        from dpfunc.train._search import check_search_folder, prepare_search
+
+        if public is not None:
+            target = config.with_suffix(".tuned.yaml") if out is None else out
+            check_new(target)
+            search = prepare_search(found, public=public, shows=True)
+            _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
+        else:
+            check_search_folder(job, resume)
+            count = RunCount(mean_runs or 0.0, SHAPES[runs])
+            search = prepare_search(found, runs=count, score_noise=score_noise or 0.0, shows=True)
+            _search_private(search, dry_run, resume, insecure_seed, report)
+
+
+def _check_options(
+    public: Path | None, private: bool, costs: dict[str, float | None], out: Path | None, resume: bool
+) -> None:
+    """Check that all options are of one of the two kinds of search, and that those of its cost are there."""
+    if (public is not None) == private:
+        raise click.UsageError("Expected either --public FILE or --private.")
+    for name, value in costs.items():
+        if (value is None) == private:
+            missing = (
+                f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
+                "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
+            )
+            raise click.UsageError(missing if private else f"Expected {name} with --private only.")
+    if private and out is not None:
+        raise click.UsageError("Expected --out with --public only.")
+    if resume and not private:
+        raise click.UsageError("Expected --resume with --private only.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
+
+
+def _search_public(
+    search: Search, values: dict[str, Any], out: Path, dry_run: bool, insecure_seed: int | None, report: Report
+) -> None:
+    """Compare the candidates on public records, and write the job of the best one."""
+    import yaml
+    from rich.console import Console
+    from rich.progress import track
+
+    from dpfunc.train._search import MEANING, noise_of, run_public, tuned
+
+    there, held_out = len(search.records.train), len(search.records.evaluation)
+    report.say(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
+    if there < search.size:
+        report.say(
+            "Fewer public records than private ones: batches and noise are those of the private run, but records are "
+            "seen more often, so the best values for few steps may be missed."
+        )
+    rows = [{**each.values, "noise_multiplier": noise_of(each.plan)} for each in search.candidates]
+    if not dry_run:
+        found = run_public(search, insecure_seed)
+        shown = track(found, "public search", total=len(rows), console=Console(file=sys.stderr))
+        rows = [{**row, "score": score} for row, score in zip(rows, shown, strict=True)]
+    print_rows("Candidates", [*rows[0]], [tuple(f"{value:.4g}" for value in row.values()) for row in rows])
+    if dry_run:
+        report.say(_NOTHING)
+        report.values["search"] = {"candidates": rows, "best": None, "out": None}
+        return
+    best = max(range(len(rows)), key=lambda number: rows[number]["score"])
+    chosen = search.candidates[best]
+    out.write_text(yaml.safe_dump(tuned(values, chosen.prepared.job), sort_keys=False, allow_unicode=True), "utf-8")
+    meaning = MEANING[search.job.task]
+    report.say(f"score: {meaning}, divided by their number; one run each, on public records: nothing was spent.")
+    report.say(f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}")
+    report.values["search"] = {"candidates": rows, "best": best, "out": str(out)}
+
+
+def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
+    """Do a private search, or show its plan."""
+    from rich.console import Console
+
+    from dpfunc.train._search import interrupted_search, outcome_lines, run_search, search_lines
+
+    for line in search_lines(search):
+        report.say(line)
+    if dry_run:
+        report.say(_NOTHING)
+        return
+    try:
+        with Console(file=sys.stderr).status("private search"):  # a bar or a time would tell the number of runs
+            outcome = run_search(search, resume=resume, insecure_seed=insecure_seed)
+    except KeyboardInterrupt:
+        click.echo(f"\n{interrupted_search(search.job)}", err=True)
+        raise
+    report.values["record"] = json.loads(outcome[0].to_json())
+    for line in outcome_lines(outcome, search.job.output_dir, insecure_seed):
+        report.say(line)

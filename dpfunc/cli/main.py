@@ -17,8 +17,7 @@ from dpfunc.cli._budget import budget
 from dpfunc.cli._evidence import audit, certify, verify
 from dpfunc.cli._ledger import ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
-from dpfunc.cli._train import generate, predict, train
-from dpfunc.cli._tune import tune
+from dpfunc.cli._train import generate, predict, train, tune
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 

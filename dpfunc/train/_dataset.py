@@ -88,10 +88,8 @@ class PadRight:
 
 
 def read_records(job: Job, processing: Any) -> Records:
-    """Read the training and evaluation records of a job; messages name a row by its number.
-
-    One person more changes nothing of others (test_one_person_more_changes_nothing_of_the_others).
-    """
+    """Read the training and evaluation records of a job; messages name a row by its number."""
+    # tests/train/test_dataset.py::test_one_person_more_changes_nothing_of_the_others
     data, unit = job.data, job.data.unit_column
     table = _table(job, processing, data.train, unit, job.deduplicates)
     train, held_out = _split(job, table)

@@ -156,9 +156,8 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
     """Run the first steps of a job again, with the key of its run, on its records and on neighbours. UNRELEASED.
 
     Returns:
-        The replay and its values, which say how far the folder is what its job does: `run` is the fingerprint of the
-        key, `reproduced` the number of steps that the journal has with the same release, bit for bit; `weights` are
-        digests of the model, if all steps were replayed, and `same_model` says that they are those in the folder.
+        The replay, and its values: `run` is the fingerprint of the key, `reproduced` the number of steps that the
+        journal has with the same release, bit for bit; `weights` are digests of the model, if all steps were replayed.
     """
     with tempfile.TemporaryDirectory() as name:
         prepared, key = _prepared(run, Path(name) / "run")
@@ -175,10 +174,7 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
 
 
 def audit(run: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
-    """Train the job of a run folder anew, with canaries in gradients: the audit, and its values.
-
-    It is one more run on the same records: what is published of it costs what its steps cost.
-    """
+    """Train the job of a run folder anew, with canaries in gradients: the audit, and its values. It is one more run."""
     planted = Planted(key, count)
 
     def begin(run: runs.Run) -> runs.Run:

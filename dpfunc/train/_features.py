@@ -114,11 +114,9 @@ class TableFeatures:
 
 @dataclass(frozen=True)
 class ScatteringFeatures:
-    """Scattering coefficients of an image, each group of channels with mean 0 and variance 1, less where it is faint.
+    """Scattering coefficients of an image, each group of channels with mean 0, and variance 1 or less if faint."""
 
-    Guarantees:
-        tests/train/test_features.py::test_an_image_is_encoded_alone.
-    """
+    # tests/train/test_features.py::test_an_image_is_encoded_alone
 
     height: int
     width: int
@@ -239,10 +237,7 @@ _ENCODER = "encoder"  # folder beside the weights of the head
 class FeatureClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
     """A `Head` on features, or a network with one hidden layer on the same rows, brought to unit variance.
 
-        logits = W unit_rows(x);    logits = V relu(U sqrt(k + 1) unit_rows(x) + u) + v
-
-    Args:
-        config: with `num_features`, `num_labels`, and `hidden` neurons, 0 for a head.
+    logits = W unit_rows(x);    logits = V relu(U sqrt(k + 1) unit_rows(x) + u) + v;    config.hidden is 0 for a head
     """
 
     base_model_prefix = ""

@@ -22,12 +22,9 @@ _BYTES = {"features": 4, "hidden": 2}  # of a number
 def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, list[str]]:
     """Records with the outputs of the frozen part in the place of their tokens, where that part is known; and a line.
 
-    Each record is computed alone and without dropout: what is kept is a function of this record, and costs no privacy.
-    A head is trained on features; adapters in the highest layers on the hidden states below them.
-
-    Guarantees:
-        tests/train/test_frozen.py: the model gives the same logits (test_logits_are_those_of_the_whole_model), also
-        for a record among others (test_a_record_is_computed_alone), within the memory (test_the_limit).
+    Each is computed alone and without dropout: what is kept is a function of this record, and costs no privacy
+    (tests/train/test_frozen.py: test_a_record_is_computed_alone, test_logits_are_those_of_the_whole_model,
+    test_the_limit).
     """
     peft: Any = model
     base = peft.get_base_model() if hasattr(peft, "get_base_model") else model

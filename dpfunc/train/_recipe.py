@@ -46,11 +46,8 @@ def _pooling(job: Job) -> Literal["model", "mean"]:
 def with_recipe(
     job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None = None
 ) -> tuple[Job, Recipe | None]:
-    """The job with the values that it leaves out, and the recipe they come from; None if it leaves out nothing.
-
-    What is given stays (tests/train/test_recipe.py::test_what_is_given_stays). The recipe is for what earlier runs have
-    left of the budget.
-    """
+    """The job with the values that it leaves out, and the recipe for the rest of the budget, or None."""
+    # What is given stays: tests/train/test_recipe.py::test_what_is_given_stays
     training, missing = job.training, job.training.missing
     if not missing:
         return job, None

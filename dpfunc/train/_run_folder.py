@@ -71,10 +71,8 @@ def trained_on(folder: Path) -> Path:
 
 
 def recorded_job(job: Job) -> Job:
-    """The job of a run that is resumed, with the values that its recipe gave when it began, whatever it gives now.
-
-    What changes nothing that is trained is as in `job` (test_a_resumed_run_has_the_recorded_values).
-    """
+    """The job of a run that is resumed, with the values that its recipe gave; what is free as in `job`."""
+    # tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values
     _, filled, _ = _read_job_file(Path(job.output_dir))
     for section, values in job_to_dict(job).items():
         if isinstance(values, dict):
@@ -87,8 +85,7 @@ def recorded_job(job: Job) -> Job:
 def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     """Check that a run can begin in the output folder, or that it holds the run to resume.
 
-    Without a released step it begins again, with --resume or without
-    (tests/train/test_run_folder.py::test_a_run_killed_before_its_first_step_begins_again).
+    Without a released step it begins again: test_a_run_killed_before_its_first_step_begins_again.
     """
     folder = Path(job.output_dir)
     _check_writable(folder)
@@ -171,10 +168,8 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
 
 
 def check_accounting(folder: Path) -> None:
-    """Check, before a model is saved, that its accounting has every step in the journal of the folder.
-
-    (tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal)
-    """
+    """Check, before a model is saved, that its accounting has every step in the journal of the folder."""
+    # tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken, counted = journal_ledger(journal), Record.from_json(path.read_bytes()).ledger
     if counted != taken:
@@ -202,11 +197,8 @@ def spent_before(job: Job) -> Ledger | None:
 
 
 def check_spent_units(job: Job) -> None:
-    """Check that the earlier runs that the job counts protected what it protects.
-
-    Under noise for people, a record may move a step by more than it may under noise for records, and the reverse
-    (tests/train/test_people.py::test_costs_for_records_and_for_people_do_not_add_up).
-    """
+    """Check that the earlier runs that the job counts protected what it protects: costs of two units do not add up."""
+    # tests/train/test_dataset.py::test_costs_for_records_and_for_people_do_not_add_up
     for name in job.data.spent or () if job.privacy.dp_enabled else ():
         found = _unit_of_run(Path(name))
         any_loop = found is None and job.data.unit_column is None  # a ledger or a journal, which counts rows

@@ -119,9 +119,9 @@ def prepare_search(
 ) -> Search:  # fmt: skip
     """Load everything, and find the noise of each candidate; write nothing.
 
-    On public records each candidate has noise, batch size and steps of the private run, on as many records at most
-    (tests/train/test_search.py::test_public_runs_have_the_noise_of_the_private_run). On private records the whole
-    search costs the budget of the job (tests/train/test_search.py::test_the_whole_search_costs_the_budget).
+    On public records each has noise, batch size and steps of the private run (tests/train/test_search.py,
+    test_public_runs_have_the_noise_of_the_private_run); a private search costs the budget of the job
+    (test_the_whole_search_costs_the_budget).
     """
     job = trials[0][0]
     _check(job, public)
@@ -189,10 +189,9 @@ def load(
     trials: Sequence[tuple[Job, float]], processing: Any, records: Records, size: int, *, spent: Ledger | None = None,
     runs: RunCount | None = None, score_noise: float = 0.0, shows: bool = False,
 ) -> tuple[Candidate, ...]:  # fmt: skip
-    """Load the models of a grid, find the noise, and fill in what the recipe gives.
+    """Load the models of a grid, find the noise, and fill in what the recipe gives for the epsilon of one run.
 
-    Candidates have a noise multiplier instead of an epsilon: with which all runs together cost the budget, or, without
-    `runs`, each alone. A learning rate that the recipe gives is that for the epsilon of one run.
+    The noise is that with which all runs together cost the budget, or, without `runs`, each alone.
     """
     models: dict[int, tuple[nn.Module, Records]] = {}
     alone: list[Plan] = []  # plans with which one run would spend the whole budget
@@ -297,11 +296,8 @@ def _quiet() -> Iterator[None]:
 
 
 def score(prepared: Prepared, model: Any, rows: Sequence[Mapping[str, Any]]) -> float:
-    """The sum of the scores of records, each of them between 0 and 1; private, see `noisy`.
-
-    Each is computed alone, so one more changes no other summand
-    (tests/train/test_search.py::test_one_record_changes_the_score_by_at_most_one).
-    """
+    """The sum of the scores of records, each computed alone and between 0 and 1; private, see `noisy`."""
+    # tests/train/test_search.py::test_one_record_changes_the_score_by_at_most_one
     model.train(False)
     device = next(model.parameters()).device
     collate = collator(prepared.job, prepared.processing)

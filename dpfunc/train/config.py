@@ -370,7 +370,6 @@ _EACH = {
 _OUTSIDE = ("greater_than", "greater_than_equal", "less_than")
 _LONGEST = 200  # characters of a value in a message
 _UNKNOWN = "unexpected_keyword_argument"
-
 _JOBS = TypeAdapter(Job)
 SECTIONS = {
     name: kind
@@ -416,10 +415,7 @@ def twin(job: Job) -> Job:
 
 
 def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
-    """The first problem of an error of pydantic as an error of this library, about a key or a flag; unknown keys first.
-
-    A list or a section in a wrong place is not shown, since it may hold anything; nor is a long text.
-    """
+    """The first problem of an error of pydantic about a key or a flag, unknown keys first; nothing long is shown."""
     problem = min(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
     kind, place, value = problem["type"], problem["loc"], problem["input"]
     name, last = flag or ".".join(map(str, place)), str(place[-1] if place else "")

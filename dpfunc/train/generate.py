@@ -108,10 +108,7 @@ def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:
-    """Prompts, each with fields that go into its texts' lines, e.g. a label; without any, texts start with nothing.
-
-    Of one text; or of a .txt with a prompt a line, or a .jsonl with `prompt` and other fields.
-    """
+    """Prompts, each with fields for its texts' lines: one text, or those of a .txt with one a line, or of a .jsonl."""
     if prompt is not None and file is not None:
         raise InvalidArgument("Expected --prompt or --prompts, got both.")
     if file is None:

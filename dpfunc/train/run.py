@@ -52,7 +52,7 @@ LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else ta
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
-METRICS = "metrics.json"
+_METRICS = "metrics.json"
 _TWIN = "-no-dp"  # the end of the name of its folder
 NOT_COVERED = (
     "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
@@ -87,10 +87,7 @@ class Prepared:
 
 
 def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
-    """Read the tables, find the plan, load the model, and write nothing; what is cheap to refuse comes first.
-
-    Where a recipe needs the number of trained parameters, the model comes before the plan. spent: None for the job's.
-    """
+    """Read the tables, find the plan, load the model, and write nothing; spent: None for what the job says."""
     job = with_shape(job)
     if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
         raise InvalidArgument(
@@ -127,7 +124,8 @@ def run_job(
         What `privacy_accounting.json` holds; {} for the twin without privacy, and on processes that do not write.
 
     Guarantees:
-        tests/train/test_run.py::test_L21_killed_command_resumes_bit_for_bit, ::test_two_commands_at_the_same_time.
+        tests/checkpoint/test_kills.py::test_killed_runs_go_on_bit_for_bit,
+        tests/train/test_run_folder.py::test_two_commands_at_the_same_time.
     """
     ranks, folder = distributed.from_environment(LONGEST_WAIT), Path(job.output_dir)
     with ExitStack() as held:
@@ -173,10 +171,8 @@ def save_model(folder: Path, model: Any, processing: Any) -> None:
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
-    """Check what can be checked before a table is read, in training as in a dry run. Nothing is written.
-
-    (tests/train/test_dry_run.py::test_the_dry_run_refuses_what_training_refuses)
-    """
+    """Check what can be checked before a table is read, in training as in a dry run. Nothing is written."""
+    # tests/train/test_dry_run.py::test_the_dry_run_refuses_what_training_refuses
     if job.privacy.dp_enabled:
         refuse_environment(os.environ)
     if job.training.report_to not in (None, ("all",), ("none",)):
@@ -219,7 +215,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
         train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
-        compute_metrics=MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
+        compute_metrics=_MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
     )  # fmt: skip
 
 
@@ -276,7 +272,7 @@ def _finish(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the metrics, print privacy cost, files and metrics, and return the accounting."""
     job, private, spent = prepared.job, prepared.job.privacy.dp_enabled, dict[str, Any]()
-    replace_file(folder / METRICS, json.dumps(measured, indent=1) + "\n")
+    replace_file(folder / _METRICS, json.dumps(measured, indent=1) + "\n")
     cost = "epsilon=inf. This is the twin without privacy."
     if private:
         spent = json.loads((folder / ACCOUNTING).read_text())
@@ -296,7 +292,7 @@ def _finish(
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
     say(f"Saved: {folder / folders.MODEL}, for {how}.")
-    for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
+    for line in (*_metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
         say(line)
     return spent
 
@@ -318,18 +314,18 @@ def classification(prediction: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def regression(prediction: Any) -> dict[str, float]:
+def _regression(prediction: Any) -> dict[str, float]:
     """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all."""
     labels = np.asarray(prediction.label_ids, dtype=np.float64)
     errors = np.asarray(prediction.predictions, dtype=np.float64).reshape(labels.shape) - labels
     return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
 
 
-MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": regression}
+_MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": _regression}
 """Task -> its metrics besides the loss."""
 
 
-def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
+def _metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
     """Lines with the metrics, and with what to compare them with."""
     names = [name for name in ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse") if name in measured]
     lines = [f"{name}: {measured[name]:.4g}" for name in names]
@@ -341,7 +337,7 @@ def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) 
     if not lines or not private:
         return lines
     name = names[-1]
-    reference = json_values(Path(f"{folder}{_TWIN}") / METRICS).get(name)
+    reference = json_values(Path(f"{folder}{_TWIN}") / _METRICS).get(name)
     twin = f"non-private reference, {name} of the twin in {folder}{_TWIN}:"
     none = "non-private reference: none. --no-dp trains the twin, which is as private as its records"
     return [*lines, none if reference is None else f"{twin} {reference:.4g}"]

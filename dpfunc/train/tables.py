@@ -185,11 +185,8 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
 def split(
     rows: Sequence[Row], fraction: float, seed: int, unit: str | None = None
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training and held-out rows; each row's side is decided by the row alone, or, with `unit`, by whose it is.
-
-    So neighbouring tables have neighbouring training parts, which a shuffle of the whole table would not give
-    (tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there).
-    """
+    """Training and held-out rows; each row's side is decided by the row alone, or, with `unit`, by whose it is."""
+    # tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there
     sides: tuple[list[Row], list[Row]] = [], []
     for row in rows:
         text = json.dumps([seed, sorted(row.items() if unit is None else [(unit, row[unit])])])
@@ -231,10 +228,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_images(folder: Path, labels: Sequence[str], label_column: str, *, deduplicate: bool) -> Table:
-    """The images of `folder/class/*.png|jpg`: a row has the path below the folder, a digest of the file, the class.
-
-    Files are numbered class by class, in the order of their names; equal files of one class are duplicates.
-    """
+    """The images of `folder/class/*.png|jpg`, class by class: path in the folder, digest of the file, class."""
     there = {path.name for path in folder.glob("*/")}
     lacking, others = sorted({*labels} - there), there - {*labels}
     if lacking or others:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from text_job import write_job
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -237,7 +238,7 @@ def by_command(folder: Path, told: Told) -> str:
         return trainer
 
     train_job.make_trainer = made
-    command = ["train", "job.yaml", "--insecure-seed", "3"]
+    command = ["train", "job.yaml", "--insecure-seed", "3", *FLAGS]
     ways = [([], "Go on with the run there: --resume"), (["--resume"], "found none. Start it without --resume")]
     for flags, other in ways if os.getpid() % 2 else reversed(ways):
         done = CliRunner().invoke(main, [*command, *flags])
@@ -259,23 +260,18 @@ def counting(told: Told) -> Any:
     return type("Counting", (TrainerCallback,), {"on_pre_optimizer_step": lambda *args, **kwargs: told() and None})()
 
 
-JOB = """
-task: causal_lm
-output_dir: run
-model: {path: tiny, init: random}
-data: {train: mails.jsonl, max_length: 16, prompt_template: "label : {label} text : "}
-privacy: {dp_noise_multiplier: 1.0, dp_delta: 1e-3, dp_max_grad_norm: 1.0, dp_accountant: rdp}
-training: {learning_rate: 1e-2, batch_size: 8, steps: 6, physical_batch_size: 8, save_steps: 2, keep_checkpoints: 1}
-"""
-
-
-def job(folder: Path) -> None:
-    """The files that the command needs; made in a fork, since tokenizers start threads."""
-    from text_job import write_model, write_table
-
-    write_model(folder / "tiny")
-    write_table(folder / "mails.jsonl", 40)
-    (folder / "job.yaml").write_text(JOB)
+FLAGS = [
+    "--dp_noise_multiplier",
+    "1.0",
+    "--dp_accountant",
+    "rdp",
+    "--batch_size",
+    "8",
+    "--steps",
+    "6",
+    "--keep_checkpoints",
+    "1",
+]
 
 
 class Kind(NamedTuple):
@@ -283,14 +279,14 @@ class Kind(NamedTuple):
 
     go: Callable[[Path, Told], str]
     journal: str
-    prepare: Callable[[Path], None] | None = None
+    prepare: Callable[[Path], object] | None = None  # in a fork, since tokenizers start threads
 
 
 KINDS = {
     "plain": Kind(plain, "journal.jsonl"),
     "sharded": Kind(sharded, "journal.jsonl"),
     "trainer": Kind(by_trainer, "run/privacy_journal.jsonl"),
-    "command": Kind(by_command, "run/privacy_journal.jsonl", prepare=job),
+    "command": Kind(by_command, "run/privacy_journal.jsonl", prepare=write_job),
 }
 
 
@@ -303,12 +299,15 @@ class Tally:
     changes: int = 0
     problems: list[str] = field(default_factory=list)
 
+    def values(self) -> dict[str, int]:
+        return {**vars(self), "problems": len(self.problems)}
+
 
 def begin(kind: Kind, folder: Path) -> None:
     """A new folder for a run."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if kind.prepare is not None and (error := forked(lambda told: kind.prepare(folder)).error):
+    if kind.prepare is not None and (error := forked(lambda told: kind.prepare(folder) and None).error):
         raise RuntimeError(error)
 
 
@@ -380,14 +379,3 @@ def warm(names: Iterable[str], folder: Path) -> None:
         for module in done.value:
             with suppress(ImportError, AttributeError):
                 importlib.import_module(module)
-
-
-def summary(tallies: dict[str, Tally]) -> dict[str, Any]:
-    """The numbers as JSON values."""
-    return {name: {k: v for k, v in vars(tally).items() if k != "problems"} | {"problems": len(tally.problems)}
-            for name, tally in tallies.items()}  # fmt: skip
-
-
-def first_problems(tallies: dict[str, Tally], limit: int = 5) -> str:
-    """The first problems of each kind, for a message."""
-    return "\n".join(problem for tally in tallies.values() for problem in tally.problems[:limit])

@@ -13,77 +13,37 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.hf import PrivacyArguments
 
-BUDGET = {"epsilon": 3.0, "delta": 1e-5, "dataset_size": 1000, "expected_batch_size": 100, "num_steps": 9,
-          "clip": clipping.Flat(1.0)}  # fmt: skip
-
-
 PLAN = dpfunc.Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-4)
-
-
-def budget(**other):
-    return dpfunc.Plan.for_budget(**BUDGET, **other)
-
-
-def plan(**other):
-    return replace(PLAN, **other)
-
-
-def recipe(**other):
-    return dpfunc.recipes.recipe("full", dataset_size=1000, num_parameters=9, epsilon=3.0, delta=1e-5, **other)
-
-
-def step(**other):
-    return dpfunc.make_dp_step(None, PLAN, **other)
-
-
-def loader(**other):
-    return PLAN.loader([], None, **other)
-
-
 STEPS = "num_steps = epochs * dataset_size / expected_batch_size, or num_train_epochs with DPTrainer"
-
-
 BOUND = "clip_norm of a clip rule, clip=dpfunc.clipping.Flat(clip_norm=...)"
-
-
 SIZE = "expected_batch_size of dpfunc.Plan.for_budget, or an argument of TrainingArguments with DPTrainer"
-
-
 NOISE = "noise_multiplier of dpfunc.Plan, or dpfunc.Plan.for_budget("
-
-
-CALLS = {
-    "Plan": (plan, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "target_epsilon": "epsilon",
-                    "dataset_size": "dataset_size of dpfunc.Plan.for_budget", "sample_rate": "sampling_prob of"}),
-    "Plan.for_budget": (budget, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "noise_multiplier": NOISE,
-                                 "target_epsilon": "epsilon", "target_delta": "delta", "sample_size": "dataset_size of"}),
-    "Plan.loader": (loader, {"batch_size": SIZE}),
-    "make_dp_step": (step, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "noise_multiplier": NOISE,
-                            "target_epsilon": "dpfunc.Plan.for_budget(epsilon=..., ...)"}),
-    "recipe": (recipe, {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "target_delta": "delta",
-                        "noise_multiplier": NOISE}),
-    "PrivacyArguments": (PrivacyArguments, {
-        "epochs": STEPS, "max_grad_norm": "dp_max_grad_norm", "batch_size": SIZE, "target_epsilon": "dp_epsilon",
-        "noise_multiplier": "dp_noise_multiplier", "per_sample_max_grad_norm": "dp_max_grad_norm", "delta": "dp_delta"}),
-    "Flat": (clipping.Flat, {"max_grad_norm": "clip_norm", "l2_norm_clip": "clip_norm"}),
-    "Automatic": (clipping.Automatic, {"max_grad_norm": "clip_norm"}),
-    "Poisson": (sampling.Poisson, {"batch_size": SIZE, "sample_rate": "sampling_prob"}),
-    "calibrate_noise": (dpfunc.calibrate_noise, {"target_epsilon": "epsilon", "epochs": STEPS}),
+CALLS = {  # called with a keyword of another library -> how the advice begins
+    dpfunc.Plan: {"epochs": STEPS, "max_grad_norm": BOUND, "batch_size": SIZE, "target_epsilon": "epsilon",
+                  "dataset_size": "dataset_size of dpfunc.Plan.for_budget", "sample_rate": "sampling_prob of"},
+    dpfunc.Plan.for_budget: {"noise_multiplier": NOISE, "target_delta": "delta", "sample_size": "dataset_size of"},
+    PLAN.loader: {"batch_size": SIZE},
+    dpfunc.make_dp_step: {"noise_multiplier": NOISE, "target_epsilon": "dpfunc.Plan.for_budget(epsilon=..., ...)"},
+    dpfunc.recipes.recipe: {"epochs": STEPS, "target_delta": "delta", "noise_multiplier": NOISE},
+    PrivacyArguments: {"epochs": STEPS, "max_grad_norm": "dp_max_grad_norm", "target_epsilon": "dp_epsilon",
+                       "noise_multiplier": "dp_noise_multiplier", "per_sample_max_grad_norm": "dp_max_grad_norm"},
+    clipping.Flat: {"max_grad_norm": "clip_norm", "l2_norm_clip": "clip_norm"},
+    sampling.Poisson: {"batch_size": SIZE, "sample_rate": "sampling_prob"},
+    dpfunc.calibrate_noise: {"target_epsilon": "epsilon", "epochs": STEPS},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("called", "name"), [(called, name) for called in CALLS for name in CALLS[called][1]])
-def test_a_keyword_of_another_library(called, name):
-    call, here = CALLS[called]
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call in CALLS for name in CALLS[call]])
+def test_a_keyword_of_another_library(call, name):
     with pytest.raises(TypeError) as caught:
         call(**{name: 1})
-    start = f"{called}() got an unexpected keyword argument '{name}'. Here it is {here[name]}"
+    start = f"{call.__qualname__}() got an unexpected keyword argument '{name}'. Here it is {CALLS[call][name]}"
     assert str(caught.value).startswith(start)
 
 
 def test_a_keyword_with_a_typing_error():
     with pytest.raises(TypeError, match=r"'allow_large_deltas'. Did you mean 'allow_large_delta'\?"):
-        budget(allow_large_deltas=True)
+        dpfunc.Plan.for_budget(allow_large_deltas=True)
     with pytest.raises(TypeError, match="missing 1 required"):
         clipping.Flat()
 

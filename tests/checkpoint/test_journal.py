@@ -16,13 +16,7 @@ from journal_cases import line, written
 from record_cases import LEDGER, RECORD, record
 from run_cases import DATA, PLAN, Run, start, steps
 
-from dpfunc import (
-    Event,
-    Journal,
-    Ledger,
-    make_dp_step,
-    take,
-)
+from dpfunc import Event, Journal, Ledger, make_dp_step, take
 from dpfunc._utils.validation import signed
 from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.journal import journal_ledger, read_cost, read_spent, read_steps
@@ -448,11 +442,7 @@ def test_what_holds_a_ledger_and_is_none_is_refused(tmp_path):
         InvalidArgument, match=r"none of them.* or name its journal: before version 2 files had no digest"
     ):
         read_spent([path])
-    for other in (
-        signed({"schema": 1, "ledger": inside}),
-        signed({"schema": RECORD.schema, "ledger": inside}),
-        [3],
-    ):
+    for other in (signed({"schema": 1, "ledger": inside}), signed({"schema": RECORD.schema, "ledger": inside}), [3]):
         path.write_text(json.dumps(other))
         with pytest.raises(InvalidArgument):
             read_spent([path])

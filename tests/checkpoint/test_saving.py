@@ -7,10 +7,11 @@ import os
 
 import pytest
 import torch
+from cases import params
 from full_disk import at_most
 from run_cases import DATA, PLAN, Run, start, store
 
-from dpfunc import Event, Journal, Ledger, load, save
+from dpfunc import Event, Journal, Ledger, Plan, clipping, load, sampling, save, take
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
 
 AGAIN = {"plan": PLAN, "data": DATA, "without_journal": "new_key"}
@@ -166,3 +167,39 @@ def test_names_and_values_of_the_user_may_be_odd(tmp_path):
     store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"note": "\ud800"})
     saved = load(tmp_path, params=values, **{**AGAIN, "data": "mails \udcff"})
     assert saved.extra == {"note": "\ud800"}
+
+
+def other_plan(sampling_prob, noise_multiplier):
+    return {"plan": Plan(sampling.Poisson(60, sampling_prob), clipping.Flat(1.0), noise_multiplier, 8, 1e-3)}
+
+
+def changed_data():
+    data = {name: value.clone() for name, value in DATA.items()}
+    data["head.weight"][59, 3] += 1e-3
+    return data
+
+
+REFUSALS = {
+    "plan": (other_plan(0.3, 0.9), r"another plan: plan.noise_multiplier: saved 1.0, now 0.9"),
+    "sampler": (other_plan(0.2, 1.0), r"plan.sampler.sampling_prob: saved 0.3, now 0.2"),
+    "data": ({"data": changed_data()}, r"another data set"),
+    "fewer data": ({"data": take(DATA, torch.arange(59))}, r"another data set"),
+    "parameters": (
+        {"params": {**params(), "head.weight": torch.zeros(5)}},
+        r"another parameter set: head.weight: saved float32 \(4,\), now float32 \(5,\)",
+    ),
+    "missing parameter": (
+        {"params": {"head.weight": torch.zeros(4)}},
+        r"body.a.bias: saved float32 \(3,\), now absent",
+    ),
+    "dtype": ({"params": params(torch.float64)}, r"saved float32 \(3,\), now float64 \(3,\)"),
+    "optimizer": ({"optimizer_state": {"state": {}, "param_groups": []}}, "Expected optimizer_state to have"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_another_run_is_refused_with_the_difference(tmp_path, changes, message):
+    run = Run(tmp_path).step(journal=None)
+    run.save(journal=None)
+    with pytest.raises(CheckpointError, match=message):
+        run.load(**{"journal": None, "without_journal": "new_key", **changes})

@@ -51,23 +51,16 @@ def test_large_delta_is_warned_about():
 GOOD = ["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1e-5]
 BAD = {
     "q > 1": (["epsilon", "-q", 1.5, "--steps", 10, "--sigma", 1, "--delta", 1e-5], 1, "0 < sampling_prob <= 1"),
-    "negative sigma": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", -1, "--delta", 1e-5], 1, "noise_multiplier=-1.0"),
     "no noise": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 0, "--delta", 1e-5], 2, "epsilon is infinite"),
-    "NaN sigma": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", "nan", "--delta", 1e-5], 1, "noise_multiplier=nan"),
-    "delta 1": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1], 1, "0 < delta < 1"),
     "no steps": (["epsilon", "-q", 0.1, "--steps", 0, "--sigma", 1, "--delta", 1e-5], 1, "steps >= 1"),
     "neither steps nor epochs": (["epsilon", "-q", 0.1, "--sigma", 1, "--delta", 1e-5], 1, "either --steps or --epochs"),
     "both": ([*GOOD, "--epochs", 3], 1, "either --steps or --epochs"),
     "no sampling": (["epsilon", "--steps", 3, "--sigma", 1, "--delta", 1e-5], 1, "either --sampling-prob, or"),
-    "batch above data": (
-        ["epsilon", "-n", 10, "-b", 11, "--steps", 3, "--sigma", 1, "--delta", 1e-5], 1, "expected_batch_size <= dataset_size",
-    ),
     "endless epochs": (["epsilon", "-q", 0.1, "--epochs", "inf", "--sigma", 1, "--delta", 1e-5], 1, "0 < epochs < inf"),
     "missing delta": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1], 2, "Missing option '--delta'"),
     "misspelt option": ([*GOOD, "--adjacancy", "x"], 2, "No such option"),
     "GDP": ([*GOOD, "--method", "gdp-approximation"], 2, "is not one of"),
     "no such file": (["ledger", "show", "nowhere.json", "--delta", 1e-5], 2, "does not exist"),
-    "unreachable": (["sigma", "-q", 0.1, "--steps", 10, "--epsilon", -1, "--delta", 1e-5], 1, "epsilon=-1.0"),
 }  # fmt: skip
 
 
@@ -82,8 +75,6 @@ def test_errors_are_messages_with_exit_codes(arguments, code, message):
 DAMAGED = {  # file -> content, message
     "empty.json": (b"{}", "Expected a ledger, as Ledger.to_json writes it, or a journal (.jsonl)"),
     "state.json": (json.dumps({"schema": 1, "ledger": {}}).encode(), "Expected a ledger, as Ledger.to_json writes it"),
-    "list.json": (b"[1]", "Expected a ledger, as Ledger.to_json writes it"),
-    "text.json": (b"hello", "Expected a ledger, as Ledger.to_json writes it"),
     "weights.json": (b"\xff\xfe\x00", "Expected a ledger, as Ledger.to_json writes it"),
     "later.json": (b'{"schema": "dpfunc.ledger/9"}', "Use the version of dpfunc that wrote it"),
     "twice.json": (b'{"schema": "dpfunc.ledger/2", "schema": "dpfunc.ledger/2"}', "occurs twice"),

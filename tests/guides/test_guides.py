@@ -24,7 +24,7 @@ from workers import run as on_processes
 from dpfunc import sampling
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.journal import journal_ledger
-from dpfunc.cli._tune import tune
+from dpfunc.cli._train import tune
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 

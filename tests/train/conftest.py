@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from train_runs import finished_job
+from text_job import finished_job
 
 
 @pytest.fixture(scope="module")

@@ -219,14 +219,10 @@ def test_flags_have_the_type_of_their_key(config):
 
 BAD_VALUES_OF_FLAGS = {
     "integer": (["--steps", "ten"], "Expected an integer, got --steps='ten'"),
-    "a part": (["--steps", "1.5"], "Expected an integer, got --steps='1.5'"),
     "number": (["--dp-delta", "small"], "Expected a finite number, got --dp_delta='small'"),
-    "nan": (["--dp-delta", "nan"], "Expected a finite number, got privacy.dp_delta=nan"),
     "true": (["--bf16", "maybe"], "Expected true or false, got --bf16='maybe'"),
     "one of": (["--dp-clip", "soft"], "Expected --dp_clip to be one of 'flat' or 'automatic', got --dp_clip='soft'"),
     "an empty text in a list": (["--labels", "a,,b"], "Expected text, got data.labels.1=''"),
-    "steps and epochs": (["--steps", "7", "--epochs", "1"], "one of training.steps and training.epochs, got both"),
-    "budget and noise": (["--dp_epsilon", "7", "--dp_noise_multiplier", "1"], "exactly one of dp_epsilon and dp_noise"),
     "no opposite": (["--disable_dp", "maybe"], "Expected true or false, got --disable_dp='maybe'"),
 }
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from text_job import write_job
+from text_job import rows, write_job, write_rows
 
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import collator, read_records
@@ -35,19 +35,31 @@ def prepared(tmp_path, monkeypatch):
 
 
 FLAGS = {"head": ["--strategy", "head"], "lora": ["--strategy", "lora", "--top_layers", "1"]}
+PEOPLE = ["--unit_column", "author", "--max_records_per_unit", "3"]
 
 
+@pytest.mark.parametrize("unit", [[], PEOPLE], ids=["records", "people"])
 @pytest.mark.parametrize("strategy", FLAGS)
-def test_logits_are_those_of_the_whole_model(prepared, strategy):
-    job, model, processing, records = prepared(*FLAGS[strategy])
+def test_logits_are_those_of_the_whole_model(prepared, strategy, unit):
+    write_rows("mails.jsonl", ({**row, "author": f"p{i % 50}"} for i, row in enumerate(rows(120))))
+    job, model, processing, records = prepared(*FLAGS[strategy], *unit)
     computed, told = compute_frozen(job, model, records, shows=False)
     assert "computed once for each record" in told[0]
-    for before, after in zip((records.train, records.evaluation), (computed.train, computed.evaluation), strict=True):
-        assert "input_ids" not in after[0]
+    pairs = (
+        [(records.units, computed.units)]
+        if unit
+        else [(records.units, computed.units), (records.evaluation, computed.evaluation)]
+    )
+    for before, after in pairs:
         whole, kept = (collator(job, processing)(each) for each in (before, after))
-        assert torch.equal(whole.pop("labels"), kept.pop("labels"))
+        assert "input_ids" not in kept
+        for name in ("labels", "text_mask") if unit else ("labels",):
+            assert torch.equal(whole.pop(name), kept.pop(name))
         with torch.no_grad():
-            torch.testing.assert_close(model(**kept).logits, model(**whole).logits, rtol=1e-2, atol=1e-2)
+            logits = [
+                model(**{k: v.flatten(0, 1) if unit else v for k, v in each.items()}).logits for each in (whole, kept)
+            ]
+        torch.testing.assert_close(*logits, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("strategy", FLAGS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from feature_jobs import people, write_csv, write_job
-from text_job import run, train
+from text_job import run, trained
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.predict import predict
@@ -19,9 +19,7 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("table")
     write_job(place, "table")
     write_csv(place / "held.csv", people(80, seed=1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        assert train("--eval_fraction", 0, "--data.eval", "held.csv").exit_code == 0
+    trained(place, "--eval_fraction", 0, "--data.eval", "held.csv")
     return place
 
 

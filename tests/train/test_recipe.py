@@ -13,7 +13,6 @@ from benchmarks.recipes import trainer as benchmark
 from dpfunc import Event, Ledger, recipes
 from dpfunc.train import run as train_job
 from dpfunc.train._config_file import read_job
-from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train.run import prepare
 
 TRAINING = "training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}"
@@ -181,10 +180,3 @@ def test_a_resumed_run_has_the_recorded_values(here, monkeypatch):
     assert "recipe head" not in result.stdout
     assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 20
     assert json.loads(Path("run/job.json").read_text()) == begun
-
-
-def test_shape_and_recipe_are_pure(here):
-    job = with_shape(read_job("job.yaml", ["--strategy", "head"]))
-    prepared = prepare(job)
-    again = with_recipe(job, prepared.model, len(prepared.records.train))
-    assert again == (prepared.job, prepared.recipe)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import signal
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from full_disk import allow
-from text_job import at_events, train
-from train_runs import JOURNAL, adapters, files, record, same
+from text_job import JOURNAL, at_events, files, record, train, weights, write_job, write_table
 from trainer_cases import again
 
-from dpfunc.checkpoint.journal import journal_ledger, read_steps
-from dpfunc.hf.trainer._files import is_complete
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.rng import insecure_key
 from dpfunc.train import _run_folder as run_folder
 from dpfunc.train import run as train_job
@@ -33,35 +30,8 @@ def test_T8_the_adapter_opens_with_peft(here):
     model = PeftModel.from_pretrained(base, here / "run" / "model")
     trained = [value for name, value in model.named_parameters() if "lora_B" in name]
     assert any(value.abs().max() > 0 for value in trained)
-    assert len(adapters("run")) == 2 * len(trained)
+    assert len(weights("run")) == 2 * len(trained)
     assert torch.equal(before, model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight)
-
-
-@pytest.mark.slow
-def test_L21_killed_command_resumes_bit_for_bit(here):
-    flags = ["--steps", "40", "--save_steps", "5", "--physical_batch_size", "32", "--insecure-seed", "7"]
-    whole = train(*flags, "--output_dir", "whole")
-    assert whole.exit_code == 0, whole.output
-    assert "anybody can guess the noise" in whole.stdout
-    command = [sys.executable, "-m", "dpfunc.cli.main", "train", "job.yaml", *flags, "--output_dir", "killed"]
-    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600
-    while not any(map(is_complete, Path("killed").glob("checkpoint-[1-9]*"))):
-        assert process.poll() is None, "finished before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not Path("killed/model").exists()
-    taken = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
-    resumed = train(*flags, "--output_dir", "killed", "--resume")
-    assert resumed.exit_code == 0, resumed.output
-    assert same("whole", "killed")
-    after = {run: len(steps) for run, steps in read_steps(Path("killed", JOURNAL)).items()}
-    assert sum(taken.values()) >= 5
-    assert list(after) == list(taken)
-    assert list(after.values()) == [40]
-    assert record("whole")["epsilon"] == record("killed")["epsilon"]
 
 
 FULL = {  # when the disk is full, for files of how many bytes, what could not be written, steps that were released
@@ -140,10 +110,37 @@ def test_L9_T5_torchrun_with_one_process(here):
     assert result.returncode == 0, result.stderr[-2000:]
     assert "Spent: epsilon=" in result.stdout
     assert record("launched")["epsilon"] <= 3.0
-    assert adapters("launched")
+    assert weights("launched")
 
 
 def test_L18_bf16_with_gradient_checkpointing(here):
     result = train("--bf16", "--gradient_checkpointing", "--steps", 1, "--output_dir", "narrow")
     assert result.exit_code == 0, result.output
-    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in adapters("narrow").values())
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights("narrow").values())
+
+
+@pytest.mark.parametrize("strategy", ["head", "lora"])
+def test_no_number_of_records_and_no_times(tmp_path, monkeypatch, strategy):
+    """With a public bound on the number of records: in the dry run, the run, and its files."""
+    write_job(tmp_path, "text_classification", "bert")
+    table = write_table(tmp_path / "mails.jsonl", 137)
+    table.write_text(table.read_text() + table.read_text().splitlines()[0] + "\n")  # an exact duplicate
+    monkeypatch.chdir(tmp_path)
+    results = [
+        train("--dp_dataset_size", "250", "--eval_fraction", "0", "--init", "pretrained", "--strategy", strategy, *more)
+        for more in (["--dry-run"], [])
+    ]
+    for result in results:
+        assert result.exit_code == 0, result.output
+    assert "records: 250 to train on" in results[0].stdout
+    assert "sampling probability: 0.128 (Poisson)" in results[0].stdout
+    text = "".join(result.stdout + result.stderr for result in results)
+    for file in Path("run").rglob("*"):
+        if file.suffix in (".json", ".jsonl", ".head") and "dpfunc" not in file.parts and file.name != "tokenizer.json":
+            text += file.read_text()
+    assert '"dataset_size": 250' in text
+    text = re.sub(r"\b[0-9a-f]{16,}\b", "", text)  # digests of random numbers, in which any number may stand
+    assert not re.search(r"(?<![\d.e-])(137|138)(?!\d)", text)
+    assert "duplicate" not in results[1].stdout
+    text = re.sub(r"(Writing model shards|Loading weights)[^\n\r]*", "", text)  # bars over files and parameters
+    assert not re.search(r"it/s|s/it|_runtime|per_second|\d\d:\d\d[,<\]]", text)

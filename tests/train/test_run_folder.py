@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_job import at_events, interrupt_at, run, train
-from train_runs import ENVIRONMENT, JOURNAL, MODES, files, record, same
+from text_job import ENVIRONMENT, JOURNAL, MODES, at_events, files, interrupt_at, record, run, same, train
 from trainer_cases import again
 
 from dpfunc.checkpoint._chain import known_end
@@ -90,23 +89,12 @@ def test_a_run_killed_before_its_first_step_begins_again(here, early, tmp_path, 
         assert not (tmp_path / "again" / "checkpoint-0").exists()
 
 
-def test_a_run_killed_at_its_first_step_goes_on(here, early, tmp_path):
-    """Its start names --resume, and a journal that exists; the rest of the run is that of one that nobody killed."""
-    target = tmp_path / "killed"
-    shutil.copytree(early, target)
-    start = train("--output_dir", target, "--insecure-seed", 3)
-    assert start.exit_code == 1
-    assert "which is not. Go on with the run there: --resume; or name another folder, --output_dir" in start.stderr
-    assert f", and count what was spent here: --spent {target}/{JOURNAL}." in start.stderr
-    for flags in (["--output_dir", target, "--resume"], ["--output_dir", tmp_path / "whole"]):
-        again(insecure_key(3))
-        assert train(*flags, "--insecure-seed", 3).exit_code == 0
-    assert same(tmp_path / "whole", target)
-    assert journal_ledger(target / JOURNAL).num_steps == 4
-
-
 NOT_OURS = {  # what is in the folder besides, and what is said
     "a file of the user": (["notes.txt"], "which is not. Name another folder, --output_dir."),
+    "a step": (
+        ["job.json", "checkpoint-0", "privacy_journal.jsonl", "privacy_journal.jsonl.head"],
+        "Go on with the run there: --resume; or name another folder, --output_dir, and count what was spent here: --spent",
+    ),
     "a run that lost its journal": (["job.json", "checkpoint-0"], "which is not. Go on"),
     "a step without a checkpoint": (["job.json", "privacy_journal.jsonl", "privacy_journal.jsonl.head"], "--spent"),
     "a journal that lost a line": (["job.json", "privacy_journal.jsonl.head"], "those after it are missing"),
