@@ -101,6 +101,6 @@ def test_a_small_set_is_measured(monkeypatch):
     monkeypatch.setattr(benchmark, "load", lambda name: split(name, "tabular", x.repeat(5, 1), y.repeat(5)))
     monkeypatch.setattr(benchmark, "EPSILONS", (3.0,))
     (result,) = benchmark.measure("wine")
-    assert set(result["contestants"]) == {*benchmark.CONTESTANTS, "network", "normalised"}
+    assert set(result["contestants"]) == {*benchmark.CONTESTANTS, "network"}
     assert len(result["contestants"]["recipe"]["accuracy"]) == benchmark.SEEDS
     assert len(benchmark.line(result)) == 10
