@@ -18,7 +18,7 @@ from benchmarks.engines import contestants, plots
 from benchmarks.engines.__main__ import main
 from benchmarks.engines.cases import ALL_CASES, CASES
 from benchmarks.engines.contestants import ENGINES, OPACUS, problem_of
-from benchmarks.engines.problem import Truth, relative_error
+from benchmarks.engines.problem import Truth
 from benchmarks.engines.runner import Truths
 from benchmarks.measure import TOLERANCE
 from dpfunc.engines import vmap
@@ -137,22 +137,6 @@ def test_an_engine_that_does_not_clip_is_caught():
     clipped, not_clipped = truth.sums.values()
     assert truth.error(not_clipped, norms[1]) > TOLERANCE
     assert truth.error(clipped, norms[1]) == 0
-
-
-def test_relative_error():
-    truth = {"large": torch.ones(100).double(), "small": torch.full((2,), 1e-3).double(), "none": torch.zeros(3)}
-    sizes = {"large": 10.0, "small": 1e-3 * 2**0.5, "none": 0.0}
-
-    def error(**changed):
-        return relative_error({**truth, **changed}, truth, sizes)
-
-    assert error() == 0
-    assert error(small=1.01 * truth["small"]) > TOLERANCE
-    assert error(none=torch.full((3,), 1e-7)) < TOLERANCE
-    assert relative_error({name: truth[name] for name in ("large", "none")}, truth, sizes) > TOLERANCE
-    assert error(other=truth["large"]) == math.inf
-    assert error(none=torch.full((3,), math.nan)) == math.inf
-    assert relative_error(None, truth, sizes) == 1
 
 
 def test_misspelt_options_are_refused():
