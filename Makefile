@@ -97,6 +97,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.engines.plots benchmarks/results/engines.json
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.rows
 	$(BIN)/python -m benchmarks.targets
 
 # every model family of the extra: which engine takes it

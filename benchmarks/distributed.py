@@ -35,7 +35,7 @@ from benchmarks.engines.problem import Problem
 from benchmarks.measure import in_turn, statistics_of, timed
 from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
 from dpfunc import clipping, distributed, sampling
-from dpfunc._utils.digests import checksum
+from dpfunc._utils.processes import checksum
 from dpfunc.distributed._agreement import agree, summarize
 from dpfunc.distributed._reduce import noise_windows, sum_over
 from dpfunc.noise import _streams as streams
@@ -94,14 +94,14 @@ def timed_together(step: Callable[[], object], device: str) -> dict[str, float]:
 def counted(step: Callable[[], object]) -> dict[str, int]:
     """Collectives of one step, the bytes that this process gives to them, and the normal numbers that it draws."""
     with ExitStack() as stack:
-        drawn = stack.enter_context(mock.patch.object(streams, "tile", wraps=streams.tile))
+        drawn = stack.enter_context(mock.patch.object(streams, "normals_of_each", wraps=streams.normals_of_each))
         calls = [stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES]
         step()
     sent = [next(a for a in call.args if isinstance(a, Tensor)) for each in calls for call in each.call_args_list]
     return {
         "collectives": len(sent),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in sent),
-        "normals": sum(call.args[3] for call in drawn.call_args_list),
+        "normals": sum(sum(call.args[1]) for call in drawn.call_args_list),
     }
 
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -289,7 +290,7 @@ def admit(name: str, spec: Spec, error: Error, patience: float, stack: ExitStack
 
 def compete(
     specs: Mapping[str, Spec | TakesNoPart], rounds: int, *, base: str, error: Error = lambda *_: 0.0,
-    memory: bool = False, patience: float = math.inf,
+    memory: bool = False, patience: float = math.inf, device: str = "cpu",
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Parity, then time in interleaved rounds, then memory in a new process each.
 
@@ -297,7 +298,8 @@ def compete(
         specs: name -> what its process is told; or why it takes no part.
         rounds: timed rounds; 0 measures no time. base: to which ratios are taken, within a round.
         error: the error of sums of a contestant, in float64 or not. memory: whether to measure it.
-        patience: seconds; a contestant whose step takes longer is not timed.
+        patience: seconds; a contestant whose step takes longer is not timed. device: "cpu", or "cuda": all are set up
+            at the same time, and memory is that of the processes that were timed, since torch counts it there.
 
     Returns:
         A record of each: `status` is "ok", "wrong: <relative error>" or "x: <reason>"; `time`, `cpu` and `memory`.
@@ -305,20 +307,30 @@ def compete(
     records: dict[str, dict[str, Any]] = {}
     admitted: dict[str, Process] = {}
     with ExitStack() as stack:
-        for name, spec in specs.items():
+        on_gpu = device.startswith("cuda")
+
+        def set_up(name: str) -> tuple[Process | None, dict[str, Any]]:
             try:
-                if isinstance(spec, TakesNoPart):
+                if isinstance(spec := specs[name], TakesNoPart):
                     raise spec
-                process, records[name] = admit(name, spec, error, patience, stack)
-                if records[name]["status"] == "ok":
-                    admitted[name] = process
+                told = {**spec, "memory": True} if on_gpu else spec
+                return admit(name, told, error, patience, stack)
             except (Failed, TakesNoPart) as why:
-                records[name] = {"status": f"x: {reason(why)}"}
+                return None, {"status": f"x: {reason(why)}"}
+
+        with ThreadPoolExecutor(len(specs) if on_gpu else 1) as pool:
+            for name, (process, record) in zip(specs, pool.map(set_up, specs), strict=True):
+                records[name] = record
+                if process is not None and record["status"] == "ok":
+                    admitted[name] = process
         if rounds and base in admitted:
             steps = {name: partial(each.ask, "step") for name, each in admitted.items()}
             for name, numbers in statistics_of(in_turn(steps, rounds), base).items():
                 records[name].update(numbers)
-    if memory:
+        if memory and on_gpu:
+            for name, numbers in weighed({name: each.ask for name, each in admitted.items()}, base).items():
+                records[name]["memory"] = numbers
+    if memory and not on_gpu:
         for name, numbers in weigh({name: specs[name] for name in admitted}, base).items():
             records[name]["memory"] = numbers
     return records
@@ -329,13 +341,22 @@ def weigh(specs: Mapping[str, Any], base: str) -> dict[str, dict[str, Any]]:
 
     In a new process each: resident memory tells what a step takes only where freed memory goes back.
     """
+
+    def alone(spec: Spec, command: str) -> dict[str, Any]:
+        with ExitStack() as stack:
+            process = Process({"freed": "given back", **spec, "memory": True})
+            stack.callback(process.close)
+            return process.ask(command)
+
+    return weighed({name: partial(alone, spec) for name, spec in specs.items()}, base)
+
+
+def weighed(asks: Mapping[str, Callable[[str], dict[str, Any]]], base: str) -> dict[str, dict[str, Any]]:
+    """What processes answer about their memory, with ratios; and what failed."""
     found: dict[str, dict[str, Any]] = {}
-    for name, spec in specs.items():
+    for name, ask in asks.items():
         try:
-            with ExitStack() as stack:
-                process = Process({"freed": "given back", **spec, "memory": True})
-                stack.callback(process.close)
-                found[name] = {"status": "ok", **process.ask("memory")}
+            found[name] = {"status": "ok", **ask("memory")}
         except Failed as caught:
             found[name] = {"status": f"x: {reason(caught)}"}
     peak = found.get(base, {}).get("peak_mib")

@@ -18,8 +18,7 @@ from torch import Tensor
 from benchmarks.measure import timed_in_turn
 from benchmarks.results import FOLDER, question
 from dpfunc.noise import add_gaussian
-from dpfunc.noise._streams import TILE, secure_normal
-from dpfunc.noise._ziggurat import words_for
+from dpfunc.noise._streams import TILE, secure_normal, words_for
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import ClippedSum
 

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 from benchmarks.results import DOCS, fill, markdown
 from dpfunc.distributed._agreement import RankSummary
-from dpfunc.engines._cost import BUDGET
-from dpfunc.engines._cost import matrix as matrix_costs
+from dpfunc.engines._numerics import BUDGET
+from dpfunc.engines._numerics import matrix as matrix_costs
 
 DOCUMENT = DOCS / "scaling.md"
 EngineName = Literal["vmap", "auto", "ghost"]

@@ -1,16 +1,17 @@
-"""The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
+"""The arguments of a step: batches as pytrees, their rows and positions; parameters, with their kind and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum_and_marks, in_hex
-from dpfunc._utils.dtensor import local
+from dpfunc._utils.processes import checksum_and_marks, in_hex, local
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Batch, Params
@@ -88,6 +89,40 @@ def take(batch: Batch, indices: Tensor) -> Batch:
         return leaf.index_select(0, indices.to(leaf.device))
 
     return tree_map(chosen, batch)
+
+
+def own_records(drawn: Tensor, num_records: int | None, rank: int = 0, size: int = 1) -> Tensor:
+    """The drawn records that are there (below num_records, or all), and of these those of a process, see `deal`."""
+    return deal(drawn if num_records is None else drawn[drawn < num_records], rank, size)
+
+
+def deal(indices: Tensor, rank: int, size: int) -> Tensor:
+    """The records of one of several processes: every `size`-th of the drawn ones, from the `rank`-th on.
+
+    Whatever the number of processes, together they have the draw of one process.
+
+    >>> deal(torch.tensor([3, 5, 8, 9, 11]), rank=1, size=2)
+    tensor([5, 9])
+    """
+    return indices[rank::size]
+
+
+_first: ContextVar[int] = ContextVar("dpfunc_first_row", default=0)
+
+
+@contextmanager
+def first_row(position: int) -> Iterator[None]:
+    """Inside, row 0 of a microbatch has this position in its batch."""
+    token = _first.set(position)
+    try:
+        yield
+    finally:
+        _first.reset(token)
+
+
+def positions_of(rows: Sequence[int]) -> list[int]:
+    """Positions in the batch of rows of the microbatch."""
+    return [_first.get() + row for row in rows]
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:

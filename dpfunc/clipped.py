@@ -17,17 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import in_lockstep
 from dpfunc._utils.memory import out_of_memory
+from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
-from dpfunc.clipping.bounds import group_bounds, group_sensitivities, safe_factors
-from dpfunc.clipping.groups import Partition, partition
+from dpfunc.batches import batch_size, check_params, first_row, pad_rows, rows, signature, tree_map
+from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._draws import first_row
 from dpfunc.engines._guards.audit import Audits, Credited, audit
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
+from dpfunc.batches import own_records
 from dpfunc.clipping import Telemetry
 from dpfunc.distributed._object_collectives import check_same_data
 from dpfunc.distributed.ranks import Ranks
@@ -22,7 +23,6 @@ from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
 from dpfunc.sampling._loader import Collate, Draws, Once, check_dataset, data_loader
 from dpfunc.sampling._records import batches_name
-from dpfunc.sampling.base import own_records
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
 _GAUSSIAN = Gaussian()
@@ -328,7 +328,7 @@ class Plan:
     def draw(self, state: Position, step: int, ranks: Ranks | None = None) -> Tensor:
         """The records of one step, of all processes or of this one."""
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        return own_records(self.sampler, state.key, step, state.num_records, *place)
+        return own_records(self.sampler.indices(state.key, step), state.num_records, *place)
 
     @named
     def loader(

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from dpfunc import errors
-from dpfunc._utils.digests import digest
-from dpfunc._utils.dtensor import local
+from dpfunc._utils.processes import digest, local
 from dpfunc._utils.validation import fail, integer, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
-from dpfunc.clipping.bounds import group_bounds
-from dpfunc.clipping.groups import partition
+from dpfunc.clipping.rules import group_bounds, partition
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, check_key, check_process, fingerprint

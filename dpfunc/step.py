@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfunc import state as states
-from dpfunc._utils.lockstep import initialized, process_context
+from dpfunc._utils.processes import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
@@ -147,7 +147,7 @@ class DPStep:
         )  # fmt: skip
         place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
         # Machines whose libraries round differently could draw different records.
-        drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0)
+        drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0, device="cpu")
         return states.stable_repr((settings, place, state.num_records, len(drawn), int(drawn.sum())))
 
     def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:

@@ -168,7 +168,7 @@ class Capped(Event):
     docs/accounting.md.
 
     Guarantees:
-        never below the truth (tests/accounting/test_kinds.py::test_cut_batches_against_enumeration).
+        never below the truth (tests/accounting/test_events.py::test_cut_batches_against_enumeration).
 
     >>> from dpfunc.accounting import Ledger
     >>> events = (Capped(0.5, 1.0, 3, dataset_size=4, cap=2), Capped(0.5, 1.0, 2, dataset_size=3, cap=2))
@@ -208,7 +208,7 @@ class Allocated(Event):
     record is in one at least: Feldman and Shenfeld 2025, arXiv 2502.08202. An epoch is charged as a whole.
 
     Guarantees:
-        never below the truth (tests/accounting/test_kinds.py::test_an_allocated_epoch_against_integration).
+        never below the truth (tests/accounting/test_events.py::test_an_allocated_epoch_against_integration).
 
     >>> from dpfunc.accounting import Ledger
     >>> print(f"{Ledger((Allocated(1.0, 1, num_batches=100),)).epsilon(1e-5).epsilon:.2f}")

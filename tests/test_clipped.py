@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from reference import loop_clipped_sum
 
 from dpfunc import clipped_grad, clipping
-from dpfunc.clipping.bounds import SLACK, group_bounds
-from dpfunc.clipping.groups import partition
+from dpfunc.clipping.rules import SLACK, group_bounds, partition
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 

@@ -79,7 +79,7 @@ def test_the_wheel_has_all_modules_and_its_types(built):
     code = {name for name in names if ".dist-info/" not in name}
     assert code == {name for name in sources() if name.startswith("dpfunc/")}
     assert "dpfunc/py.typed" in code
-    assert "dpfunc/engines/_rules/linear.py" in code
+    assert "dpfunc/engines/_rules/table.py" in code
 
 
 def test_the_wheel_says_what_it_is(built):

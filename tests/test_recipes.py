@@ -110,12 +110,9 @@ def test_a_head_starts_at_zero_and_has_no_bias():
     torch.nn.init.normal_(model.weight)
     x = torch.randn(2, 4)
     torch.testing.assert_close(model(x), unit_rows(x) @ model.weight.T)
-
-
-@pytest.mark.parametrize("sizes", [(0, 2), (4, 0), (2.5, 2)])
-def test_sizes_of_a_head(sizes):
-    with pytest.raises(InvalidArgument, match="Expected an integer num_"):
-        Head(*sizes)
+    for sizes in ((0, 2), (4, 0), (2.5, 2)):
+        with pytest.raises(InvalidArgument, match="Expected an integer num_"):
+            Head(*sizes)
 
 
 @NOISY
@@ -135,13 +132,6 @@ def test_the_batch_of_a_whole_network(n, batch):
     assert recipe("full", **facts).expected_batch_size == batch
     assert recipe("full", **facts, sampling_prob=0.1).expected_batch_size == n // 10
     assert recipe("pretrained", **facts).expected_batch_size == n // 10
-
-
-def test_longer_features_get_shorter_steps():
-    """Logits do not change when features are ten times as long and the rate is a tenth; gradients are longer."""
-    assert head() == head(feature_norm=1.0)
-    assert head(feature_norm=10.0).learning_rate == pytest.approx(head(feature_norm=1.0).learning_rate / 10)
-    assert head(feature_norm=10.0).clip.clip_norm == pytest.approx(10 * head().clip.clip_norm)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -169,14 +159,6 @@ def test_a_new_head_beside_adapters_has_its_own_rate():
     ]  # fmt: skip
 
 
-def test_each_value_has_a_reason():
-    found = recipe("lora", dataset_size=2000, num_parameters=7000, num_classes=2, num_head_parameters=770, **BUDGET)
-    reasons = found.reasons()
-    assert set(reasons) == {"batch_size", "steps", "learning_rate", "clip", "head_rate"}
-    assert reasons["learning_rate"].startswith(f"{found.learning_rate:.3g} ")
-    assert reasons["steps"].startswith(f"{found.num_steps}: ")
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_its_values_go_into_the_plan(strategy):
     classes = {"num_classes": 2} if strategy == "head" else {}
@@ -199,20 +181,6 @@ def test_the_rate_falls_to_zero():
     wanted = [found.learning_rate * (1 - t / found.num_steps) for t in range(found.num_steps)]
     assert rates == pytest.approx(wanted)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("n", [2000, 60_000])
-def test_requirements_agree_with_a_recipe(n):
-    """The batch is at least the one that they recommend, and the noise over the run is nearly the least."""
-    found = head(dataset_size=n)
-    epochs = found.num_steps * found.expected_batch_size / n
-    need = dpfunc.accounting.privacy_requirements(
-        dataset_size=n, batch_size=found.expected_batch_size, epochs=epochs, target_epsilon=3.0, delta=1e-5
-    )
-    assert need.recommended_batch_size <= found.expected_batch_size
-    assert need.noise_multiplier == pytest.approx(float(found.plan().noise_multiplier), rel=1e-2)
-    (asked,) = (choice for choice in need.choices if choice.batch_size == found.expected_batch_size)
-    assert asked.noise_per_run <= 1.05 * min(choice.noise_per_run for choice in need.choices)
 
 
 def test_the_guidance_of_the_requirements_quotes_the_recipe_of_a_head():

@@ -190,7 +190,7 @@ def way_of_a_batch() -> list[str]:
 
 
 def has_test(name: str) -> bool:
-    """True if tests/ has a file of this name in the same folder, for `clipping/bounds.py` `clipping/test_bounds.py`."""
+    """True if tests/ has a file of this name in the same folder, for `clipping/rules.py` `clipping/test_rules.py`."""
     *folders, file = (part if part == "_utils" else part.lstrip("_") for part in Path(name).parts)
     return API.parent.joinpath(*folders, f"test_{file}").exists()
 

@@ -137,6 +137,7 @@ class Truth:
                 for name, grad in found.items():
                     total[name].add_(grad, alpha=factor)
                     sizes[bound][name] += factor * float(grad.norm())
+        totals = {c: {name: value.cpu() for name, value in total.items()} for c, total in totals.items()}
         return Truth(totals, sizes, norms)
 
 

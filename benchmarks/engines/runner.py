@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import click
@@ -52,14 +53,16 @@ class Truths:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.kept: dict[tuple[bool, bool], Truth] = {}
+        self.lock = Lock()  # contestants are set up at the same time on a GPU
 
     def error(self, name: str, sums: Any, double: bool) -> float:
         own_layers, clip_norm = self.problem.stand_in is not None and name.startswith("opacus"), self.problem.clip_norm
         bounds = (clip_norm, clip_norm * contestants.INNER, math.inf)
-        if (own_layers, double) not in self.kept:
-            problem = self.problem.double() if double else self.problem.copy()
-            module = contestants.opacus_module(problem) if own_layers else problem.module
-            self.kept[own_layers, double] = Truth.of(module, problem, bounds)
+        with self.lock:
+            if (own_layers, double) not in self.kept:
+                problem = self.problem.double() if double else self.problem.copy()
+                module = contestants.opacus_module(problem) if own_layers else problem.module
+                self.kept[own_layers, double] = Truth.of(module, problem, bounds)
         inner = name.partition("/")[0].removesuffix(AGAINST) in OURS
         bound = bounds[2] if name == contestants.JAX_PLAIN else bounds[inner]
         found = {key: torch.from_numpy(np.asarray(value)) for key, value in sums.items()}
@@ -94,7 +97,7 @@ def run_case(case: str, names: Sequence[str], settings: Settings, cases: str = C
         specs = {name: spec_of(name, problem, spec, Path(folder), settings.against) for name in names}
         found = compete(
             specs, settings.rounds, base=PLAIN, error=Truths(problem).error, memory=settings.memory,
-            patience=settings.patience,
+            patience=settings.patience, device=settings.device,
         )  # fmt: skip
     return {
         "title": contestants.case_of(spec).title, "load_1min": load, **problem.sizes(), "clip_norm": problem.clip_norm,

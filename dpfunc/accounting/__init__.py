@@ -1,6 +1,5 @@
 """Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
 
-from dpfunc.accounting._kinds import ZCDP, Laplace, Opaque
 from dpfunc.accounting._trade_off import TradeOff, delta
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import (
@@ -13,6 +12,7 @@ from dpfunc.accounting.calibration import (
     epsilon_left,
     remaining,
 )
+from dpfunc.accounting.events import ZCDP, Laplace, Opaque
 from dpfunc.accounting.ledger import Ledger, compose, epsilon, schedule_ledger
 from dpfunc.accounting.requirements import (
     DELTA_TABLE,

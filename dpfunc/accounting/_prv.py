@@ -35,7 +35,6 @@ class Grid(NamedTuple):
     delta_error: float
 
     def losses(self) -> Array:
-        """All points, an even number of them."""
         return np.arange(-self.half, self.half + 2, dtype=np.float64) * self.mesh
 
 

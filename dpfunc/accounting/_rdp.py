@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._kinds import curve_of, divided
 from dpfunc.accounting._losses import DIRECTIONS, Array, log_ratios
+from dpfunc.accounting.events import curve_of, divided
 from dpfunc.types import Adjacency, Event
 
 # alpha - 1 grows by a tenth at most: the bound is flat around the best order, and loses < 0.2 % between two of them.
@@ -36,7 +36,6 @@ def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few
 
 
 def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
-    """The epsilon of a Renyi curve, >= 0; see `rdp_epsilon`."""
     a = np.array(orders)
     bounds = curve + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
     return max(0.0, float(np.min(bounds)))

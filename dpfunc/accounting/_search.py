@@ -16,7 +16,6 @@ def _gap(cost: float, target: float) -> float:
 
 
 def _zero(low: float, at_low: float, high: float, at_high: float) -> float:
-    """Zero of the line through two points."""
     return low - at_low * (high - low) / (at_high - at_low)
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc.accounting._losses import MEANS, Array, Direction, log_ratios
+from dpfunc.accounting._losses import MEANS, Array, Direction, Fixed, Kind, gaussian_part, log_ratios, tilt
 from dpfunc.accounting._search import least
-from dpfunc.accounting._tilted_law import Fixed, Kind, gaussian_part, tilt
 
 TINY = 1e-8  # of delta: what each of the truncated ends and dropped frequencies may add
 _CELL_ERROR = 2e-6  # relative to epsilon
@@ -82,8 +81,6 @@ def saddle(base: Sampled, epsilon: float) -> float:
 
 
 def _least(function: Callable[[float, float], float]) -> tuple[float, float]:
-    """Minimum of a function of t and log t: its t, and its value."""
-
     def at(log_t: float) -> float:
         return function(math.exp(log_t), log_t)
 
@@ -113,7 +110,6 @@ def laplace(few: Sampled, t: float, log_delta: float) -> tuple[float, float]:
 
 
 def _spread(base: Sampled, t: float) -> float:
-    """Standard deviation of the loss of all steps under the tilted law."""
     step = 0.02 * t
     second = base.log_moment(t + step) + base.log_moment(t - step) - 2 * base.log_moment(t)
     return math.sqrt(max(second, 1e-300)) / step

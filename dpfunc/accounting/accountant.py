@@ -10,14 +10,12 @@ from typing import Literal, get_args
 
 from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting._kinds import ZCDP, divided, law_of
-from dpfunc.accounting._losses import DIRECTIONS, Direction
+from dpfunc.accounting._losses import DIRECTIONS, Direction, Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting._tilted_law import Fixed, Kind, TiltedUnavailable
-from dpfunc.accounting.events import canonical
+from dpfunc.accounting.events import ZCDP, canonical, divided, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
 
@@ -110,7 +108,6 @@ def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
 
 
 def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
-    """The bound by one method, or the smaller one of two."""
     named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
     if not events:
         return 0.0, named, "nothing spent"
@@ -153,7 +150,6 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
 
 
 def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, note: str) -> _Bound:
-    """The smallest bound over orders of Renyi differential privacy; `note` goes into the answer."""
     fewer, rounded = renyi_events(events)
     return rdp_epsilon(fewer, adjacency, delta), "rdp", note + rounded
 
@@ -167,7 +163,6 @@ def _fixed(special: tuple[Event, ...], direction: Direction) -> list[Fixed]:
 
 
 def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> float:
-    """A loose and cheap estimate of epsilon."""
     if not events:
         return 0.0
     plain, special = divided(events)

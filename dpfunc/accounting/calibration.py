@@ -66,13 +66,11 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
 
 
 def _budget(epsilon: float, delta: float, method: str) -> tuple[float, float]:
-    """A budget that a method can keep."""
     check_bound(method)
     return positive("epsilon", epsilon), open_unit("delta", delta)
 
 
 def _cost(ledger: Ledger, delta: float, method: str) -> float:
-    """Epsilon of a ledger, from arguments that were validated."""
     return cached_epsilon(ledger.law, ledger.adjacency, delta, method).epsilon
 
 

@@ -1,4 +1,4 @@
-"""Kinds of events: the table that ledgers, accountants and files read them by.
+"""Kinds of events, their laws, and the table that ledgers, accountants and files read them by.
 
 A kind is a frozen dataclass: `Event`, or a subclass of it with more fields and a `law` of its own. In a ledger, events
 that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is released as a whole,
@@ -7,14 +7,96 @@ over many steps of a run, is one step of a kind whose fields describe all of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dpfunc._utils.validation import apart, fail
-from dpfunc.accounting._kinds import ZCDP, Laplace, Opaque
+import numpy as np
+
+from dpfunc._utils.validation import apart, fail, positive, real
+from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
+from dpfunc.accounting._pairs import allocated, capped, laplace, stated
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
+
+_LARGEST = 700.0  # e^700 fits into float64
+
+
+@dataclass(frozen=True, order=True)
+class Laplace(Event):
+    """Releases of one number with Laplace noise of scale `noise_multiplier` times the sensitivity; Poisson samples.
+
+    Args:
+        sampling_prob: chance of a record to take part. noise_multiplier: scale / how far one record moves the number.
+        num_steps: how many.
+
+    Guarantees:
+        tests/accounting/test_events.py::test_laplace_against_integration.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((Laplace(1.0, 2.0, 1),)).epsilon(1e-6).epsilon:.4f}")
+    0.5000
+    """
+
+    law = Event.law  # itself, see `law_of`
+
+
+@dataclass(frozen=True, order=True)
+class Opaque(Event):
+    """Releases of which only this is known: each is (epsilon, delta)-private, for the neighbours of the ledger.
+
+    Args:
+        num_steps: how many. epsilon: of each, 0 <= epsilon <= 700. delta: of each, 0 <= delta < 1.
+
+    Guarantees:
+        tests/accounting/test_events.py::test_opaque_releases_compose_as_randomized_response.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((Opaque(1, epsilon=1.0, delta=1e-6),)).epsilon(2e-6).epsilon:.3f}")
+    1.000
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    noise_multiplier: float = field(default=0.0, init=False)  # as a Gaussian it would protect nothing
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        epsilon = real("epsilon", self.epsilon, f"0 <= epsilon <= {_LARGEST:g}", inside=lambda x: 0 <= x <= _LARGEST)
+        object.__setattr__(self, "epsilon", epsilon)
+        object.__setattr__(self, "delta", real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1))
+
+    law = Event.law  # itself, see `law_of`
+
+
+@dataclass(frozen=True, order=True)
+class ZCDP(Event):
+    """Releases that are rho-zero-concentrated private, for the neighbours of the ledger; Bun and Steinke 2016.
+
+    Args:
+        num_steps: how many. rho: of each, > 0: the Renyi divergence of each order a is at most rho a.
+
+    Only `rdp` and `auto` can account for a ledger with one: nothing is known of its law but Renyi divergences.
+
+    Guarantees:
+        tests/accounting/test_events.py::test_zcdp_is_the_renyi_bound_of_a_gaussian.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((ZCDP(1, rho=0.1),)).epsilon(1e-6).epsilon:.2f}")
+    2.14
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    noise_multiplier: float = field(default=0.0, init=False)
+    rho: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "rho", positive("rho", self.rho))
+
+    law = Event.law  # itself, see `law_of`
+
 
 KINDS: dict[str, type[Event]] = {
     "": Event,
@@ -24,14 +106,52 @@ KINDS: dict[str, type[Event]] = {
     "opaque": Opaque,
     "zcdp": ZCDP,
 }
-"""Name in files -> class. A new kind of event is a file with its class, and a line here."""
+"""Name in files -> class. A new kind of event is a class, and a line here."""
 
 OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
 _Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fields -> an event, number of steps
 
 
+_LAWS: Mapping[type, Callable[[Any, Direction], Atoms]] = {
+    Allocated: lambda e, d: allocated(e.num_batches, e.noise_multiplier, d),
+    Capped: lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d),
+    Laplace: lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d),
+    Opaque: lambda e, d: stated(e.epsilon, e.delta),
+}
+"""Class of an event -> law of the loss of one step, for neighbours in one order."""
+
+
+def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """Plain Poisson-sampled Gaussian steps of a law, and those of the kinds of this file."""
+    found: tuple[list[Event], list[Event]] = [], []
+    for event in events:
+        if type(event) not in (Event, ZCDP, *_LAWS):
+            raise fail("a law of events that accountants know", "event", event)
+        found[type(event) is not Event].append(event)
+    return tuple(found[0]), tuple(found[1])
+
+
+def law_of(event: Event, direction: Direction) -> Atoms:
+    """Losses that dominate those of one step; of zCDP none are known."""
+    if isinstance(event, ZCDP):
+        raise TiltedUnavailable("zCDP bounds Renyi divergences, and no law of losses. Use method 'rdp'.")
+    if event.noise_multiplier == 0 and not isinstance(event, Opaque):
+        return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
+    return _LAWS[type(event)](event, direction)
+
+
+def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Array:
+    """The Renyi curve of one step, apart from infinite losses, at orders > 1; rounded up."""
+    if isinstance(event, ZCDP):
+        return event.rho * orders
+    laws = [law_of(event, direction) for direction in directions]
+    if not all(law.mass.any() for law in laws):
+        return np.full(len(orders), np.inf)
+    logs = np.array([max(0.0, *(tilt(law, 1.0, a - 1).log_moment for law in laws)) for a in orders])
+    return np.asarray(logs / (orders - 1) * (1 + 1e-12) + 1e-13)
+
+
 def name_of(event: object) -> str:
-    """The name of the kind of an event."""
     for name, kind in KINDS.items():
         if type(event) is kind:
             return name
@@ -71,7 +191,6 @@ def _values(event: Event) -> dict[str, Any]:
 
 
 def to_values(event: Event) -> dict[str, Any]:
-    """An event as a JSON object."""
     name = name_of(event)
     return {**({"kind": name} if name else {}), **_values(event)}
 

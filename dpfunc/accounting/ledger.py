@@ -34,7 +34,7 @@ class Ledger:
 
     Guarantees:
         tests/accounting/test_ledger.py::test_composition_laws, ::test_json_round_trip_is_exact;
-        tests/checkpoint/test_prior_ledgers.py::test_no_flipped_bit_changes_what_is_spent.
+        tests/checkpoint/test_journal.py::test_no_flipped_bit_changes_what_is_spent.
 
     >>> step = Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1)
     >>> Ledger().record(step).record(step)

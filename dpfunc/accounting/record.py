@@ -242,7 +242,6 @@ def search_cost(
 
 
 def listed(values: Mapping[str, float]) -> str:
-    """The values of a candidate in one line."""
     return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
@@ -256,7 +255,6 @@ def refuse_replaced(name: str, adjacency: Adjacency) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a field as JSON has it."""
     if isinstance(value, Ledger):
         return json.loads(value.to_json())
     if isinstance(value, RunCount):
@@ -280,7 +278,6 @@ def _read(name: str, hint: Any, value: Any) -> Any:
 
 
 def _check(name: str, hint: Any, value: Any) -> None:
-    """Check the type and the domain of a field, and of what it contains."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is UnionType:  # of another and None
         if value is not None:

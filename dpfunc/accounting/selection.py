@@ -213,7 +213,6 @@ def _curve(ledger: Ledger) -> Array:
 
 
 def _mean(gamma: float, shape: float) -> float:
-    """Mean of a truncated negative binomial distribution."""
     if gamma == 1:
         return 1.0
     log_gamma = math.log(gamma)

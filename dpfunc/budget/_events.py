@@ -81,11 +81,9 @@ class Event(NamedTuple):
     date: str
 
     def digest(self, previous: str) -> str:
-        """Digest of this row and of all before it."""
         return digest([previous, *self])
 
     def entry(self, known: BudgetEntry | None) -> BudgetEntry:
-        """The run after this event."""
         ledger, before = Ledger.from_json(self.ledger), Ledger.from_json(self.before)
         planned = known.planned if known is not None and self.kind == SETTLE else ledger
         return BudgetEntry(self.run, self.spender, self.token, self.kind, planned, ledger, before, self.date)
@@ -101,11 +99,9 @@ class Account(NamedTuple):
 
     @property
     def closed(self) -> bool:
-        """True if a search has reserved the rest."""
         return any(entry.state == REST for entry in self.entries.values())
 
     def place(self, run: str) -> dict[str, Any]:
-        """The place of a run in the budget, for its certificate, as JSON values."""
         facts, others = self.facts, self.charged(without=run)
         about = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
         number = [*self.entries].index(run) + 1
@@ -129,7 +125,6 @@ def digest(values: object) -> str:
 
 
 def damaged(what: str) -> CheckpointError:
-    """The error for a database that was changed by something else than this library."""
     return CheckpointError(
         f"Expected a budget as dpfunc wrote it, got {what}: it was changed or damaged. Restore the database from a "
         "copy, and reserve again what was reserved after it. Nothing was reserved or settled."

@@ -47,7 +47,6 @@ def make(url: str, facts: Facts) -> None:
 
 
 def read(url: str) -> Account:
-    """All that a budget holds, as of one moment."""
     return _in_transaction(url, _read, mode="ro")
 
 
@@ -67,7 +66,6 @@ def change(url: str, decide: Callable[[Account], tuple[Event | None, Answer]]) -
 
 
 def shown(url: str) -> str:
-    """The address without its password."""
     return make_url(url).render_as_string(hide_password=True) if "://" in url else url
 
 
@@ -135,8 +133,8 @@ def _address(url: str, mode: str) -> URL:
     path = Path(str(made.database)).absolute()
     if mode != "rwc" and not path.is_file():
         raise fail("a file with a budget", "url", shown(url), "There is no such file. Make it: dpfunc budget create.")
-    opened = "rwc" if mode == "rwc" else "rw"  # who reads undoes what a killed process has half-written
-    return URL.create("sqlite", database=f"file:{quote(str(path))}", query={"mode": opened, "uri": "true"})
+    query = {"mode": mode.replace("ro", "rw"), "uri": "true"}  # who reads undoes what a killed process has half-written
+    return URL.create("sqlite", database=f"file:{quote(str(path))}", query=query)
 
 
 def _was_cut(error: DBAPIError) -> bool:
@@ -147,7 +145,6 @@ def _was_cut(error: DBAPIError) -> bool:
 
 
 def _refusal(url: str, error: DBAPIError) -> Exception:
-    """The error of this library for one of a database."""
     if isinstance(error, DatabaseError) and not isinstance(error, OperationalError):
         return damaged(str(error.orig).strip())
     return NotWritten(

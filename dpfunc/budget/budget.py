@@ -136,8 +136,9 @@ class Budget:
 
             token = fingerprint(key)  # which its journal has as well
         if isinstance(planned, Guarantee):
-            ledger = Ledger(adjacency=planned.adjacency)
+            ledger, kind = Ledger(adjacency=planned.adjacency), REST
         else:
+            kind = RESERVE
             ledger = planned if isinstance(planned, Ledger) else planned.ledger()
             before = before if before is not None or isinstance(planned, Ledger) else planned.spent
 
@@ -155,7 +156,6 @@ class Budget:
                 cost = others.compose(ledger).epsilon(account.facts.delta).epsilon
             if cost > account.facts.epsilon or account.closed:
                 return None, (account, cost)
-            kind = REST if isinstance(planned, Guarantee) else RESERVE
             return _event(account, kind, run, spender, token, ledger, known)
 
         found = _store().change(self.url, decide)

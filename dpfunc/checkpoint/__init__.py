@@ -6,12 +6,11 @@ from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
     from dpfunc.checkpoint.journal import Journal, journal_ledger
-    from dpfunc.checkpoint.loading import load
     from dpfunc.checkpoint.record import make_record
-    from dpfunc.checkpoint.saving import save
+    from dpfunc.checkpoint.saving import load, save
 
 __all__ = ["Journal", "journal_ledger", "load", "make_record", "save"]
 
 if not TYPE_CHECKING:
-    _HOMES = {"journal": "Journal journal_ledger", "loading": "load", "record": "make_record", "saving": "save"}
+    _HOMES = {"journal": "Journal journal_ledger", "record": "make_record", "saving": "load save"}
     __getattr__ = lazy(__name__, _HOMES)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import one_of, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint._format import difference, key_of, state_from_dict

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.dtensor import distributed, is_dtensor, local, shard_dims
+from dpfunc._utils.processes import distributed, is_dtensor, local, shard_dims
 from dpfunc._utils.validation import shorten
 from dpfunc.checkpoint._folder import METADATA
 from dpfunc.checkpoint._format import describe

@@ -38,12 +38,11 @@ def certify(
 
     Example: dpfunc certify runs/mails
     """
-    if (run is None) == (checked is None):
-        raise click.UsageError("Expected either RUN, to make a certificate, or --check FILE.")
-    if run is not None and any((public_key, model)):
-        raise click.UsageError("Expected --public-key and --model together with --check.")
-    if checked is not None and any((out, private_key, evidence)):
-        raise click.UsageError("Expected --out, --sign and --evidence without --check.")
+    if any((public_key, model, run is None) if checked is None else (run, out, private_key, evidence)):
+        raise click.UsageError(
+            "Expected either RUN, to make a certificate, perhaps with --out, --sign and --evidence; or --check FILE, "
+            "perhaps with --public-key and --model."
+        )
     from dpfunc.evidence import certificate
 
     if checked is not None:

@@ -15,8 +15,7 @@ from dpfunc import accounting
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
-from dpfunc.checkpoint._prior_ledgers import read_cost
-from dpfunc.checkpoint.journal import read_steps, steps_ledger
+from dpfunc.checkpoint.journal import read_cost, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
@@ -59,15 +58,7 @@ class _Source:
 def _read_source(path: Path) -> _Source:
     """Read a record, a ledger or a journal; or, in the folder of a run, the first of record, journal and ledger."""
     journals = sorted((path if path.is_dir() else path.parent).glob("*journal.jsonl"))
-    if path.is_dir():
-        files: list[Path] = [path / RECORD_FILE, *(journals if len(journals) == 1 else ()), path / "ledger.json"]
-        there = [file for file in files if file.is_file()]
-        if not there:
-            raise InvalidArgument(
-                f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, "
-                f"got {str(path)!r} with {len(journals) or 'none'} of them. Name the file."
-            )
-        path = there[0]
+    path = _newest_of(path, journals) if path.is_dir() else path
     found = read_cost(path)
     if isinstance(found, Ledger):
         return _Source(path, found)
@@ -75,6 +66,17 @@ def _read_source(path: Path) -> _Source:
         return _Source(path, found.spent, found)
     runs = [run for journal in journals for run in read_steps(journal, missing="empty").values()]
     return _Source(path, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
+
+
+def _newest_of(folder: Path, journals: list[Path]) -> Path:
+    files: list[Path] = [folder / RECORD_FILE, *(journals if len(journals) == 1 else ()), folder / "ledger.json"]
+    there = [file for file in files if file.is_file()]
+    if not there:
+        raise InvalidArgument(
+            f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, "
+            f"got {str(folder)!r} with {len(journals) or 'none'} of them. Name the file."
+        )
+    return there[0]
 
 
 @click.group()

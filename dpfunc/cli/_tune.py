@@ -57,19 +57,7 @@ def tune(
 
     Example: dpfunc tune job.yaml --private --mean-runs 8 --score-noise 5 --dry-run
     """
-    if (public is not None) == private:
-        raise click.UsageError("Expected either --public FILE or --private.")
-    costs: dict[str, Any] = {"--mean-runs": mean_runs, "--score-noise": score_noise}
-    others = {"--out": out} if private else {**costs, "--resume": resume or None}
-    for name in (name for name, value in others.items() if value is not None):
-        raise click.UsageError(f"Expected {name} with {'--public' if private else '--private'} only.")
-    for name in (name for name, value in costs.items() if private and value is None):
-        raise click.UsageError(
-            f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
-            "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
+    _check_options(public, private, {"--mean-runs": mean_runs, "--score-noise": score_noise}, out, resume)
     with importing():
         from dpfunc.train import _config_file as config_file
     given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
@@ -89,6 +77,27 @@ def tune(
             count = RunCount(mean_runs or 0.0, SHAPES[runs])
             search = prepare_search(found, runs=count, score_noise=score_noise or 0.0, shows=True)
             _search_private(search, dry_run, resume, insecure_seed, report)
+
+
+def _check_options(
+    public: Path | None, private: bool, costs: dict[str, float | None], out: Path | None, resume: bool
+) -> None:
+    """Check that all options are of one of the two kinds of search, and that those of its cost are there."""
+    if (public is not None) == private:
+        raise click.UsageError("Expected either --public FILE or --private.")
+    for name, value in costs.items():
+        if (value is None) == private:
+            missing = (
+                f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
+                "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
+            )
+            raise click.UsageError(missing if private else f"Expected {name} with --private only.")
+    if private and out is not None:
+        raise click.UsageError("Expected --out with --public only.")
+    if resume and not private:
+        raise click.UsageError("Expected --resume with --private only.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
 
 
 def _search_public(

@@ -1,7 +1,18 @@
 """Clipping of per-sample gradients: rules, groupings and bounds."""
 
-from dpfunc.clipping.groups import AllParameters, Blocks, ByName, PerLayer, PerParameter
-from dpfunc.clipping.rules import PSAC, Automatic, Flat, Threshold, auto_v, normalized
+from dpfunc.clipping.rules import (
+    PSAC,
+    AllParameters,
+    Automatic,
+    Blocks,
+    ByName,
+    Flat,
+    PerLayer,
+    PerParameter,
+    Threshold,
+    auto_v,
+    normalized,
+)
 from dpfunc.clipping.telemetry import Statistic, Telemetry
 
 __all__ = [

@@ -1,17 +1,222 @@
-"""Clip rules: the factor of a gradient, from its norm and its bound. Fields `clip_norm` and `groups`: see `Flat`."""
+"""Clip rules, the factor of a gradient from its norm and its bound; groups of parameters; the bounds that are enforced.
+
+Fields `clip_norm` and `groups` of a rule: see `Flat`.
+"""
 
 from __future__ import annotations
 
+import copy
+import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import named, non_negative, positive
-from dpfunc.clipping.bounds import check_clip_norm
-from dpfunc.clipping.groups import ALL
-from dpfunc.types import Groups
+from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.validation import apart, fail, integer, named, non_negative, positive, shorten
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import Adjacency, ClipRule, Groups
+
+
+@dataclass(frozen=True)
+class AllParameters:
+    """One group: the norm is that of the whole gradient (flat clipping).
+
+    >>> AllParameters().assign(("a.weight", "a.bias"))
+    ('all', 'all')
+    """
+
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple("all" for _ in names)
+
+
+ALL = AllParameters()
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """One group a layer: the name up to its last dot, so that weight and bias (or lora_A and lora_B) go together.
+
+    >>> PerLayer().assign(("a.weight", "a.bias", "b.weight"))
+    ('a', 'a', 'b')
+    """
+
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.rpartition(".")[0] or name for name in names)
+
+
+@dataclass(frozen=True)
+class PerParameter:
+    """Each parameter is a group of its own.
+
+    >>> PerParameter().assign(("a.weight", "a.bias"))
+    ('a.weight', 'a.bias')
+    """
+
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return names
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`num_blocks` runs of parameters of (nearly) equal count, in the order of the parameters.
+
+    >>> Blocks(2).assign(("a", "b", "c", "d", "e"))
+    ('block0', 'block0', 'block0', 'block1', 'block1')
+    """
+
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_blocks", integer("num_blocks", self.num_blocks, minimum=1))
+
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Group of each name. More blocks than parameters is an error: a block would be empty."""
+        if self.num_blocks > len(names):
+            raise InvalidArgument(
+                f"Expected num_blocks <= the number of parameters, got num_blocks={self.num_blocks} "
+                f"for {len(names)} parameters. Use PerParameter() for one group a parameter."
+            )
+        size, larger = divmod(len(names), self.num_blocks)
+        counts = [size + 1] * larger + [size] * (self.num_blocks - larger)
+        return tuple(f"block{block}" for block, count in enumerate(counts) for _ in range(count))
+
+
+@dataclass(frozen=True)
+class ByName:
+    """Any mapping from parameter name to group name; every parameter needs an entry and no entry may be left over.
+
+    >>> ByName({"a.weight": "body", "head.weight": "head"}).assign(("head.weight", "a.weight"))
+    ('head', 'body')
+    """
+
+    group_of: Mapping[str, str]
+
+    def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if self.group_of.keys() != set(names):
+            missing = [name for name in names if name not in self.group_of]
+            unknown = [name for name in self.group_of if name not in names]
+            close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
+            raise InvalidArgument(
+                f"Expected ByName to name each parameter once, got it {apart(missing, unknown)}."
+                + (f" Did you mean {shorten(close)}?" if close else "")
+            )
+        return tuple(self.group_of[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A grouping resolved against parameter names: G groups in order of first appearance."""
+
+    group_of: Mapping[str, str]
+    group_names: tuple[str, ...]
+    bounds: tuple[float, ...] = ()  # of each group
+
+    def norms(self, sq_norms: Mapping[str, Tensor]) -> Tensor:
+        """Norms of each sample in each group, (B, G), from squared norms name -> (B,)."""
+        columns: dict[str, Tensor] = {}
+        for name, sq_norms_B in sq_norms.items():
+            group = self.group_of[name]
+            columns[group] = columns[group] + sq_norms_B if group in columns else sq_norms_B
+        return torch.stack([columns[group] for group in self.group_names], dim=1).sqrt()
+
+    def spread(self, factors_BG: Tensor) -> dict[str, Tensor]:
+        """The factors (B,) of each parameter, from factors (B, G)."""
+        column = {group: factors_BG[:, index] for index, group in enumerate(self.group_names)}
+        return {name: column[group] for name, group in self.group_of.items()}
+
+
+def partition(groups: Groups, names: tuple[str, ...]) -> Partition:
+    """Resolve a grouping against the parameter names."""
+    assigned = groups.assign(names)
+    return Partition(dict(zip(names, assigned, strict=True)), tuple(dict.fromkeys(assigned)))
+
+
+_SMALLEST, _LARGEST = 1e-10, 1e10
+# Relative room between what a factor allows and the bound. It pays for the rounding of norms, products and float32
+# sums, so that the bound holds for the numbers that are released and not only for the reals.
+SLACK = 2.0**-13
+# Squares of numbers below this lose precision in float32; such norms are treated as this large.
+_TINY_NORM = 1e-12
+# Smaller factors would be subnormal, with large relative rounding: they become 0.
+_TINY_FACTOR = 1e-30
+
+
+def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
+    """A bound, or one bound for each group, each in [1e-10, 1e10] so that float32 can hold what follows from it."""
+    if not isinstance(clip_norm, Mapping):
+        return _check_one("clip_norm", clip_norm)
+    if not clip_norm:
+        raise InvalidArgument("Expected clip_norm to name at least one group, got clip_norm={}.")
+    return {str(group): _check_one(f"clip_norm[{group!r}]", bound) for group, bound in clip_norm.items()}
+
+
+def _check_one(name: str, value: float) -> float:
+    bound = positive(name, value)
+    if not _SMALLEST <= bound <= _LARGEST:
+        advice = "Rescale the loss: outside this range float32 gradients lose their precision."
+        raise fail(f"{_SMALLEST:g} <= {name} <= {_LARGEST:g}", name, value, advice)
+    return bound
+
+
+def group_bounds(clip_norm: float | Mapping[str, float], group_names: tuple[str, ...]) -> dict[str, float]:
+    """Bound C_g of each group: as a mapping says, or `clip_norm / sqrt(G)` of one on the whole gradient."""
+    if not isinstance(clip_norm, Mapping):
+        return {group: clip_norm / math.sqrt(len(group_names)) for group in group_names}
+    if set(clip_norm) != set(group_names):
+        raise InvalidArgument(
+            f"Expected clip_norm to name the groups [{shorten(group_names)}], got [{shorten(tuple(clip_norm))}]. "
+            "Give one number to divide it equally, or one bound for each group of `groups`."
+        )
+    return {group: clip_norm[group] for group in group_names}
+
+
+def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> dict[str, float]:
+    """Sensitivity of each sum: C_g for a record that is added, removed or zeroed out, 2 C_g for one replaced."""
+    scale = 2.0 if adjacency == "replace_one" else 1.0
+    return {group: scale * bound for group, bound in bounds.items()}
+
+
+def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Tensor) -> Tensor:
+    """The rule's factors, forced to respect the bound whatever the rule returns.
+
+    `factor <= C_g (1 - 2**-13) / max(norm, 1e-12)`, and exactly 0 for samples that are padding (`mask_B` false) or
+    have a norm that is not finite in any group, so that such a sample contributes exactly nothing.
+    A rule that is not of this library sees one row at a time; a faulty one costs utility, not privacy. Unreleased.
+
+    Guarantees:
+        factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside); a rule that looks at
+        other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
+    """
+    usable_B1 = (mask_B & (norms_BG.abs() < math.inf).all(dim=1))[:, None]  # false for NaN as well
+    safe_norms_BG = torch.where(usable_B1, norms_BG, 1.0)
+    inner_G = bounds_G * (1.0 - SLACK)
+    ceiling_BG = inner_G / safe_norms_BG.clamp(min=_TINY_NORM)
+    factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
+    keep_BG = usable_B1 & (factors_BG >= _TINY_FACTOR)  # false for NaN as well
+    return torch.where(keep_BG, factors_BG, 0.0)
+
+
+def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
+    """The factors of a rule; one of others sees one row at a time, and forgets it."""
+    if type(rule).__module__.partition(".")[0] == "dpfunc":
+        return rule.factors(norms_BG, bounds_G)
+    if not len(norms_BG):
+        return torch.zeros_like(norms_BG)
+    try:
+        once = copy.deepcopy(rule)
+        factors_BG: Tensor = torch.func.vmap(lambda norms_G: once.factors(norms_G[None], bounds_G)[0])(norms_BG)
+    except (RuntimeError, IndexError, TypeError) as error:
+        refuse_out_of_memory(error)
+        raise InvalidArgument(
+            f"Expected the factors of {type(rule).__name__} to follow from the norms of a row by operations of torch, "
+            f"got an error: {str(error).splitlines()[0]} A copy of it sees one row at a time, since a factor that "
+            "depends on other rows breaks the bound. Write it without reading numbers (float, item, if), and without "
+            "what cannot be copied (locks, tensors of a graph). Nothing was released and nothing was spent."
+        ) from error
+    return factors_BG.expand_as(norms_BG)
 
 
 @named
@@ -28,7 +233,7 @@ class Flat:
 
     Guarantees:
         a gradient with norm <= C (1 - 2**-13) is not changed
-        (tests/clipping/test_bounds.py::test_flat_is_a_no_op_inside_the_ball).
+        (tests/clipping/test_rules.py::test_flat_is_a_no_op_inside_the_ball).
 
     >>> Flat(clip_norm=1.0).factors(torch.tensor([[0.5], [4.0]]), torch.tensor([1.0]))
     tensor([[1.0000],
@@ -61,7 +266,7 @@ class Automatic:
         clip_norm, groups: as of `Flat`.
 
     Guarantees:
-        a gradient of zero gives zero, never NaN (tests/clipping/test_bounds.py::test_zero_gradient_stays_zero).
+        a gradient of zero gives zero, never NaN (tests/clipping/test_rules.py::test_zero_gradient_stays_zero).
 
     >>> Automatic(gamma=1.0).factors(torch.tensor([[0.0], [3.0]]), torch.tensor([1.0]))
     tensor([[1.0000],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, named, open_unit, real, shorten, wrong_type
-from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ClippedSum, Params, Unreleased
 

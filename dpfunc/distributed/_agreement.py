@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum, digest, in_hex
-from dpfunc._utils.dtensor import is_dtensor, shard_dims, window
+from dpfunc._utils.processes import checksum, digest, in_hex, is_dtensor, shard_dims, window
 from dpfunc.batches import batch_size, check_finite, digest_and_mark, pad_rows, refuse_sums, signature, tree_map
 from dpfunc.distributed._object_collectives import any_rank, gathered_rows
 from dpfunc.distributed._reduce import check_placements, in_step
@@ -59,10 +58,7 @@ _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num
 
 
 class Agreement:
-    """Inside, each process checks its own call and says what it means by it; then all mean the same, or all raise.
-
-    Nothing inside may communicate.
-    """
+    """Inside, without communication, each process says what it means by its call; then all mean the same, or raise."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -172,7 +168,7 @@ def padded(rows: Rows, ranks: Ranks) -> tuple[Batch, Tensor | None]:
         return batch, mask_B
     if not batch_size(batch):
         batch = _dummy_of(batch, ranks)
-    real_B = torch.ones(size - missing, dtype=torch.bool) if mask_B is None else mask_B
+    real_B = torch.ones(size - missing, dtype=torch.bool, device="cpu") if mask_B is None else mask_B
     return pad_rows(batch, size), torch.cat([real_B, real_B.new_zeros(missing)])
 
 
@@ -190,10 +186,7 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 
 
 def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
-    """A digest of what a step releases, the parts of all processes included, which must all call it; and the mark.
-
-    The mark (0-d, bool) is that of this process. A number that is not finite in the sums of one is an error of all.
-    """
+    """Digest of what all processes release, and the mark (0-d, bool) of this one; NaN in the sums of one stops all."""
     with in_step(ranks):
         own, names, marked = digest_and_mark(released, None, mark)
         own = _SPOILED if names else own

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.digests import checksum, digest, in_hex
-from dpfunc._utils.dtensor import shard_dims
-from dpfunc._utils.lockstep import arrived, tell, told
+from dpfunc._utils.processes import arrived, checksum, digest, in_hex, shard_dims, tell, told
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMismatch, StepAborted
@@ -39,10 +37,7 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 @contextmanager
 def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
-    """Inside, each process does its own part; then all go on, or all raise: `error` where another one failed.
-
-    Nothing inside may communicate.
-    """
+    """Inside, without communication, each process does its part; then all go on, or raise, others `error`."""
     failed, anywhere = True, False
     try:
         yield
@@ -172,10 +167,7 @@ def _part(tensor: Any) -> int:
 
 
 def _differing(values: Mapping[str, tuple[int, int]], ranks: Ranks) -> tuple[dict[str, list[int]], bool]:
-    """Compare values, of which processes with the same part have the same: name -> (part, value).
-
-    The values of the processes that this one compared, where they differ; True if any found a difference.
-    """
+    """Of values, name -> (part, value), those that differ with the same part; True if any process found some."""
     differing: dict[str, list[int]] = {}
     for group in ranks.groups:
         table = gathered_rows([number for pair in values.values() for number in pair], group, ranks.device)

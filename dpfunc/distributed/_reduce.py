@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.dtensor import Window, distributed, is_dtensor, local, shard_dims
-from dpfunc._utils.lockstep import arrived, process_context
+from dpfunc._utils.processes import Window, arrived, distributed, is_dtensor, local, process_context, shard_dims
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
 from dpfunc.engines._numerics import accumulation_dtype
@@ -52,11 +51,7 @@ def in_step(ranks: Ranks) -> AbstractContextManager[None]:
 
 @contextmanager
 def gathered(params: Params, ranks: Ranks) -> Iterator[Params]:
-    """Inside, parameters as an engine needs them: gathered where they are sharded over the data group.
-
-    An error inside reaches the other processes in place of the sums of this one: they raise in `release`, or where the
-    loss communicates.
-    """
+    """Inside, parameters gathered where the data group has parts of them; an error inside is sent in place of sums."""
     done = False
     try:
         with in_step(ranks):
@@ -92,8 +87,7 @@ def release(
 ) -> tuple[dict[str, Tensor], Any]:
     """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
 
-    Where noise can be divided, each process adds that of some rows to its own term, before the terms are added up: it
-    is drawn once by all together, and nothing more is sent. Parts of sharded parameters get theirs after the sum.
+    Noise that can be divided is drawn once by all together: each adds that of some rows to its own term of the sum.
 
     Guarantees:
         tests/distributed/test_ranks.py::test_an_error_of_one_process_aborts_the_step_on_all;
@@ -164,10 +158,7 @@ def _packed(sums: Params, params: Params, ranks: Ranks) -> Params:
 
 @contextmanager
 def _added_up(sums: Params, ranks: Ranks) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Inside, the terms of this process, in one message; afterwards, in their place, the sums over all processes.
-
-    With them, the number of bands of rows that have noise. The message is sent after an error too: the others raise.
-    """
+    """Inside, this process's terms and bands of rows with noise: a message, also sent after an error; then the sums."""
     message, terms = _message(sums, ranks)
     failed = True
     try:
@@ -219,10 +210,7 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
 
 
 def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
-    """Squared norms (B,) of full gradients from those of their parts, summed over the tensor group.
-
-    Without it parts would be clipped by norms that are too small. A replicated parameter counts once.
-    """
+    """Squared norms (B,) of full gradients, from those of parts over the tensor group; replicas count once."""
     sharded_names = [name for name, p in params.items() if is_sharded_over(p, ranks, tensor=True)]
     if ranks.tensor_group is None or not sharded_names:
         return sq_norms

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.dtensor import is_dtensor, local
-from dpfunc._utils.lockstep import is_independent
+from dpfunc._utils.processes import is_dtensor, is_independent, local
 from dpfunc._utils.validation import integer, shorten
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
@@ -28,8 +27,7 @@ from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import communicates, fsdp_parts, managed, outermost, recovered, refuse_communication
 from dpfunc.functional._names import pattern, select
-from dpfunc.functional._refuse import check_params, refuse_unsupported, unwrapped
-from dpfunc.functional.forward import functionalize
+from dpfunc.functional.forward import check_params, functionalize, refuse_unsupported, unwrapped
 from dpfunc.lora import LoRA
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
@@ -168,12 +166,6 @@ def _shard(
 
 
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
-    """The names of layers, see `shard_frozen`.
-
-    >>> model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.Linear(1, 1))
-    >>> _layer_names(model, None), _layer_names(model, "^1$")
-    (['0.0', '0.1'], ['1'])
-    """
     names = list(dict(module.named_modules()))[1:]  # without the module itself
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))

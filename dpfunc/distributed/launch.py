@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dpfunc._utils.lockstep import initialized
+from dpfunc._utils.processes import initialized
 from dpfunc._utils.validation import fail
 from dpfunc.distributed.ranks import LONGEST_WAIT, Ranks, data_parallel
 from dpfunc.errors import InvalidArgument

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.dtensor import is_dtensor, shard_dims
-from dpfunc._utils.lockstep import broken, initialized
+from dpfunc._utils.processes import broken, initialized, is_dtensor, shard_dims
 from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch

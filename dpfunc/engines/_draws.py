@@ -7,9 +7,7 @@ position; position 0 where the loss itself has seeded the generator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +19,11 @@ from dpfunc.engines._levels import Below, inside, of_rows
 _SELU_ALPHA = 1.7580993408473766  # of torch's alpha dropout
 
 
-_first: ContextVar[int] = ContextVar("dpfunc_first_row", default=0)
-
-
-@contextmanager
-def first_row(position: int) -> Iterator[None]:
-    """Inside, row 0 of a microbatch has this position in its batch."""
-    token = _first.set(position)
-    try:
-        yield
-    finally:
-        _first.reset(token)
-
-
-def positions_of(rows: Sequence[int]) -> list[int]:
-    """Positions in the batch of rows of the microbatch."""
-    return [_first.get() + row for row in rows]
-
-
 class OwnDraws:
-    """The draws of one pass over rows."""
+    """The draws of one pass over rows, at whose start torch's generator had the state `seed`."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.positions, self._first = positions, torch.default_generator.get_state()
+    def __init__(self, positions: Sequence[int], seed: Tensor) -> None:
+        self.positions, self._seed = positions, seed
         self._own = set[int]()
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
@@ -52,9 +32,9 @@ class OwnDraws:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             generator = torch.cuda.default_generators[index]
-        self._own = self._own or {_hash(self._first)}
+        self._own = self._own or {_hash(self._seed)}
         seeded_by_loss = _hash(torch.default_generator.get_state()) not in self._own  # none that these draws have left
-        number = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
+        number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator))
         self._own.add(_hash(torch.default_generator.get_state()))
         after = generator.get_state()
         try:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dpfunc.engines._levels import Passed
 from dpfunc.engines._numerics import TOLERATED
 from dpfunc.engines._per_sample import Kept, Late, PerSampleGrad, formed
-from dpfunc.engines._reads import Passed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Below, Levels, apply_node, below_both, inside, is_row, of_rows
+from dpfunc.engines._levels import Below, Levels, Pass, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import Dense, Late
-from dpfunc.engines._reads import Handler, Pass, any_row
+from dpfunc.engines._reads import Handler, any_row
 from dpfunc.engines._rules import REGISTERED, RULES
-from dpfunc.engines._rules.linear import MATMULS
-from dpfunc.engines._rules.table import Bound, Form, Rule, Use
+from dpfunc.engines._rules.table import MATMULS, Bound, Form, Rule, Use
 from dpfunc.errors import UnsupportedModel
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
@@ -227,7 +226,7 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-ANCHOR = torch.zeros((), requires_grad=True)
+ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 Results = tuple[Tensor, ...]
 
 

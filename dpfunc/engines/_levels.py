@@ -1,4 +1,4 @@
-"""The two levels of a row, vmap below grad, and all that torch keeps private of them.
+"""One pass over rows: its two levels, vmap below grad, with all that torch keeps private of them, and its state.
 
 Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by name in another version.
 """
@@ -6,11 +6,11 @@ Each assumption about torch has a test in `tests/engines/test_levels.py`, which 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,8 +21,12 @@ from torch._functorch.eager_transforms import grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _without_level
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # type: ignore[attr-defined]  # private
 from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
 
-from dpfunc._utils.lockstep import initialized, is_independent
+from dpfunc._utils.processes import in_lockstep, initialized, is_independent
+from dpfunc.engines._per_sample import Late, PerSampleGrad
+from dpfunc.engines._rules.table import Use
+from dpfunc.types import Params
 
 Below = torch._C._DisableFuncTorch
 """Context in which plain tensors are computed below both levels."""
@@ -202,3 +206,113 @@ def opened(func: Any) -> Callable[..., Any] | None:
 def _asks_modes(func: FunctionType) -> bool:
     asks = any(name.startswith("has_torch_function") for name in func.__code__.co_names)
     return asks and "__class__" not in func.__code__.co_freevars  # a method that calls `super()` comes back as itself
+
+
+class Stop(BaseException):
+    """End of a pass. No Exception, so that code of the loss that catches all of them does not catch it."""
+
+
+class Diverged(Stop):
+    """Rows do not agree on what Python reads."""
+
+    def __init__(self, groups: Sequence[Sequence[int]], read: str) -> None:
+        super().__init__(read)
+        self.groups, self.read = groups, read
+
+
+class Alone(Stop):
+    """Rows that this engine cannot take: each is to be computed alone."""
+
+
+class FirstRead(Stop):
+    """The loss is about to be told numbers of rows, and nobody has noted what it keeps."""
+
+
+class NoRules(Stop):
+    """A backward pass inside of the loss: the pass is to be repeated without rules and islands."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Results of one pass over rows."""
+
+    losses_B: Tensor
+    rest: Mapping[str, Tensor]
+    params: Params
+    disagreed: Diverged | None
+    uses: Sequence[Use]
+    aux: Any = None
+
+
+class Pass(TorchFunctionMode):
+    """One pass over rows: what those know of it who answer the torch functions that the loss calls.
+
+    Args:
+        over: the open levels. params: name -> plain value. leaves: name -> what the loss gets.
+        uses: that are known from earlier passes. take: takes the gradients of one use of a parameter, by name.
+        counts: name -> uses in the forward pass, with a rule. rules: operations go to their rules.
+        watched: what the loss keeps was noted.
+    """
+
+    def __init__(
+        self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
+        take: Callable[[str, PerSampleGrad | Late], None], counts: dict[str, int], rules: bool, watched: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
+        self.rules, self.watched = rules, watched
+        self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
+        with Below():
+            self.anchor = over.leaf(torch.zeros((), device="cpu"))
+        self.noted: list[Use] = []
+        self.turned: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stopped: BaseException | None = None
+        self.disagreed: Diverged | None = None
+        self.in_backward = self.told = False
+
+    def plain(self, leaf: Tensor) -> tuple[str, Tensor] | None:
+        """Name and value of a parameter, if this is one."""
+        return self._params.get(id(leaf))
+
+    def is_open(self) -> bool:
+        """True where an operation may run as its native kernel: outside of transforms of the loss, with gradients."""
+        return bool(functorch.maybe_current_level() == self.levels.grad) and torch.is_grad_enabled()
+
+    def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function whose parts pass here."""
+        with self:
+            return func(*args, **kwargs)
+
+    def stop(self, stop: Stop) -> NoReturn:
+        """End the pass, also where code of the loss catches the exception."""
+        self.stopped = self.stopped or stop
+        raise stop
+
+    def differ(self, stop: Diverged) -> None:
+        """End the pass where rows differ; in lockstep it goes on with the first row, since others wait for it."""
+        if in_lockstep():
+            self.disagreed = self.disagreed or stop
+        else:
+            self.stop(stop)
+
+    def reading(self, read: str) -> None:
+        """End the pass before Python learns anything of the rows, if what the loss keeps was not noted before it."""
+        if not self.watched:
+            self.stop(FirstRead(read))
+        self.told = True
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Count uses of parameters whose gradients will come."""
+        if not self.in_backward:
+            for name in names:
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+    def begin_backward(self) -> None:
+        """Note that the backward pass of the losses begins."""
+        self.in_backward = True
+        transforms_seen(True)
+
+    def backward_node(self) -> None:
+        """End the pass where a node runs in a backward pass that is not that of the losses."""
+        if not self.in_backward:
+            self.stop(NoRules("the loss has a backward pass of its own"))

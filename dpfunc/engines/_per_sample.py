@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._cost import matrix
-from dpfunc.engines._numerics import to_accumulation_dtype
+from dpfunc.engines._numerics import matrix, to_accumulation_dtype
 
 # Larger gradients (numbers of all samples) are not copied to be computed with others.
 _SMALL = 2**15

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._cost import Costs, matrix
 from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, credit_use
-from dpfunc.engines._levels import Below, apply_node, inside, of_rows
-from dpfunc.engines._numerics import exact
+from dpfunc.engines._levels import Below, Pass, apply_node, inside, of_rows
+from dpfunc.engines._numerics import Costs, exact, matrix
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
-from dpfunc.engines._reads import Handler, Pass, read
+from dpfunc.engines._reads import Handler, read
 from dpfunc.engines._rules import RULES
-from dpfunc.engines._rules.linear import column_sum
-from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use
+from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use, column_sum
 
 
 class Weights(NamedTuple):
@@ -284,8 +282,8 @@ def _pack(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     numbers = read(owner, Tensor.tolist, (lengths,), {})
     x_TBd = x.transpose(0, 1) if batch_first else x
     if len(numbers) != 1 or x_TBd.shape[1] != 1 or not 0 < numbers[0] <= len(x_TBd):
-        return func(x, torch.tensor(numbers), batch_first)
-    return x_TBd[: numbers[0], 0], torch.ones(numbers[0], dtype=torch.int64)
+        return func(x, torch.tensor(numbers, device="cpu"), batch_first)
+    return x_TBd[: numbers[0], 0], torch.ones(numbers[0], dtype=torch.int64, device="cpu")
 
 
 def _pad(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -293,10 +291,10 @@ def _pad(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     data, batch_sizes, batch_first, padding_value, total_length = args
     sizes = read(owner, Tensor.tolist, (batch_sizes,), {})
     if set(sizes) != {1}:
-        return func(data, torch.tensor(sizes), *args[2:])
+        return func(data, torch.tensor(sizes, device="cpu"), *args[2:])
     missing = max(0, total_length - len(sizes))
     padded = torch.cat([data, data.new_full((missing, *data.shape[1:]), padding_value)]) if missing else data
-    return padded.unsqueeze(0 if batch_first else 1), torch.tensor([len(sizes)])
+    return padded.unsqueeze(0 if batch_first else 1), torch.tensor([len(sizes)], device="cpu")
 
 
 def _as_padded(owner: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

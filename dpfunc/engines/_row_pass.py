@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,16 +12,21 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.dtensor import is_dtensor
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
+from dpfunc._utils.processes import is_dtensor
+from dpfunc.batches import positions_of
+from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
-from dpfunc.engines._guards.kept_state import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
+from dpfunc.engines._guards.loss import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
+    Alone,
     Below,
     Levels,
+    NoRules,
+    Pass,
+    Passed,
     custom_functions,
     inside,
     is_row,
@@ -31,7 +37,7 @@ from dpfunc.engines._levels import (
     transforms_seen,
 )
 from dpfunc.engines._per_sample import Kept
-from dpfunc.engines._reads import READS, Alone, Handler, NoRules, Pass, Passed, any_row, numbers, stacked
+from dpfunc.engines._reads import READS, Handler, any_row, numbers, stacked
 from dpfunc.engines._recurrent import RECURRENT_LAYERS
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.composite import COMPOSITES
@@ -96,7 +102,7 @@ class Rows:
         """The rows at these places."""
         if len(places) == len(self.positions):
             return self
-        chosen = torch.tensor(places)
+        chosen = torch.tensor(places, device="cpu")
         batch = pytree.tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batch)
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 
@@ -110,7 +116,7 @@ class _RowPass(Pass):
     ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
-        self.settings, self.draws = settings, OwnDraws(positions_of(rows.positions))
+        self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
         self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
         self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
@@ -159,10 +165,14 @@ class _RowPass(Pass):
         parts = opened(func)
         return func(*args, **kwargs) if parts is None else self.seen(parts, args, kwargs)
 
+    @cached_property
+    def _draws(self) -> OwnDraws:
+        return OwnDraws(positions_of(self._rows.positions), self._seed)
+
     def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if kwargs.get("generator") is not None:
             self.stop(Alone("the loss draws from a generator of its own"))
-        return random_operation(self.levels.row, self.draws, func, args, kwargs)
+        return random_operation(self.levels.row, self._draws, func, args, kwargs)
 
     def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A backward pass inside of the loss."""

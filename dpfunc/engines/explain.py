@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dpfunc.batches import batch_size, rows, tree_map
-from dpfunc.engines._cost import summed
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import backward_inside
-from dpfunc.engines._reads import Passed
+from dpfunc.engines._levels import Passed
+from dpfunc.engines._numerics import summed
 from dpfunc.engines._rules.table import Use
 from dpfunc.engines.loop import RowAlone, state_before
 from dpfunc.engines.vmap_grad import VmapGrad
@@ -28,7 +28,7 @@ class UseCost:
     Args:
         parameter, op: what is used, and by which operation. representation: `formed` (B gradients in memory); factors
             that are kept, with a norm of gradients that are formed and `dropped`, or a `ghost` norm; or `unused`. See
-            `dpfunc/engines/_cost.py`.
+            `dpfunc/engines/_numerics.py`.
         shape: of the parameter. num_bytes: kept until the factors of the clip rule are known. operations: of gradients,
             norms and weighted sum, where training without privacy has one product of the sum.
     """

@@ -16,20 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import local, local_like
-from dpfunc._utils.lockstep import in_lockstep, on_any_process, refused_by_all
-from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
-from dpfunc.engines._draws import RANDOM, OwnDraws, positions_of, random_operation
+from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
+from dpfunc.batches import batch_size, positions_of, row_alone, rows, signature, tree_map
+from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
-from dpfunc.engines._guards.kept_state import (
-    RowMemory,
-    python_state,
-    refuse_counting,
-    refuse_earlier,
-    refuse_kept,
-    refuse_undeclared,
-)
+from dpfunc.engines._guards.kept_state import python_state, refuse_counting
+from dpfunc.engines._guards.loss import RowMemory, refuse_earlier, refuse_kept, refuse_undeclared
 from dpfunc.engines._levels import opened, run_backward, told_of_transforms
 from dpfunc.engines._per_sample import Dense, PerSample
 from dpfunc.engines._recurrent import KINDS, NAMES, layer_by_layer
@@ -71,7 +64,8 @@ class RowAlone(TorchFunctionMode):
 
     def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
         super().__init__()
-        self.memory, self.draws, self.allowed = RowMemory(), OwnDraws([position]), allowed
+        self.memory, self.allowed = RowMemory(), allowed
+        self.draws = OwnDraws([position], torch.default_generator.get_state())
         self.coarse = self.asked = self.told = False
         self.memory.note(pytree.tree_leaves(row))
 
@@ -180,7 +174,7 @@ def rows_alone(
     grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
     result = PerSample(losses_B, grads, alone=True, aux=checks.joined_aux(aux))
     torch.default_generator.set_state(seed)
-    torch.empty(()).random_()  # the next step draws other numbers, whatever the rows have drawn
+    torch.empty((), device="cpu").random_()  # the next step draws other numbers, whatever the rows have drawn
     if num_samples and not in_lockstep():  # FSDP keeps what it communicates
         refuse_counting(loss_fn, before)
     if on_any_process(told and num_samples > 1):

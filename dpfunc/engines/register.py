@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfunc.engines._levels import Passed
 from dpfunc.engines._per_sample import Dense
-from dpfunc.engines._reads import Passed
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.table import REQUIRED, Rule, Use
 from dpfunc.engines.loop import loop
@@ -78,7 +78,7 @@ def register_rule(
 def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Mapping[str, Any]) -> None:
     batch = {name: example[name] for name in rule.needs[parameter]}
     output = op(*example.values())
-    weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
+    weights = torch.linspace(0.5, 2.0, output[0].numel(), device=output.device).to(output).reshape(output.shape[1:])
 
     def loss_fn(params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         values = {**example, **batch, **params}
@@ -86,7 +86,7 @@ def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Map
 
     passes: list[Passed] = []
     params = {parameter: example[parameter]}
-    one_each_BB = torch.eye(len(output), dtype=torch.float64)
+    one_each_BB = torch.eye(len(output), dtype=torch.float64, device=output.device)
     found, truth = (
         torch.stack([per_sample.weighted_sum({parameter: factors_B})[parameter] for factors_B in one_each_BB])
         for per_sample in (engine(loss_fn, params, batch) for engine in (VmapGrad(told=passes.append), loop()))

@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import failed, in_lockstep, on_any_process
 from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.processes import failed, in_lockstep, is_dtensor, on_any_process
 from dpfunc._utils.validation import one_of
-from dpfunc.batches import batch_size
-from dpfunc.engines._draws import positions_of
+from dpfunc.batches import batch_size, positions_of
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
-from dpfunc.engines._guards.kept_state import note_changed, python_state, refuse_kept
-from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged
-from dpfunc.engines._levels import below_both
+from dpfunc.engines._guards.kept_state import note_changed, python_state
+from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
+from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
-from dpfunc.engines._reads import Alone, Diverged, FirstRead, NoRules, Passed, Stop
 from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass
 from dpfunc.engines._rules.table import Use
 from dpfunc.engines.loop import loop, rows_alone, warm_up
@@ -86,7 +83,7 @@ class Grouped:
 
     @property
     def _order(self) -> Tensor:
-        return torch.tensor([row for part in self.parts if part.counted for row in part.rows]).argsort()
+        return torch.tensor([row for part in self.parts if part.counted for row in part.rows], device="cpu").argsort()
 
     @property
     def losses_B(self) -> Tensor:

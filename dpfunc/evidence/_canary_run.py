@@ -42,7 +42,7 @@ class Planted:
     count: int
     records: Batch | None = field(default=None, repr=False)
     canaries: Canaries | None = None
-    present: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    present: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"), repr=False)
     reads: list[Tensor] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,13 +52,11 @@ class Planted:
             self.present = coins(self.count, self.key)
 
     def draw(self, params: Params) -> None:
-        """Draw canaries in gradients at the start of a run: they need its parameters."""
         if self.records is None:
             self.canaries = Canaries.draw(params, self.count, self.key)
             self.present = self.canaries.present
 
     def verdict(self, plan: Plan, score: Score) -> Audit:
-        """The audit of the run, at the claim of the steps that it took."""
         if not self.reads:
             raise InvalidArgument("Expected a loop that calls its dp_step, got one that took no step.")
         reads = torch.stack(self.reads)
@@ -73,7 +71,7 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
         raise fail("a sampler that is a dataclass", "sampler", plan.sampler)
     n, m = plan.sampler.dataset_size, planted.count
     larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
-    out = torch.arange(m) if planted.records is None else torch.nonzero(~planted.present)[:, 0]
+    out = torch.arange(m, device="cpu") if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
     return dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings)
 
@@ -115,7 +113,6 @@ class PlantedStep(DPStep):
 
     @cached_property
     def _whole(self) -> DPStep:
-        """The step that takes canaries beside records."""
         sampler: Any = self.plan.sampler
         canaries: Any = self.planted.canaries
         clipped = dataclasses.replace(self.clipped_grad, loss_fn=canaries.loss(self.clipped_grad.loss_fn))
@@ -195,14 +192,12 @@ def read_script(path: Path) -> Script:
 
 
 def verify(path: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str, Any]]:
-    """The replay of a script, and its values."""
     own = read_script(path)
     found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
     return found, replay_values(found, path, own.dp_step.plan, {})
 
 
 def audit(path: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
-    """The audit of a script, and its values."""
     own = read_script(path)
     planted = Planted(key, count, own.canaries)
     found, taken, plan = audit_loop(

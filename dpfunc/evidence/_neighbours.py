@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.digests import digest
+from dpfunc._utils.processes import digest
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
@@ -79,7 +79,6 @@ class Replay:
         Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
     def __repr__(self) -> str:
-        """The verdict in one line."""
         others = f"what moves: {'; '.join(self.moved)}" if self.moved else "nothing else moves"
         rest = f"; not compared: {'; '.join(self.not_compared)}" if self.not_compared else ""
         return (
@@ -96,7 +95,6 @@ class Rows:
 
 
 def left_in(folder: Path, lines: str) -> dict[str, object]:
-    """Lines and files that a run leaves."""
     left: dict[str, object] = {f"line {n} of what it prints": line for n, line in enumerate(lines.splitlines())}
     files = (path for path in folder.rglob("*") if path.is_file())
     return left | {f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}
@@ -174,7 +172,6 @@ def replay(
 
 
 def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: int, tape: Tape) -> None:
-    """Run the loop of a user in an empty folder."""
     with tempfile.TemporaryDirectory() as folder, chdir(folder), lines_of() as lines, cpu_seeds(key):
         own = watched(dp_step, tape)
         carry = init(own, data, key)
@@ -197,7 +194,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     unsteady = {*_moved(first, again, ())}
     if any(distance > _OF_SUM * size for _, _, distance, _, size in _distances(first, again)):  # more than rounding
         unsteady.add(_SUM)
-    everything = torch.arange(len(data.rows) if isinstance(data, Rows) else batch_size(data))
+    everything = torch.arange(len(data.rows) if isinstance(data, Rows) else batch_size(data), device="cpu")
 
     def on(index: Tensor, steps: int, gone: Tensor | None = None) -> Tape:
         """Another run, on the records of these numbers; an error in it is something that only it has."""
@@ -214,7 +211,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
         return on(index, steps, gone if removed else None)
 
     record, ratio = _largest(first, candidates, without)
-    one, most = torch.tensor([record]), everything[everything % _KEPT != 0]
+    one, most = torch.tensor([record], device="cpu"), everything[everything % _KEPT != 0]
     neighbour, fewer = without(one), without(most)
     others = {
         "without the record": neighbour,
@@ -245,14 +242,15 @@ def _largest(first: Tape, candidates: int, without: Callable[[Tensor, int], Tape
             "more steps."
         )
     drawn = first.draws[begin]
-    places = torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn))).round().long()
+    places = torch.linspace(0, len(drawn) - 1, min(candidates, len(drawn)), device="cpu").round().long()
     tried = drawn[places].unique()
-    ratios = torch.tensor([_ratio(first, without(one[None], begin + 1)) for one in tried], dtype=torch.float64)
+    ratios = torch.tensor(
+        [_ratio(first, without(one[None], begin + 1)) for one in tried], dtype=torch.float64, device="cpu"
+    )
     return int(tried[ratios.argmax()]), float(ratios.max())
 
 
 def _chosen(data: Any, index: Tensor) -> Any:
-    """Data whose records are those at these places."""
     if isinstance(data, Rows):
         return Rows(tuple(data.rows[place] for place in index.tolist()))
     return tree_map(lambda leaf: leaf[index.to(leaf.device)].clone(), data)
@@ -273,7 +271,6 @@ def _distances(first: Tape, other: Tape) -> Iterator[tuple[int, str, float, floa
 
 
 def _ratio(first: Tape, other: Tape) -> float:
-    """The largest distance over its sensitivity, in all steps."""
     return max((distance / most for _, _, distance, most, _ in _distances(first, other)), default=0.0)
 
 
@@ -305,12 +302,10 @@ def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
 
 
 def _different(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:
-    """Places that have not the same value."""
     return sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
 
 
 def _what(found: str) -> str:
-    """A finding without its step."""
     return re.sub(r"^step -?\d+: ", "", found)
 
 

@@ -36,7 +36,6 @@ class Guesses(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of guesses; the other canaries are passed over."""
         return self.highest + self.lowest
 
 
@@ -69,7 +68,6 @@ class Audit:
     exceeds: bool | None = None
 
     def __repr__(self) -> str:
-        """All that a reader needs, in one line."""
         verdict = "" if self.claim is None else f"; claim {self.claim:.4g} is {'' if self.exceeds else 'not '}refuted"
         return (
             f"Audit(epsilon >= {self.epsilon:.4g}, {self.epsilon_gaussian:.4g} if Gaussian, at delta={self.delta:g}, "

@@ -20,7 +20,6 @@ _PLAIN = ("kind", "sampling_prob", "noise_multiplier", "num_steps")
 
 
 def page(values: Mapping[str, Any]) -> str:
-    """The page of the values of a certificate."""
     claim, result, budget = values["claim"], values["result"], values.get("budget")
     attack = [
         (f"{each['false_positives']:.1%}", f"at most {each['true_positives']:.2%}") for each in result["attacker"]

@@ -34,7 +34,6 @@ def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, An
 
 
 def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
-    """The values of an audit, with its space and its score; it holds if the claim is not refuted."""
     own = {"best": found.best._asdict(), "holds": not found.exceeds, "steps": steps}
     return _values_of(AUDIT, source, plan, {**dataclasses.asdict(found), **own, **about})
 
@@ -77,7 +76,6 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
 
 
 def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> Iterator[tuple[str, bool]]:
-    """Parts of a result, and True for those that are as in the certificate of a run."""
     known = [{**event, "num_steps": 1} for row in values["steps"] for event in row["events"]]
     yield "events", bool(found["events"]) and all(event in known for event in found["events"])
     yield "adjacency", found["adjacency"] == values["claim"]["adjacency"]

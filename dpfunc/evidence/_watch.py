@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.digests import checksum
+from dpfunc._utils.processes import checksum
 from dpfunc.batches import tree_map
 from dpfunc.noise import Mechanism, Noise
 from dpfunc.plan import Plan
@@ -28,8 +28,6 @@ _IGNORED = -100  # a label without a loss
 
 @dataclass(frozen=True)
 class Release:
-    """One call of the mechanism."""
-
     clipped: ClippedSum
     facts: Mapping[str, object]  # that must not depend on records
     values: dict[str, Tensor]
@@ -123,14 +121,13 @@ class WatchedStep(DPStep):
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
     ) -> StepResult:
-        self.tape.draws.append(torch.zeros(0) if state is None else self.plan.draw(state, state.step))
+        self.tape.draws.append(torch.zeros(0, device="cpu") if state is None else self.plan.draw(state, state.step))
         real = batch if mask_B is None else tree_map(lambda leaf: leaf[mask_B.to(leaf.device)], batch)
         self.tape.rows.append(_digests_of_rows(real))
         return super().__call__(params, batch, state, mask_B=mask_B)
 
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
-    """The step with a tape; it writes no journal."""
     plan = dataclasses.replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
     return WatchedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, tape=tape)
 
@@ -141,7 +138,6 @@ def watched_plan(plan: Plan, tape: Tape) -> Plan:
 
 
 def settings_of(dp_step: DPStep) -> dict[str, Any]:
-    """The arguments that make the same step once more."""
     return {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
 
 
@@ -182,7 +178,6 @@ def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, ob
 
 
 def _parts(value: Any) -> Mapping[str, object]:
-    """Parts of a value, or of its state."""
     for kinds, parts in _KINDS:
         if isinstance(value, kinds):
             return parts(value)

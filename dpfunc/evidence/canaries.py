@@ -68,7 +68,7 @@ class Canaries:
         >>> Canaries.draw({"w": torch.zeros(4, 4)}, 10, insecure_key(0))
         Canaries(norm=100.0)
         """
-        sizes = torch.tensor([param.numel() for param in params.values()])
+        sizes = torch.tensor([param.numel() for param in params.values()], device="cpu")
         total, number = int(sizes.sum()), integer("count", count, minimum=1)
         if number > total:
             raise fail(f"count <= {total}, the number of coordinates of params", "count", count)
@@ -93,7 +93,7 @@ class Canaries:
         """
         if not batch_size(data):
             raise InvalidArgument("Expected data with at least one record, got none: canaries take its shapes.")
-        return behind(data, torch.arange(len(self.names)))
+        return behind(data, torch.arange(len(self.names), device="cpu"))
 
     def loss(self, loss_fn: LossFn) -> LossFn:
         """The loss of batches of `extend(data)`: that of each record, and `norm * param[position]` of each canary.
@@ -126,7 +126,7 @@ class Canaries:
         A score is chosen before the run. The sum of all steps finds noise that is too small and records that are drawn
         too often; the largest minus the smallest finds noise that is used again.
         """
-        found = torch.zeros(len(self.names), dtype=torch.float64)
+        found = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
         for name, owned_m in self._owned().items():
             found[owned_m] = grads[name].detach().reshape(-1).cpu().double()[self.positions[owned_m]]
         return found
@@ -137,7 +137,9 @@ class Canaries:
 
     def _owned(self) -> dict[str, Tensor]:
         """Parameter -> canaries in it, bool, (m,)."""
-        return {name: torch.tensor([own == name for own in self.names]) for name in dict.fromkeys(self.names)}
+        return {
+            name: torch.tensor([own == name for own in self.names], device="cpu") for name in dict.fromkeys(self.names)
+        }
 
 
 def behind(data: Batch, own: Tensor) -> tuple[Batch, Tensor]:
@@ -147,7 +149,7 @@ def behind(data: Batch, own: Tensor) -> tuple[Batch, Tensor]:
         row = leaf[:1] if len(leaf) else leaf.new_ones((1, *leaf.shape[1:]))
         return torch.cat([leaf, row.expand(len(own), *leaf.shape[1:])])
 
-    return tree_map(extended, data), torch.cat([torch.full((batch_size(data),), -1), own])
+    return tree_map(extended, data), torch.cat([torch.full((batch_size(data),), -1, device="cpu"), own])
 
 
 def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) -> Tensor:

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, cast
 
 from dpfunc._utils.validation import apart, fail, unique_json, unsigned
 from dpfunc.accounting import Ledger
-from dpfunc.accounting._kinds import divided
 from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
-from dpfunc.accounting.events import from_values, to_values
+from dpfunc.accounting.events import divided, from_values, to_values
 from dpfunc.accounting.record import COMPARED, COVERED, EXACT_SIZE, NEIGHBOURS, RECORD_FILE, SECRET, Record
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
@@ -194,7 +193,6 @@ def _content(path: Path | str, what: str, name: str) -> bytes:
 
 
 def _read(text: bytes) -> dict[str, Any]:
-    """The values of a certificate; it is not checked."""
     try:
         values = unique_json(text)
     except ValueError as error:
@@ -245,7 +243,6 @@ def _place(path: Path, claim: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
-    """The steps of runs, those in a row of equal cost together."""
     rows: list[dict[str, Any]] = []
     for name, taken in runs.items():
         for step in sorted(taken):
@@ -258,7 +255,6 @@ def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
 
 
 def _result(record: Record, ledger: Ledger) -> dict[str, Any]:
-    """Epsilon by two accountants, and the trade-off curve."""
     points, method = curve(ledger, record.delta), tight_method(ledger)
     tight = dict(points)[record.delta]
     if not math.isfinite(tight):
@@ -330,8 +326,8 @@ def _recomputed(values: Mapping[str, Any]) -> Iterator[Finding]:
     enough = claim["epsilon"] >= result["epsilon"] * (1 - _RECORDED)
     yield Finding("claim", enough, f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}")
     points = [(float(delta), float(epsilon)) for delta, epsilon in result["curve"]]
-    again = [_close("", epsilon, ledger.epsilon(delta, method).epsilon) for delta, epsilon in points]
-    wrong = sum(not each.agrees for each in again)
+    same = [_close("", epsilon, ledger.epsilon(delta, method).epsilon).agrees for delta, epsilon in points]
+    wrong = same.count(False)
     yield Finding("trade-off curve", wrong == 0 < len(points), f"{len(points)} points, {wrong} of them differ")
     for each in result["attacker"]:
         rate = each["false_positives"]
@@ -375,7 +371,6 @@ def _signed_by(signature: Any, content: bytes, public_key: Path | str | None) ->
 
 
 def _read_key(kind: str, path: Path) -> Any:
-    """The Ed25519 key in a PEM file."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import AllGather, over_gloo
+from dpfunc._utils.processes import AllGather, is_dtensor, over_gloo
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import UnsupportedModel
 

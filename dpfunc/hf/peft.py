@@ -15,7 +15,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import Functional
 from dpfunc.functional._names import select
-from dpfunc.functional._refuse import check_params, unwrapped
+from dpfunc.functional.forward import check_params, unwrapped
 from dpfunc.types import Params
 
 _LOOK_AT_DATA = ("eva", "corda", "lora_ga")

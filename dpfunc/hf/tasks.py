@@ -248,7 +248,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
 
     Guarantees:
         equals the loop over single samples for each family of models
-        (tests/hf/test_families.py::test_every_engine_equals_single_samples).
+        (tests/hf/test_task_models.py::test_the_default_engine_equals_single_samples).
 
     >>> from dpfunc.functional import functionalize
     >>> forward, params = functionalize(nn.Linear(2, 3))

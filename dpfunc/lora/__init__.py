@@ -1,6 +1,5 @@
 """Low-rank adapters without changing the module."""
 
-from dpfunc.lora._files import load, save
-from dpfunc.lora.adapter import LoRA, LoRAConfig, attach
+from dpfunc.lora.adapter import LoRA, LoRAConfig, attach, load, save
 
 __all__ = ["LoRA", "LoRAConfig", "attach", "load", "save"]

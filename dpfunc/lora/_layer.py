@@ -95,7 +95,7 @@ def initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[T
     else:
         q, _ = np.linalg.qr(random.standard_normal((fan_in, rank)))
         a = np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3)
-    return torch.from_numpy(a).to(like), torch.zeros(shape_b).to(like)
+    return torch.from_numpy(a).to(like), like.new_zeros(shape_b)
 
 
 def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.digests import checksum
-from dpfunc._utils.dtensor import Window, distributed, local
+from dpfunc._utils.processes import Window, checksum, distributed, local
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise._streams import SOURCES, Part, Source, standard_normal

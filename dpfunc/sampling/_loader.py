@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from dpfunc.batches import batch_size, rows, take, tree_map
+from dpfunc.batches import batch_size, deal, own_records, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sampling._own_rows import check_reading, check_rows
 from dpfunc.sampling._records import read
-from dpfunc.sampling.base import Sampler, deal, own_records
+from dpfunc.sampling.base import Sampler
 from dpfunc.types import Batch
 
 CHECKED_IN = 100
@@ -22,8 +22,6 @@ CHECKED_IN = 100
 
 
 class Drawn(NamedTuple):
-    """A record that was drawn for one step."""
-
     key: Key  # of this step and this process, for random augmentation; that of the run is not sent to workers
     record: int
     real: bool = True  # not one that is read in place of those of an empty draw
@@ -52,7 +50,8 @@ class Draws:
         for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
             # Processes with other records draw other randomness.
             key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
-            own = own_records(self.sampler, self.key, step, self.num_records, self.rank, self.size).tolist()
+            drawn = self.sampler.indices(self.key, step)
+            own = own_records(drawn, self.num_records, self.rank, self.size).tolist()
             checked = len(own) > 1 and step % CHECKED_IN == 0
             yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
 
@@ -116,8 +115,8 @@ class Collate:
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
         if self.size > 1:
-            own_rows = deal(torch.arange(batch_size(batch)), self.rank, self.size)
-            return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64))
+            own_rows = deal(torch.arange(batch_size(batch), device="cpu"), self.rank, self.size)
+            return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64, device="cpu"))
         return without_rows(batch) if self.allow_empty and not first.real else batch
 
 
@@ -142,10 +141,12 @@ def data_loader(
     """The draws as batches; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
+    default = torch.get_default_device()  # torch draws the seed there, and wants a generator of that device
+    generator = torch.Generator(default if default.type == "cuda" else "cpu").manual_seed(seed)
     return DataLoader(
         Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
         persistent_workers=persistent_workers, prefetch_factor=prefetch_factor,
-        multiprocessing_context=multiprocessing_context, generator=torch.Generator().manual_seed(seed),
+        multiprocessing_context=multiprocessing_context, generator=generator,
     )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def same(one: Any, other: Any, *, filled: bool = False) -> bool:
         return isinstance(one, kinds) and isinstance(other, kinds)
 
     if both(float):
-        one, other = torch.tensor(one), torch.tensor(other)
+        one, other = torch.tensor(one, device="cpu"), torch.tensor(other, device="cpu")
     if both(Tensor):
         return _shorter_row(one, other) if filled else _same_numbers(one, other)
     if both(Mapping):
@@ -197,5 +197,5 @@ def _as_tensor(value: Any, numbers: bool) -> Any:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     alike = numbers and isinstance(value, (list, tuple)) and len({*map(type, value)}) == 1
     if alike and isinstance(value[0], (int, float)) and not any(abs(each) >= 2**63 for each in value):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     return value

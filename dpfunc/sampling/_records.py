@@ -29,7 +29,6 @@ _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """The records at the indices, at once where the data set can."""
     at_once = getattr(dataset, "__getitems__", None)
     return list(at_once(list(indices))) if at_once else [dataset[index] for index in indices]
 
@@ -82,7 +81,6 @@ def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> Non
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Up to `count` indices from first to last."""
     return sorted({int(index) for index in np.linspace(0, length - 1, min(length, count))})
 
 

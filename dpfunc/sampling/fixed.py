@@ -13,12 +13,11 @@ from torch import Tensor
 
 from dpfunc._utils.validation import fail, integer, records
 from dpfunc.rng import Key, check_key
-from dpfunc.sampling.base import check_span, generator_of
+from dpfunc.sampling.poisson import check_span, generator_of
 from dpfunc.types import Adjacency, Allocated, Capped, Event
 
 
 def _begun(start: int, stop: int, length: int) -> int:
-    """The number of epochs of this many steps that begin in start..stop-1."""
     first, last = check_span(start, stop)
     return -(-last // length) - -(-first // length)
 
@@ -47,15 +46,12 @@ class _FixedBatches:
 
 @dataclass(frozen=True)
 class _Epochs(_FixedBatches):
-    """Batches in which each record is used once an epoch."""
-
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in which each record is used once, `ceil(n / batch_size)`."""
         return -(-self.dataset_size // self.batch_size)
 
     def _places(self, step: int) -> tuple[int, slice]:
-        """The epoch of a step, and where its records are in the order of the epoch."""
         epoch, number = divmod(integer("step", step), self.steps_per_epoch)
         start = number * self.batch_size
         return epoch, slice(start, min(start + self.batch_size, self.dataset_size))
@@ -151,7 +147,7 @@ class InOrder(_Epochs):
         """The indices of the batch of a step; no random numbers are drawn."""
         check_key(key)
         _, places = self._places(step)
-        return torch.arange(places.start, places.stop)
+        return torch.arange(places.start, places.stop, device="cpu")
 
 
 @dataclass(frozen=True)

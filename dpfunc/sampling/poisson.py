@@ -13,12 +13,22 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of
-from dpfunc.rng import Key
-from dpfunc.sampling.base import check_span, generator_of
+from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
 
 _CHUNK = 2**16  # gaps in memory at once; no influence on the result
 _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no success among 2**46 trials
+
+
+def generator_of(key: Key, purpose: str, number: int) -> np.random.Generator:
+    """The random numbers of one draw of a sampler, from the root key of the run."""
+    return stream(fold_in(check_key(key), purpose, number))
+
+
+def check_span(start: int, stop: int) -> tuple[int, int]:
+    """Check that 0 <= start <= stop, of the steps start..stop-1."""
+    first = integer("start", start)
+    return first, integer("stop", stop, minimum=first)
 
 
 @named
@@ -107,7 +117,7 @@ class CappedPoisson:
 
     Guarantees:
         tests/sampling/test_poisson.py: all subsets at their probability (test_every_cut_subset_at_its_probability);
-        tests of its cost are in tests/accounting/test_kinds.py.
+        tests of its cost are in tests/accounting/test_events.py.
 
     >>> CappedPoisson(1000, 0.1, cap=170).events(0, 5, noise_multiplier=2.0)
     (Capped(sampling_prob=0.1, noise_multiplier=2.0, num_steps=5, dataset_size=1000, cap=170),)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from dpfunc._utils.validation import fail, integer, shorten
+from dpfunc._utils.validation import fail, integer
+from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, check_key, fold_in, stream
 
@@ -59,24 +60,15 @@ class Persons:
             Both are what `mean_over_texts` takes. Unreleased.
 
         Raises:
-            InvalidArgument: no tensors, a tensor that has fewer rows than the table, or one named `text_mask`.
+            InvalidArgument: no tensors, tensors with fewer rows than the table, or one named `text_mask`.
         """
-        leaves = self._checked(texts)
-        chosen = torch.arange(len(self)) if persons_B is None else persons_B.cpu()
-        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(leaves[0].device)
+        given, needed = batch_size(texts), int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
+        if given < needed:
+            raise InvalidArgument(f"Expected one row a text, at least {needed} on axis 0 of each tensor, got {given}.")
+        chosen = torch.arange(len(self), device="cpu") if persons_B is None else persons_B.cpu()
+        index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(tree_leaves(texts)[0].device)
         own = tree_map(lambda leaf: leaf[index_BK.to(leaf.device)], texts)
         return _masked(own, mask_BK) if isinstance(texts, Mapping) else (own, mask_BK)
-
-    def _checked(self, texts: Any) -> list[Tensor]:
-        needed = int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
-        leaves = tree_leaves(texts)
-        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise fail("texts as tensors", "texts", type(texts).__name__)
-        named = texts if isinstance(texts, Mapping) else {f"tensor {i}": leaf for i, leaf in enumerate(leaves)}
-        short = [f"{name} has {len(leaf)}" for name, leaf in named.items() if leaf.ndim == 0 or len(leaf) < needed]
-        if short:
-            raise InvalidArgument(f"Expected one row a text, at least {needed}, on axis 0: {shorten(short)}.")
-        return leaves
 
 
 def _masked(texts: Mapping[str, Tensor], mask_BK: Tensor) -> dict[str, Tensor]:

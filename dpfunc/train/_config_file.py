@@ -32,6 +32,7 @@ GRID_KEYS = {
     "steps": ("training", "steps"), "rank": ("lora", "rank"),
 }  # fmt: skip
 """Keys of a job that can be searched, with their sections."""
+_SPELT = {way: key for key, place in GRID_KEYS.items() for way in (key, ".".join(place), key.replace("_", "-"))}
 FACTORS = (0.3, 1.0, 3.0)
 _MOST_COMBINATIONS = 1000
 
@@ -60,12 +61,14 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
             raise InvalidArgument(f"Expected a job of at most {MOST_BYTES} bytes, got {str(path)!r}, which has more.")
         loader = _Loader(raw.decode("utf-8"))
         tree = loader.get_single_node()
+        if tree is None:
+            raise InvalidArgument(f"Expected `key: value` lines in {str(path)!r}, which is empty.")
         if _size(tree, str(path), {}) > MOST_VALUES:
             raise InvalidArgument(
                 f"Expected a job of at most {MOST_VALUES} values, got {str(path)!r}, which has more, or without end: "
                 "aliases (*name) of aliases multiply. Write the values out."
             )
-        values = None if tree is None else loader.construct_document(tree)
+        values = loader.construct_document(tree)
     except InvalidArgument:
         raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -87,22 +90,27 @@ def _reason(error: Exception) -> str:
 
 def _size(node: Any, path: str, known: dict[int, int]) -> int:
     """Number of values below a node, aliases and long texts as several; a key that is there twice is refused."""
-    if node is None or not isinstance(node.value, list):
-        return 1 if node is None else 1 + len(node.value) // LONG
+    if not isinstance(node.value, list):
+        return 1 + len(node.value) // LONG
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # as long as it is counted: a node that contains itself has too many
-        parts, keys = node.value, set[str]()
+        parts = node.value
         if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-            for key in (each for each in parts[::2] if isinstance(each, yaml.ScalarNode)):
-                if key.value in keys:
-                    raise InvalidArgument(
-                        f"Expected each key once, got {key.value!r} again in {path!r}, line "
-                        f"{key.start_mark.line + 1}. YAML would take the last one and say nothing."
-                    )
-                keys.add(key.value)
+            _check_keys([key for key, _ in parts], path)
+            parts = [part for pair in parts for part in pair]
         known[id(node)] = 1 + sum(_size(part, path, known) for part in parts)
     return known[id(node)]
+
+
+def _check_keys(keys: Sequence[Any], path: str) -> None:
+    seen = set[str]()
+    for key in (each for each in keys if isinstance(each, yaml.ScalarNode)):
+        if key.value in seen:
+            raise InvalidArgument(
+                f"Expected each key once, got {key.value!r} again in {path!r}, line "
+                f"{key.start_mark.line + 1}. YAML would take the last one and say nothing."
+            )
+        seen.add(key.value)
 
 
 # Each key as (section, name), with its type; keys at the top have the section "".
@@ -192,23 +200,27 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     values: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, _, listed = text.partition("=")
-        key = name.strip().rpartition(".")[2].replace("-", "_")
-        if key not in GRID_KEYS or name.strip() not in (key, ".".join(GRID_KEYS[key]), key.replace("_", "-")):
-            raise fail("key=value,value in --grid", "--grid", text, suggestion(key, GRID_KEYS))
+        key = _SPELT.get(name.strip())
+        if key is None:
+            raise fail("key=value,value in --grid", "--grid", text, suggestion(name.strip(), GRID_KEYS))
         found = tuple(part.strip() for part in listed.split(","))
         if key in values or not all(found) or len(set(found)) != len(found):
             raise fail("each key of --grid once, with different values", "--grid", text)
         values[key] = found
-    if "learning_rate" in values and factors is not None:
-        raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply the job's.")
-    chosen = (1.0,) if "learning_rate" in values else FACTORS if factors is None else _factors(factors)
+    chosen = _factors(factors)
+    if "learning_rate" in values:
+        if factors is not None:
+            raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply these.")
+        chosen = (1.0,)
     size = len(chosen) * math.prod(map(len, values.values()))
     if size > _MOST_COMBINATIONS:
         raise fail(f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
     return values, chosen
 
 
-def _factors(text: str) -> tuple[float, ...]:
+def _factors(text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return FACTORS
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dpfunc.hf.vision_language._images import check_readable, image_text_collato
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train._features import TableFeatures
-from dpfunc.train.config import CLASSIFIES, FEATURES, DataSection, Job
+from dpfunc.train.config import FEATURES, DataSection, Job
 from dpfunc.train.tables import Row, Table, number_of, read_images, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
@@ -92,20 +93,14 @@ def read_records(job: Job, processing: Any) -> Records:
     One person more changes nothing of others (test_one_person_more_changes_nothing_of_the_others).
     """
     data, unit = job.data, job.data.unit_column
-    if job.task in CLASSIFIES and data.labels is None:
-        raise InvalidArgument(
-            "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
-            "are not read off the private table."
-        )
     table = _table(job, processing, data.train, unit, job.deduplicates)
     train, held_out = _split(job, table)
     if data.eval is not None:
         held_out = _table(job, processing, data.eval, None, deduplicate=False).rows
     if not train:
         raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
-    columns = columns_of(job)
-    known = {tuple(row[column] for column in columns) for row in train}
-    seen = any(tuple(row[column] for column in columns) in known for row in held_out)
+    content = itemgetter(*columns_of(job))
+    seen = not {*map(content, train)}.isdisjoint(map(content, held_out))
     persons = None
     if unit is not None:
         train, persons = _by_person(job, train, unit)
@@ -159,7 +154,7 @@ def count_records(job: Job) -> int:
 def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     """A table of the job, not yet checked."""
     if job.task == "image_classification":
-        return read_images(Path(file), job.data.labels or (), job.data.label_column, deduplicate=deduplicate)
+        return read_images(Path(file), job.data.classes, job.data.label_column, deduplicate=deduplicate)
     data, lists = job.data, list[str]()  # columns that may hold a list of texts
     if job.task == "token_classification":
         lists = [data.text_column, data.label_column]
@@ -182,7 +177,7 @@ def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: 
 
 def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...]]:
     """The rows that are used, and the positions of each person's among them."""
-    key, limit = fold_in(insecure_key(job.training.seed), "records of a person"), job.data.max_records_per_unit or 1
+    key, limit = fold_in(insecure_key(job.training.seed), "records of a person"), job.data.units_size
     owned = group_by_person([row[unit] for row in rows], max_texts=limit, key=key).rows()
     ends = [0, *accumulate(map(len, owned))]
     return tuple(rows[place] for own in owned for place in own), tuple(range(*pair) for pair in pairwise(ends))
@@ -235,13 +230,7 @@ def _check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     elif job.task == "text_regression" and not math.isfinite(number_of(row[data.label_column])):
         raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
     elif job.task == "token_classification":
-        words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
-        if not words or len(words) != len(given):
-            raise InvalidArgument(
-                f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
-                "Write two lists, or two texts with spaces between the words and between the labels."
-            )
-        _check_known(given, data, where)
+        _check_words(row, data, where)
     elif job.task == "vqa":
         images = _images(data, row)
         if len(images) > data.max_images:
@@ -255,9 +244,19 @@ def _check_row(job: Job, row: Row, where: str, folder: Path) -> None:
         _check_image(folder / row["image"], where)
 
 
+def _check_words(row: Row, data: DataSection, where: str) -> None:
+    words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+    if not words or len(words) != len(given):
+        raise InvalidArgument(
+            f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
+            "Write two lists, or two texts with spaces between the words and between the labels."
+        )
+    _check_known(given, data, where)
+
+
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
-    labels = data.labels or ()
-    others = set(given) - set(labels)
+    labels = data.classes
+    others = {*given} - {*labels}
     if others:
         alike = {label.strip().casefold() for label in labels} & {label.strip().casefold() for label in others}
         hint = "an empty one" if others == {""} else "another"
@@ -285,25 +284,32 @@ def _record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str
     """Make the record of a row: token ids and labels, or what the collator of images takes."""
     data = job.data
     if job.task in ("causal_lm", "seq2seq"):
-        prompt = "" if data.prompt_template is None else data.prompt_template.format(**row)
-        prompt = prompt if data.prompt_column is None else row[data.prompt_column]
-        response = row[data.response_column or data.text_column]
-        return (language_record if job.task == "causal_lm" else _translated)(processing, prompt, response, data)
+        return (language_record if job.task == "causal_lm" else _translated)(processing, *_parts(row, data), data)
     if job.task == "vqa":
         return _asked(processing, row, data, folder)
     if job.task == "token_classification":
         return _labelled(processing, row, data)
     label = row[data.label_column]
-    if job.task in FEATURES:
-        source = row if job.task == "table_classification" else folder / row["image"]
-        return {"features": processing.encode(source), "labels": (data.labels or ()).index(label)}
-    pair = () if data.text_pair_column is None else (row[data.text_pair_column],)
-    encoded = processing(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
-    return {
-        "input_ids": list(encoded["input_ids"]),
-        **({"token_type_ids": list(encoded["token_type_ids"])} if pair and "token_type_ids" in encoded else {}),
-        "labels": float(label) if job.task == "text_regression" else (data.labels or ()).index(label),
-    }
+    labels = {"labels": float(label) if job.task == "text_regression" else data.classes.index(label)}
+    if job.task == "table_classification":
+        return {"features": processing.encode(row), **labels}
+    if job.task == "image_classification":
+        return {"features": processing.encode(folder / row["image"]), **labels}
+    return {**_encoded(processing, row, data), **labels}
+
+
+def _parts(row: Row, data: DataSection) -> tuple[str, str]:
+    """Prompt and response."""
+    prompt = row[data.prompt_column] if data.prompt_column else (data.prompt_template or "").format(**row)
+    return prompt, row[data.response_column or data.text_column]
+
+
+def _encoded(tokenizer: Any, row: Row, data: DataSection) -> dict[str, Any]:
+    """Token ids of a text, or of two, whose tokens are of two types if the tokenizer has these."""
+    pair = [row[data.text_pair_column]] if data.text_pair_column else []
+    encoded = tokenizer(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
+    names = ["input_ids", "token_type_ids"] if pair and "token_type_ids" in encoded else ["input_ids"]
+    return {name: list(encoded[name]) for name in names}
 
 
 def _texts(value: str, whole: bool = False) -> list[str]:
@@ -322,7 +328,7 @@ def _images(data: DataSection, row: Row) -> list[str]:
 
 def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
     """Words with a label at the first token of each; what is cut off has none."""
-    given = [(data.labels or ()).index(label) for label in _texts(row[data.label_column])]
+    given = [data.classes.index(label) for label in _texts(row[data.label_column])]
     encoded = tokenizer(
         _texts(row[data.text_column]), is_split_into_words=True, truncation=True, max_length=data.max_length
     )

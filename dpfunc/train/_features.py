@@ -1,5 +1,5 @@
-"""Features of a record, from it and public facts alone: of a row of a table, and of an image, by a scattering
-transform (Bruna and Mallat 2013; private heads on it: Tramer and Boneh 2021) or by a frozen encoder.
+"""Features of a record, from it and public facts alone, and the models on them: of a row of a table, and of an image,
+by a scattering transform (Bruna and Mallat 2013; private heads on it: Tramer and Boneh 2021) or by a frozen encoder.
 
 Morlet wavelets at two scales, averaged; nothing is learnt. The filters are those of Kymatio 0.3, J = 2 and L = 8, to
 which a test compares them; Kymatio itself cannot be imported by its documented path beside SciPy 1.17.
@@ -7,19 +7,26 @@ which a test compares them; Kymatio itself cannot be imported by its documented 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from einops import rearrange, reduce
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoImageProcessor, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.vision_language._images import opened
+from dpfunc.recipes import Head, unit_rows
+from dpfunc.rng import Key, torch_seed
+from dpfunc.train.config import Job
 from dpfunc.train.tables import Row, Table, number_of
 
 MISSING = ("", "?", "na", "n/a", "nan", "none", "null")  # of a number, in small letters
@@ -159,8 +166,6 @@ class EncoderFeatures:
 
 def load_encoder(path: str, options: Mapping[str, Any]) -> EncoderFeatures:
     """The encoder of single images in a folder, without a head, and its processor; nothing in it is trained."""
-    from transformers import AutoImageProcessor, AutoModel
-
     model = AutoModel.from_pretrained(path, dtype=torch.float32, **options)
     return EncoderFeatures(model, AutoImageProcessor.from_pretrained(path, **options))
 
@@ -225,3 +230,80 @@ def _low_pass(side: int) -> Tensor:
     gauss = torch.exp(-(gap + periods).square() / (2 * spread**2)).sum(0)
     average: Tensor = (gauss / (math.sqrt(2 * math.pi) * spread)).float()
     return average
+
+
+Front = TableFeatures | ScatteringFeatures | EncoderFeatures
+_ENCODER = "encoder"  # folder beside the weights of the head
+
+
+class FeatureClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
+    """A `Head` on features, or a network with one hidden layer on the same rows, brought to unit variance.
+
+        logits = W unit_rows(x);    logits = V relu(U sqrt(k + 1) unit_rows(x) + u) + v
+
+    Args:
+        config: with `num_features`, `num_labels`, and `hidden` neurons, 0 for a head.
+    """
+
+    base_model_prefix = ""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        k, hidden = config.num_features, config.hidden
+        if hidden:
+            self.hidden: Any = nn.Linear(k + 1, hidden)
+        self.classifier: Any = nn.Linear(hidden, config.num_labels) if hidden else Head(k, config.num_labels)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the layers begin by themselves."""
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
+        """Logits (B, classes) of features (B, k); with labels (B,) their mean cross-entropy too."""
+        if self.config.hidden:
+            features = F.relu(self.hidden(unit_rows(features) * math.sqrt(self.config.num_features + 1)))
+        logits = self.classifier(features)
+        return SequenceClassifierOutput(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
+
+
+def load_front(job: Job, options: Mapping[str, Any]) -> Front:
+    """Reader of the features of a record, from the public facts of a job."""
+    data = job.data
+    if job.task == "table_classification":
+        return TableFeatures(data.numbers or {}, data.categories or {}, data.missing)
+    if job.model.path is not None:
+        return load_encoder(job.model.path, options)
+    height, width = data.image_size or (0, 0)
+    return ScatteringFeatures(height, width, data.grey)
+
+
+def names_of_classes(job: Job) -> dict[str, Any]:
+    """The classes of a job in the configuration of a model."""
+    names = dict(enumerate(job.data.classes))
+    return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
+
+
+def new_model(job: Job, front: Front, key: Key) -> nn.Module:
+    """The model of a job before training; new weights by a public key."""
+    facts = {} if isinstance(front, EncoderFeatures) else dataclasses.asdict(front)
+    config = PreTrainedConfig(
+        **names_of_classes(job), num_features=front.size, front=facts, task=job.task,
+        hidden=job.model.hidden if job.strategy == "full" else 0, problem_type="single_label_classification",
+    )  # fmt: skip
+    with torch_seed(key):
+        return FeatureClassifier(config)
+
+
+def save_features(folder: Path, front: Front) -> None:
+    """Write the encoder beside its head, so that the folder is whole; other facts are in `config.json`."""
+    for part in (front.model, front.processor) if isinstance(front, EncoderFeatures) else ():
+        part.save_pretrained(folder / _ENCODER)
+
+
+def load_features(folder: Path) -> tuple[Front, Any]:
+    """The reader of the features of a record, and the trained model of a folder."""
+    config = PreTrainedConfig.from_pretrained(folder)
+    model = FeatureClassifier.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+    if not config.front:
+        return load_encoder(str(folder / _ENCODER), {"local_files_only": True}), model
+    return (TableFeatures if config.task == "table_classification" else ScatteringFeatures)(**config.front), model

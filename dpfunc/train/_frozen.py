@@ -37,7 +37,7 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
         return records, []
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
-    trained = job.privacy.public_size(len(records.units)) * (job.data.max_records_per_unit or 1)  # not their number
+    trained = job.privacy.public_size(len(records.units)) * job.data.units_size  # not their number
     vectors = (trained + len(records.evaluation)) * (1 if kind == "features" else job.data.max_length)
     needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
     if needed > job.training.cache_mib:

@@ -18,7 +18,7 @@ from dpfunc.hf.models import four_bit
 from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
 from dpfunc.hf.vision_language._strategies import prepare
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train._feature_model import load_front, new_model
+from dpfunc.train._features import load_front, names_of_classes, new_model
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, Job, LoraSection
 
 # Task -> the class of Transformers that loads its model, and the name of the task in PEFT, which adapts no images.
@@ -150,11 +150,7 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
 
 def _changes(job: Job, processing: Any) -> dict[str, Any]:
     """Changes that the job makes to the configuration of the model."""
-    changes: dict[str, Any] = {}
-    if job.task in CLASSIFIES:
-        names = dict(enumerate(job.data.labels or ()))
-        ids = {label: number for number, label in names.items()}
-        changes = {"num_labels": len(names), "id2label": names, "label2id": ids}
+    changes = names_of_classes(job) if job.task in CLASSIFIES else {}
     if job.task == "text_classification":
         changes["problem_type"] = "single_label_classification"
     if job.task == "text_regression":
@@ -177,14 +173,14 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
         return _with_strategy(model, job)
     if job.strategy in ADAPTERS:
         return _with_lora(model, job)
-    names, base = [name for name, _ in model.named_parameters()], f"{getattr(model, 'base_model_prefix', '')}."
-    head = [name for name in names if not name.startswith(base)] if job.task in NEW_HEAD else []
-    biases = [name for name in names if name.endswith("bias")]
-    chosen = {"full": names, "head": head, "bitfit": [*biases, *head] if biases else []}[job.strategy]
+    parameters, base = dict(model.named_parameters()), f"{getattr(model, 'base_model_prefix', '')}."
+    head = {name for name in parameters if job.task in NEW_HEAD and not name.startswith(base)}
+    biases = {name for name in parameters if name.endswith("bias")}
+    chosen = {"full": {*parameters}, "head": head, "bitfit": biases}[job.strategy]
     if not chosen:
         raise InvalidArgument(f"Expected parameters for strategy={job.strategy!r}, {type(model).__name__} has none.")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in set(chosen))
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in chosen | head)
     return model
 
 

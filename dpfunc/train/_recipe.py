@@ -57,7 +57,7 @@ def with_recipe(
     found = _found(job, model, dataset_size, spent)
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
     batch = training.batch_size or found.expected_batch_size
-    at_once = max(1, PHYSICAL // (job.data.max_records_per_unit or 1))  # units that have the usual number of records
+    at_once = max(1, PHYSICAL // job.data.units_size)  # units that have the usual number of records
     asked = training.physical_batch_size or job.privacy.dp_physical_batch_size
     filled = dataclasses.replace(
         training,

@@ -16,8 +16,7 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.checkpoint._folder import remove
-from dpfunc.checkpoint._prior_ledgers import read_spent
-from dpfunc.checkpoint.journal import count_steps, journal_ledger
+from dpfunc.checkpoint.journal import count_steps, journal_ledger, read_spent
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer._files import JOURNAL, START, is_complete, newest, released
 from dpfunc.train.config import Job, job_from_dict, job_to_dict
@@ -92,12 +91,7 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     (tests/train/test_run_folder.py::test_a_run_killed_before_its_first_step_begins_again).
     """
     folder = Path(job.output_dir)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
-            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
-        )
+    _check_writable(folder)
     names = {path.name for path in folder.glob("*")} - {LOCK_FILE, f"{_JOB_FILE}.new"}
     killed_before = _JOB_FILE in names and MODEL not in names and not released(folder)
     if resume:
@@ -109,6 +103,15 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
         raise InvalidArgument(
             f"Expected an empty output_dir, got {str(folder)!r}, which is not. {goes_on} another folder, "
             f"--output_dir{spent}."
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InvalidArgument(
+            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
+            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
         )
 
 

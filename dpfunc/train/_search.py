@@ -42,7 +42,7 @@ from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train._run_folder import MODEL
-from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict
+from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict, refuse
 from dpfunc.train.run import Prepared, check_job, make_trainer, save_model
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at
@@ -145,30 +145,26 @@ def prepare_search(
 
 def _check(job: Job, public: Path | None) -> None:
     """Check that records have a score, to which each unit adds at most 1, and that a private search is private."""
-    privacy, data = job.privacy, job.data
-    if job.task not in MEANING:
-        raise fail(f"a task whose runs can be compared ({', '.join(MEANING)})", "task", job.task)
-    if data.unit_column is not None:
-        raise fail(
-            "no data.unit_column in a search", "unit_column", data.unit_column,
-            "The scored records of one person would change the score by more than 1. Choose the rates on public "
-            "records, one a person.",
-        )  # fmt: skip
-    if not privacy.dp_enabled or privacy.dp_epsilon is None:
-        whose = "the whole search" if public is None else "the private run"
-        raise fail(f"dp_epsilon, the budget of {whose}", "dp_epsilon", privacy.dp_epsilon)
-    if public is not None:
-        return
-    record.refuse_replaced("dp_adjacency", privacy.adjacency)
-    if data.eval is not None or not data.eval_fraction:
-        raise InvalidArgument(
-            "Expected data.eval_fraction > 0, and no data.eval, for --private: runs are compared on a part of the "
-            "private table, e.g. eval_fraction: 0.1. With a public table to compare on, search with --public."
-        )
-    if job.training.report_to is not None:
-        raise fail("no training.report_to for --private", "report_to", job.training.report_to, "It shows each run.")
-    if privacy.dp_log_unreleased:
-        raise fail("no dp_log_unreleased for --private", "dp_log_unreleased", True)
+    privacy, data, private = job.privacy, job.data, public is None
+    refuse(
+        (job.task not in MEANING, fail(f"a task whose runs can be compared ({', '.join(MEANING)})", "task", job.task)),
+        (data.unit_column is not None,
+         fail("no data.unit_column in a search", "unit_column", data.unit_column,
+              "The scored records of one person would change the score by more than 1. Choose the rates on public "
+              "records, one a person.")),
+        (not privacy.dp_enabled or privacy.dp_epsilon is None,
+         fail(f"dp_epsilon, the budget of {'the whole search' if private else 'the private run'}", "dp_epsilon",
+              privacy.dp_epsilon)),
+        (private and (data.eval is not None or not data.eval_fraction),
+         "Expected data.eval_fraction > 0, and no data.eval, for --private: runs are compared on a part of the "
+         "private table, e.g. eval_fraction: 0.1. With a public table to compare on, search with --public."),
+        (private and job.training.report_to is not None,
+         fail("no training.report_to for --private", "report_to", job.training.report_to, "It shows each run.")),
+        (private and privacy.dp_log_unreleased,
+         fail("no dp_log_unreleased for --private", "dp_log_unreleased", True)),
+    )  # fmt: skip
+    if private:
+        record.refuse_replaced("dp_adjacency", privacy.adjacency)
 
 
 def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, int]:

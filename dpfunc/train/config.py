@@ -57,11 +57,24 @@ _Positive = Annotated[float, Field(gt=0)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+# Keys of the section data of which one alone is given, and keys that are given together; and why.
+_APART = {
+    ("eval", "eval_fraction"): "", ("budget", "spent"): ": the budget knows what was spent",
+    ("prompt_column", "prompt_template"): "",
+}  # fmt: skip
+_TOGETHER = {
+    ("budget", "budget_run"): " The run has a name in it.",
+    ("prompt_column", "response_column"): "",
+    ("unit_column", "max_records_per_unit"): " A person with more records gives that many of them. It is a public "
+    "number: choose it without a look at the table.",
+}
+
+
 def _key(text: str, default: object = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
+def refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
     """Raise the error of the first rule that is broken: (broken, error), for what no type of one key can say."""
     for broken, error in rules:
         if broken:
@@ -82,7 +95,7 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         both = self.gguf_file is not None and self.init == "random"
-        _refuse((both, "Expected model.gguf_file or model.init: random, got both."))
+        refuse((both, "Expected model.gguf_file or model.init: random, got both."))
 
 
 @dataclass(frozen=True)
@@ -119,31 +132,31 @@ class DataSection:
     grey: bool = _key("Read images in grey, without a model (image_classification).", False)
 
     def __post_init__(self) -> None:
-        labels, size = self.labels, self.image_size
-        _refuse(
-            (self.eval is not None and self.eval_fraction, "Expected data.eval or data.eval_fraction, got both."),
-            (self.budget is not None and self.spent is not None,
-             "Expected data.budget or data.spent, got both: the budget knows what was spent."),
-            ((self.budget is None) != (self.budget_run is None) or (self.budget_spender and not self.budget),
-             "Expected data.budget together with data.budget_run, the name of this run in it, got one of them."),
-            ((self.prompt_column is None) != (self.response_column is None),
-             "Expected data.prompt_column and data.response_column together, got one of them."),
-            (self.prompt_column is not None and self.prompt_template is not None,
-             "Expected data.prompt_column or data.prompt_template, got both."),
-            (labels and len(set(labels)) != len(labels), fail("different labels", "data.labels", labels)),
-            (labels and len(labels) < 2, fail("at least two labels", "data.labels", labels)),
-            ((self.unit_column is None) != (self.max_records_per_unit is None),
-             "Expected data.unit_column and data.max_records_per_unit together, got one of them. A person with more "
-             "records gives that many of them. It is a public number: choose it without a look at the table."),
+        given = {name for name, value in vars(self).items() if value}
+        labels, size = self.classes, self.image_size
+        refuse(
+            *((given.issuperset(pair), f"Expected data.{pair[0]} or data.{pair[1]}, got both{why}.")
+              for pair, why in _APART.items()),
+            *((len(given.intersection(pair)) == 1,
+               f"Expected data.{pair[0]} and data.{pair[1]} together, got one of them.{why}")
+              for pair, why in _TOGETHER.items()),
+            (self.budget_spender and not self.budget, "Expected data.budget together with data.budget_spender."),
+            (len(set(labels)) != len(labels), fail("different labels", "data.labels", labels)),
+            (len(labels) == 1, fail("at least two labels", "data.labels", labels)),
             (size is not None and (len(size) != 2 or min(size) < 1),
              fail("data.image_size to be [height, width], both >= 1", "data.image_size", size)),
-            *((len(ends) != 2 or ends[0] >= ends[1],
-               fail("a public range [low, high], low < high", f"data.numbers.{name}", list(ends)))
-              for name, ends in (self.numbers or {}).items()),
-            *((len(set(values)) != len(values), fail("different values", f"data.categories.{name}", list(values)))
-              for name, values in (self.categories or {}).items()),
         )  # fmt: skip
         self.placeholders()
+
+    @property
+    def units_size(self) -> int:
+        """Most records of a unit."""
+        return self.max_records_per_unit or 1
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The labels; none where there are no classes."""
+        return self.labels or ()
 
     def placeholders(self) -> tuple[str, ...]:
         """The columns that the prompt template names."""
@@ -197,7 +210,7 @@ class TrainingSection:
     cache_mib: _Whole = _key("Most memory for what frozen layers give, computed once a record; 0 for none.", 2048)
 
     def __post_init__(self) -> None:
-        _refuse(
+        refuse(
             (self.steps is not None and self.epochs is not None,
              "Expected one of training.steps and training.epochs, got both."),
             (self.head_rate is not None and self.optimizer != "adamw_torch",
@@ -237,33 +250,7 @@ class Job:
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
-        task, data, lora, training = self.task, self.data, self.lora, self.training
-        adapts, prompts = self.strategy in ADAPTERS, data.prompt_column is not None or data.prompt_template is not None
-        mine, theirs = training.physical_batch_size, self.privacy.dp_physical_batch_size
-        _refuse(
-            (not adapts and lora != LoraSection(),
-             f"Expected no section lora with strategy={self.strategy!r}, which has no adapters."),
-            (self.strategy == "qlora" and (self.model.init == "random" or self.model.gguf_file is not None),
-             "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
-             "model.gguf_file. Name the folder of a pretrained model."),
-            (mine is not None and theirs is not None and mine != theirs,
-             f"Expected one physical batch size, got training.physical_batch_size={mine} and "
-             f"privacy.dp_physical_batch_size={theirs}."),
-            (self.privacy.dp_recipe is not None,
-             fail("no dp_recipe in a job", "privacy.dp_recipe", self.privacy.dp_recipe,
-                  "What the section training leaves out comes from the recipe of the strategy.")),
-            (training.head_rate is not None and not (task in NEW_HEAD and adapts),
-             fail("no head_rate without a new head beside adapters", "training.head_rate", training.head_rate)),
-            *((task not in tasks and getattr(getattr(self, section), name) != getattr(SECTIONS[section], name),
-               fail(f"{section}.{name} with task {' or '.join(tasks)} only", "task", task))
-              for (section, name), tasks in _ONLY.items()),
-            (not prompts and task == "seq2seq",
-             "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
-             "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
-            (task == "seq2seq" and data.loss_on == "all",
-             fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
-            *_rules_of_features(self),
-        )  # fmt: skip
+        refuse(*_rules_of_strategy(self), *_rules_of_task(self), *_rules_of_tables(self), *_rules_of_images(self))
 
     @property
     def deduplicates(self) -> bool:
@@ -289,24 +276,75 @@ class Job:
         return self.training.batch_size or 0
 
 
-def _rules_of_features(job: Job) -> tuple[tuple[object, InvalidArgument | str], ...]:
-    """Check the keys that a job over tables and images must have, and that no other one may."""
-    task, data, path, size = job.task, job.data, job.model.path, job.data.image_size
-    table, images = task == "table_classification", task == "image_classification"
-    columns = [*(data.numbers or ()), *(data.categories or ())]
-    scatters = images and path is None
+_Rules = tuple[tuple[object, InvalidArgument | str], ...]
+
+
+def _rules_of_strategy(job: Job) -> _Rules:
+    adapts, head_rate = job.strategy in ADAPTERS, job.training.head_rate
+    mine, theirs = job.training.physical_batch_size, job.privacy.dp_physical_batch_size
     return (
-        (path is None and task not in FEATURES, "Expected model.path in the job. Name the folder of a model."),
-        (table and not columns,
+        (not adapts and job.lora != LoraSection(),
+         f"Expected no section lora with strategy={job.strategy!r}, which has no adapters."),
+        (job.strategy == "qlora" and (job.model.init == "random" or job.model.gguf_file is not None),
+         "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
+         "model.gguf_file. Name the folder of a pretrained model."),
+        (mine and theirs and mine != theirs,
+         f"Expected one physical batch size, got training.physical_batch_size={mine} and "
+         f"privacy.dp_physical_batch_size={theirs}."),
+        (job.privacy.dp_recipe is not None,
+         fail("no dp_recipe in a job", "privacy.dp_recipe", job.privacy.dp_recipe,
+              "What the section training leaves out comes from the recipe of the strategy.")),
+        (head_rate is not None and not (job.task in NEW_HEAD and adapts),
+         fail("no head_rate without a new head beside adapters", "training.head_rate", head_rate)),
+    )  # fmt: skip
+
+
+def _rules_of_task(job: Job) -> _Rules:
+    """Keys that the task must have, and that others alone have."""
+    task, data = job.task, job.data
+    return (
+        *((task not in tasks and getattr(getattr(job, section), name) != getattr(SECTIONS[section], name),
+           fail(f"{section}.{name} with task {' or '.join(tasks)} only", "task", task))
+          for (section, name), tasks in _ONLY.items()),
+        (task == "seq2seq" and not (data.prompt_column or data.prompt_template),
+         "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
+         "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
+        (task == "seq2seq" and data.loss_on == "all",
+         fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
+        (job.model.path is None and task not in FEATURES,
+         "Expected model.path in the job. Name the folder of a model."),
+        (task in CLASSIFIES and data.labels is None,
+         "Expected data.labels, the list of classes, e.g. [ham, spam]. They are published with the model, so they "
+         "are not read off the private table."),
+    )  # fmt: skip
+
+
+def _rules_of_tables(job: Job) -> _Rules:
+    numbers, categories = job.data.numbers or {}, job.data.categories or {}
+    columns = [*numbers, *categories]
+    return () if job.task != "table_classification" else (
+        (not columns,
          "Expected columns to learn from: data.numbers, each with a range, e.g. {age: [0, 100]}, or data.categories, "
          "each with its values, e.g. {sex: [f, m]}. They are public: what anybody would write without the table."),
-        (table and len({*columns, data.label_column}) <= len(columns),
+        (len({*columns, job.data.label_column}) <= len(columns),
          fail("each column once in data.numbers, data.categories and data.label_column", "columns", columns)),
-        (scatters and (size is None or any(side % 4 or side < 8 for side in size)),
-         fail("[height, width], multiples of 4 and at least 8, for images without a model", "data.image_size", size)),
-        (images and not scatters and (size or data.grey),
+        *((len(ends) != 2 or ends[0] >= ends[1],
+           fail("a public range [low, high], low < high", f"data.numbers.{name}", list(ends)))
+          for name, ends in numbers.items()),
+        *((len(set(values)) != len(values), fail("different values", f"data.categories.{name}", list(values)))
+          for name, values in categories.items()),
+    )  # fmt: skip
+
+
+def _rules_of_images(job: Job) -> _Rules:
+    data, scatters = job.data, job.model.path is None
+    return () if job.task != "image_classification" else (
+        (scatters and any(side % 4 or side < 8 for side in data.image_size or (0,)),
+         fail("[height, width], multiples of 4 and at least 8, for images without a model", "data.image_size",
+              data.image_size)),
+        (not scatters and (data.image_size or data.grey),
          "Expected no data.image_size and no data.grey with a model, whose processor decides them."),
-        (images and data.unit_column is not None,
+        (data.unit_column is not None,
          fail("no data.unit_column for images, whose folders say their class alone", "unit_column", data.unit_column)),
     )  # fmt: skip
 
@@ -382,36 +420,33 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
 
     A list or a section in a wrong place is not shown, since it may hold anything; nor is a long text.
     """
-    problems = error.errors(include_url=False)
-    problem = next((each for each in problems if each["type"] == _UNKNOWN), problems[0])
+    problem = min(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
     kind, place, value = problem["type"], problem["loc"], problem["input"]
     name, last = flag or ".".join(map(str, place)), str(place[-1] if place else "")
-    section: Any = SECTIONS.get(str(place[0]), Job) if len(place) > 1 else Job
+    of, section = (place[0], SECTIONS.get(str(place[0]), Job)) if len(place) > 1 else ("a job", Job)
     keys = {each.name: each.metadata.get("help", "") for each in dataclasses.fields(section)}
     if kind == "value_error":  # of a section itself, which says it in its own words
         return InvalidArgument(str(problem["ctx"]["error"]))
     if kind == _UNKNOWN:
-        of = place[0] if len(place) > 1 else "a job"
         return InvalidArgument(f"Expected a key of {of}, got {last!r}. {suggestion(last, keys)}")
     if kind == "missing":
         return InvalidArgument(f"Expected {name} in the job. {keys[last]}".rstrip())
-    if kind in _OUTSIDE:
-        domain, hint = _limits(section, last, name), ""
-    elif kind == "literal_error":
-        domain, hint = f"{name} to be one of {problem['ctx']['expected']}", ""
-    else:
-        domain, hint = _KINDS.get(kind, ("a value that can be read", problem["msg"]))
+    domain, hint = _domain(problem, section, last, name)
     hidden = isinstance(value, list | dict) or len(repr(value)) > _LONGEST
     hint = _EACH.get(".".join(map(str, place[:2])), hint)
     return (wrong_type if hidden else fail)(domain.replace("{name}", name), name, value, hint)
 
 
-def _limits(section: Any, key: str, name: str) -> str:
-    """The domain of a number, `0 <= NAME < 1`, from the constraints of its type."""
+def _domain(problem: Any, section: Any, key: str, name: str) -> tuple[str, str]:
+    """The domain of a value, of a number by the constraints of its type, `0 <= NAME < 1`; and advice."""
+    if problem["type"] == "literal_error":
+        return f"{name} to be one of {problem['ctx']['expected']}", ""
+    if problem["type"] not in _OUTSIDE:
+        return _KINDS.get(problem["type"], ("a value that can be read", problem["msg"]))
     kind = get_type_hints(section, include_extras=True)[key]
     number = next(each for each in (kind, *get_args(kind)) if hasattr(each, "__metadata__"))
     limits = {type(limit).__name__: limit for limit in number.__metadata__[0].metadata}
     if number.__origin__ is int:
-        return f"an integer {name} >= {limits['Ge'].ge}"
+        return f"an integer {name} >= {limits['Ge'].ge}", ""
     low = f"{limits['Gt'].gt} <" if "Gt" in limits else f"{limits['Ge'].ge} <="
-    return f"{low} {name} < {limits['Lt'].lt if 'Lt' in limits else 'inf'}"
+    return f"{low} {name} < {limits['Lt'].lt if 'Lt' in limits else 'inf'}", ""

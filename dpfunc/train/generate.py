@@ -71,25 +71,14 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
         raise InvalidArgument(f"Expected a run with task causal_lm, got {job.task!r} in {str(root)!r}.")
     if not (root / MODEL).is_dir():
         raise CheckpointError(f"Expected a finished run, got {str(root)!r} without {MODEL}/. Go on with it: --resume.")
-    epsilon = delta = None
-    private, why = job.privacy.dp_enabled, "was trained without privacy"
-    if private:
-        try:
-            found = Record.from_json((root / ACCOUNTING).read_bytes())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is "
-                "drawn."
-            ) from error
-        private, why = insecure_seed is None, "has a key that anybody can guess (--insecure-seed)"
-        epsilon, delta = (found.epsilon, found.delta) if private else (None, None)
-    if not private and not allow_non_private:
+    why = "" if insecure_seed is None else "has a key that anybody can guess (--insecure-seed)"
+    spent = _record_of(root, why if job.privacy.dp_enabled else "was trained without privacy", allow_non_private)
+    if spent and prompts and same_file(prompts, trained_on(root)):
         raise InvalidArgument(
-            f"Expected a private model, but the one in {str(root)!r} {why}: its texts may repeat training records. "
-            "Say --allow-non-private if they are only for yourself."
+            f"Expected prompts that are public, got --prompts {prompts}, the table that the model was trained on. Its "
+            "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
+            "one for each class."
         )
-    if private:
-        refuse_private_prompts(trained_on(root), prompts)
     processing = load_processing(job)
     base: Any = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
@@ -99,17 +88,23 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
             model = PeftModel.from_pretrained(base, root / MODEL)
         else:
             model = type(base).from_pretrained(root / MODEL, local_files_only=True, dtype=torch.float32)
+    epsilon, delta = (None, None) if spent is None else (spent.epsilon, spent.delta)
     return Writer(model.train(False), processing, epsilon, delta, job.data.max_length)
 
 
-def refuse_private_prompts(table: Path, file: Path | None) -> None:
-    """Refuse the training table as a file of prompts: its fields would be written beside an epsilon."""
-    if file is not None and same_file(file, table):
+def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:
+    """The record of a private run; None of one that is not, if that is allowed."""
+    if why_not and not allowed:
         raise InvalidArgument(
-            f"Expected prompts that are public, got --prompts {file}, the table that the model was trained on. Its "
-            "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
-            "one for each class."
+            f"Expected a private model, but the one in {str(root)!r} {why_not}: its texts may repeat training records. "
+            "Say --allow-non-private if they are only for yourself."
         )
+    try:
+        return None if why_not else Record.from_json((root / ACCOUNTING).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
+        ) from error
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:
@@ -122,16 +117,16 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     if file is None:
         return ({"prompt": prompt or ""},)
     path = Path(file)
-    column = "text" if path.suffix == ".txt" else "prompt"
+    column = {".txt": "text"}.get(path.suffix, "prompt")
     table = read_table(path, [column], deduplicate=False)
     if path.suffix != ".jsonl":
         return tuple({"prompt": row[column]} for row in table.rows)
     lines = path.read_text("utf-8-sig").split("\n")
-    fields = [json.loads(lines[number - 1]) for number in table.numbers]
+    fields = [{name: str(value) for name, value in json.loads(lines[number - 1]).items()} for number in table.numbers]
     reserved = {"text", "epsilon", "delta"} & set().union(*fields)
     if reserved:
         raise InvalidArgument(f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here.")
-    return tuple({name: str(value) for name, value in row.items()} for row in fields)
+    return tuple(fields)
 
 
 def sample(

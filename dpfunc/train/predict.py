@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train._feature_model import Front, load_features
-from dpfunc.train._features import TableFeatures
+from dpfunc.train._features import Front, TableFeatures, load_features
 from dpfunc.train._model import one_line
 from dpfunc.train._run_folder import MODEL
 from dpfunc.train.tables import image_files, read_table

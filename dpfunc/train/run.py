@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer._recipes import new_head
 from dpfunc.hf.trainer._run import Loss, trainable
@@ -35,12 +37,12 @@ from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, read_records, seen_lines
-from dpfunc.train._feature_model import Front, save_features
+from dpfunc.train._features import Front, save_features
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._metrics import MEASURES, METRICS, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.config import ADAPTERS, FEATURES, PAIRS, STRATEGIES, Job
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, PAIRS, STRATEGIES, Job
+from dpfunc.train.tables import json_values
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
@@ -50,6 +52,8 @@ LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else ta
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
+METRICS = "metrics.json"
+_TWIN = "-no-dp"  # the end of the name of its folder
 NOT_COVERED = (
     "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
     "records, and what you read off the table yourself (labels, lengths, settings)."
@@ -149,14 +153,14 @@ def run_job(
             distributed.once(ranks, lambda: folders.write_job(job, prepared.job, reasons, folder, insecure_seed))
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
         continues = resume and (job.privacy.dp_enabled or folders.has_checkpoint(job))
-        trainer.train(resume_from_checkpoint=True if continues else None)
+        trainer.train(resume_from_checkpoint=continues)
         if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
             distributed.once(ranks, lambda: folders.check_accounting(folder))
         distributed.once(ranks, lambda: save_model(folder / folders.MODEL, trainer.model, prepared.processing))
         measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
-        return finished[0] if finished else {}
+        return next(iter(finished), {})
 
 
 def save_model(folder: Path, model: Any, processing: Any) -> None:
@@ -206,7 +210,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
-    many = _FEATURES_AT_ONCE // (job.data.max_records_per_unit or 1)
+    many = _FEATURES_AT_ONCE // job.data.units_size
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return (kind or DPTrainer)(
         model=prepared.model, args=training_arguments(prepared),
@@ -295,3 +299,49 @@ def _finish(
     for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
         say(line)
     return spent
+
+
+def classification(prediction: Any) -> dict[str, float]:
+    """Share of evaluation records, or words, whose most likely class is their label, and its mean over the classes;
+    share of the most frequent class; and the cross-entropy of the shares as the prediction for each record."""
+    labels = prediction.label_ids
+    known = labels != IGNORED
+    if not known.any():
+        return {}
+    right = prediction.predictions.argmax(-1)[known] == labels[known]
+    classes, counts = np.unique(labels[known], return_counts=True)
+    shares = counts / counts.sum()
+    return {
+        "accuracy": float(right.mean()), "majority": float(shares.max()),
+        "balanced_accuracy": float(np.mean([right[labels[known] == each].mean() for each in classes])),
+        "loss_of_shares": float(-(shares * np.log(shares)).sum()),
+    }  # fmt: skip
+
+
+def regression(prediction: Any) -> dict[str, float]:
+    """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all."""
+    labels = np.asarray(prediction.label_ids, dtype=np.float64)
+    errors = np.asarray(prediction.predictions, dtype=np.float64).reshape(labels.shape) - labels
+    return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
+
+
+MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": regression}
+"""Task -> its metrics besides the loss."""
+
+
+def metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
+    """Lines with the metrics, and with what to compare them with."""
+    names = [name for name in ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse") if name in measured]
+    lines = [f"{name}: {measured[name]:.4g}" for name in names]
+    if "eval_majority" in measured:
+        lines.append(f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}")
+        lines.append(f"eval_loss of the shares of their classes for all: {measured['eval_loss_of_shares']:.4g}")
+    if "eval_rmse_of_mean" in measured:
+        lines.append(f"eval_rmse of their mean as the prediction for all: {measured['eval_rmse_of_mean']:.4g}")
+    if not lines or not private:
+        return lines
+    name = names[-1]
+    reference = json_values(Path(f"{folder}{_TWIN}") / METRICS).get(name)
+    twin = f"non-private reference, {name} of the twin in {folder}{_TWIN}:"
+    none = "non-private reference: none. --no-dp trains the twin, which is as private as its records"
+    return [*lines, none if reference is None else f"{twin} {reference:.4g}"]

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from dpfunc.errors import InvalidArgument
 
 Row = dict[str, str]
 _IMAGES = (".png", ".jpg", ".jpeg")
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,21 @@ def read_table(
     Raises:
         InvalidArgument: what cannot be read, is missing or is there twice; rows are named by their number, never shown.
     """
-    file, found = Path(path), []
-    for number, row in _rows(file, columns):
-        found.append((number, _row(row, columns, unit, lists, f"in row {number} of {file.name}")))
+    file = Path(path)
+    found = {
+        number: _row(row, columns, unit, lists, f"in row {number} of {file.name}")
+        for number, row in _rows(file, columns)
+    }
     if not found:
         raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
-    first = {tuple(row.items()): (number, row) for number, row in reversed(found)}
-    kept = sorted(first.values(), key=lambda numbered: numbered[0]) if deduplicate else found
-    return Table(tuple(row for _, row in kept), tuple(number for number, _ in kept))
+    return _table(found, columns, deduplicate)
+
+
+def _table(found: dict[int, Row], columns: Sequence[str], deduplicate: bool) -> Table:
+    """Numbered rows; of those that are equal in these columns the first."""
+    first = {tuple(row[column] for column in columns): number for number, row in reversed(found.items())}
+    kept = sorted(first.values()) if deduplicate else [*found]
+    return Table(tuple(found[number] for number in kept), tuple(kept))
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
@@ -75,8 +84,6 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
             f"Expected a readable table, got {str(path)!r}: {error}. A text of a .csv that has commas, quotes or line "
             "ends needs quotes around it, and one of over 131072 characters a .jsonl."
         ) from error
-    if path.suffix == ".txt":
-        return [(number, {"text": line.rstrip("\r\n")}) for number, line in lines]
     return [(number, _object(line, number, columns, path)) for number, line in lines]
 
 
@@ -99,8 +106,9 @@ def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path
 
 
 def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
-    """The values in a line of JSON. The line is private, and messages do not show it."""
-
+    """The values in a line of JSON, or of a .txt the line. It is private, and messages do not show it."""
+    if path.suffix == ".txt":
+        return {"text": line.rstrip("\r\n")}
     twice: list[str] = []
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[
         raise InvalidArgument(f"Expected an object with names {where}.")
     values = {column: _text(row, column, column in lists, where) for column in columns}
     for column, text in values.items():
-        if any("\ud800" <= sign <= "\udfff" for sign in text):
+        if _HALF_A_PAIR.search(text):
             raise InvalidArgument(
                 f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
                 "Write the table as UTF-8 again, or leave the row out."
@@ -227,8 +235,8 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
 
     Files are numbered class by class, in the order of their names; equal files of one class are duplicates.
     """
-    there = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
-    lacking, others = [label for label in labels if label not in there], there - {*labels}
+    there = {path.name for path in folder.glob("*/")}
+    lacking, others = sorted({*labels} - there), there - {*labels}
     if lacking or others:
         raise InvalidArgument(
             f"Expected a folder with a folder for each of data.labels ({', '.join(labels)}), and no other, got "
@@ -242,6 +250,4 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
             rows[len(rows) + 1] = {"image": path.relative_to(folder).as_posix(), "digest": digest, label_column: label}
     if not rows:
         raise InvalidArgument(f"Expected images (.png, .jpg) in the folders of {str(folder)!r}, got none.")
-    first = {(row["digest"], row[label_column]): number for number, row in reversed(rows.items())}
-    kept = sorted(first.values()) if deduplicate else [*rows]
-    return Table(tuple(rows[number] for number in kept), tuple(kept))
+    return _table(rows, ("digest", label_column), deduplicate)

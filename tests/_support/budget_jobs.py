@@ -1,6 +1,6 @@
 """Processes that reserve and settle, are killed, and tell what they did in files of their own. No torch is imported.
 
-`python budget_jobs.py URL FOLDER KILLS CUTS` prints what the database and these files say, as JSON.
+`python budget_jobs.py URL FOLDER KILLS CUTS` prints what the database and these files say, as JSON; `killed` runs it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from dpfunc.accounting import Ledger
@@ -149,6 +151,48 @@ def main(url, folder, kills, cuts):
         "entries": {run: [e.state, e.planned.num_steps, e.charged.num_steps] for run, e in account.entries.items()},
         "told": [told(path) for path in sorted(folder.iterdir()) if path.name.isdigit() or path.name == "first"],
     }))  # fmt: skip
+
+
+def killed(url, folder, kills, cuts=False):
+    """What is left after so many kills, with four processes at once."""
+    folder.mkdir()
+    command = [sys.executable, __file__, url, str(folder), str(kills), str(cuts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["failures"], done.stderr
+    return found
+
+
+def check(found):
+    """No charge is lost, and none is counted twice. Returns where the processes were when they were killed."""
+    entries, runs = found["entries"], {}
+    for lines in found["told"]:
+        for what, run, count in lines:
+            runs.setdefault(run, {})[what] = count
+    assert set(entries) <= set(runs)
+    where = Counter()
+    for run, said in runs.items():
+        last = list(said)[-1]
+        where[last] += 1
+        if run not in entries:
+            assert "reserved" not in said, (run, said)
+            continue
+        state, planned, charged = entries[run]
+        assert planned == said["planned"]
+        assert said.get("spent", 0) <= charged <= planned, (run, said, charged)
+        if "settled" in said:
+            assert (state, charged) == ("settled", said["settled"])
+        elif "settling" in said:
+            assert charged in (planned, said["settling"])
+        else:
+            assert (state, charged) == ("reserved", planned)
+        if "refused" in said:
+            assert "reserved" in said  # it was tried again
+    assert found["total"] == sum(charged for _, _, charged in entries.values())
+    assert found["events"] == len(entries) + sum(state == "settled" for state, _, _ in entries.values())
+    assert found["epsilon"] <= 5.0
+    return where
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from workers import caught
 
 import dpfunc
-from dpfunc import clipping, engines
-from dpfunc._utils.lockstep import process_context
+from dpfunc import engines
+from dpfunc._utils.processes import process_context
 from dpfunc.errors import DPFuncError
 
 
@@ -68,21 +69,17 @@ def _losses(params, batch):
     return F.cross_entropy(F.linear(batch["x"], params["w"], params["b"]).mean(1), batch["y"], reduction="none")
 
 
+ALL = (scaled_by_all, scaled_in_place, gathered, autograd_function, trained_by_all, sums_weights)
 LOSSES = {
-    **{
-        f.__name__: f
-        for f in (scaled_by_all, scaled_in_place, gathered, autograd_function, trained_by_all, sums_weights)
-    },
+    **{loss.__name__: loss for loss in ALL},
     "context_parallel": _said_by("torch.distributed.tensor.experimental._context_parallel"),
     "pipeline": _said_by("torch.distributed.pipelining.stage"),
 }
 
 
-def case(dtype=torch.float32):
-    dist.barrier()  # nobody leaves while another is still connecting
+def case():
     generator = torch.Generator().manual_seed(10 + dist.get_rank())  # other records on each rank
-    params = {"w": torch.ones(3, 6, dtype=dtype) / 3, "b": torch.zeros(3, dtype=dtype)}
-    x = torch.randn(4, 5, 6, generator=generator).to(dtype)
+    params, x = {"w": torch.ones(3, 6) / 3, "b": torch.zeros(3)}, torch.randn(4, 5, 6, generator=generator)
     return params, {"x": x, "y": torch.randint(3, (4,), generator=generator)}
 
 
@@ -94,15 +91,6 @@ def message(loss, engine):
     except (DPFuncError, RuntimeError) as error:
         return type(error).__name__, str(error)
     return "losses", result.losses_B.tolist()
-
-
-def ordinary(engine):
-    """A loss that does not communicate, where there are ranks."""
-    params, batch = case()
-    clip = clipping.Flat(clip_norm=0.1)
-    found, _ = dpfunc.clipped_grad(_losses, params, batch, clip, engine=engines.loop())
-    again, _ = dpfunc.clipped_grad(_losses, params, batch, clip, engine=getattr(engines, engine)())
-    return max(float((found.sums[name] - again.sums[name]).abs().max()) for name in params)
 
 
 def data_parallel_module():
@@ -120,12 +108,8 @@ def data_parallel_module():
     same = results[0][0] == results[1][0]
     off = max(float((a - results[0][1][0]).abs().max()) for a in (*results[0][1], *results[1][1]))
     trained = dpfunc.functional.with_params(wrapped, {"0.bias": torch.ones(4)})
-    refused = []
-    for bad in (nn.DataParallel(inner), nn.Sequential(wrapped), nn.Sequential(nn.DataParallel(inner))):
-        try:
-            dpfunc.functionalize(bad)
-        except DPFuncError as error:
-            refused.append(str(error))
+    bad = (nn.DataParallel(inner), nn.Sequential(wrapped), nn.Sequential(nn.DataParallel(inner)))
+    refused = [caught(dpfunc.functionalize, module)[1] for module in bad]
     return same, off, type(trained).__name__, refused
 
 

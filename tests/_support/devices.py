@@ -5,5 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
+torch.backends.cudnn.allow_tf32 = False  # of a GPU: comparisons are of float32
 GPU = [pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []
 devices = pytest.mark.parametrize("device", ["cpu", *GPU])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
 import pytest
@@ -17,7 +19,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import clipping, distributed, sampling
-from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.processes import is_dtensor, local
 from dpfunc.batches import take
 from dpfunc.distributed import launch
 from dpfunc.distributed.fsdp import functionalize_managed
@@ -100,14 +102,13 @@ def ranks_of(mesh):
 def by_hand(model, mesh, **options):
     """What a user writes without our helper; the frozen embedding and head still require gradients."""
     trained = {param for name, param in model.named_parameters() if "lora_" in name}
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, ignored_params=trained, **options)
-    fully_shard(model, mesh=mesh, ignored_params=trained, **options)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh, ignored_params=trained, **options)
 
 
-def built(way, mesh, hsdp=False, bf16=False, reshard=None, gradient_checkpointing=False):
+def built(way, mesh, hsdp=False, bf16=False, gradient_checkpointing=False):
     """`(forward, params)` of a model that is sharded in a way; whole where there is no mesh."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     if way == "full":
         model = net(nn.Linear)
         forward, params = dpfunc.functionalize(model, ".")
@@ -116,17 +117,16 @@ def built(way, mesh, hsdp=False, bf16=False, reshard=None, gradient_checkpointin
             model.to("meta")  # all parameters are arguments
         return forward, params
     if way == "attach":
-        adapter = dpfunc.lora.attach(
-            net(nn.Linear), insecure_key(5), targets="up|down", rank=2, alpha=4, also_train="norm"
-        )
+        options = {"targets": "up|down", "rank": 2, "alpha": 4, "also_train": "norm"}
+        adapter = dpfunc.lora.attach(net(nn.Linear), insecure_key(5), **options)
         if mesh is not None:
-            adapter = distributed.shard_frozen(adapter, mesh, mp_policy=policy, reshard_after_forward=reshard)
+            adapter = distributed.shard_frozen(adapter, mesh, mp_policy=policy)
         return adapter.forward, adapter.params
     model = net()
     if mesh is not None and way == "by hand":
-        by_hand(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
+        by_hand(model, mesh, mp_policy=policy)
     elif mesh is not None:
-        distributed.shard_frozen(model, mesh, trainable=LORA, mp_policy=policy, reshard_after_forward=reshard)
+        distributed.shard_frozen(model, mesh, trainable=LORA, mp_policy=policy)
     forward, params = dpfunc.functionalize(model, LORA)
     model.gradient_checkpointing = gradient_checkpointing
     if way == "sharded lora" and mesh is not None:
@@ -139,9 +139,7 @@ def managed(mesh, hsdp=False, gradient_checkpointing=False, unused=False):
     model = net(nn.Linear)
     if unused:
         model.unused = nn.Linear(2, 2)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    by_hand(model, mesh)
     model.gradient_checkpointing = gradient_checkpointing
     return functionalize_managed(model, ranks_of(mesh))
 
@@ -180,9 +178,8 @@ def managed_refusals():
     """What is said about everything but the engine and the ranks that belong to a managed module."""
     mesh, found = mesh_of(), {}
     forward, params, engine, ranks = managed(mesh)
-    for name in ("ghost", "vmap", "loop", "auto"):
-        for these in (ranks, ranks_of(mesh)):
-            found[name, these.keeps_parts] = one_step(forward, params, these, name)[:3]
+    for name, these in itertools.product(("ghost", "vmap", "loop", "auto"), (ranks, ranks_of(mesh))):
+        found[name, these.keeps_parts] = one_step(forward, params, these, name)[:3]
     found["ranks"] = one_step(forward, params, ranks_of(mesh), engine)[:3]
     found["alone"] = one_step(forward, params, distributed.data_parallel(), engine)[:3]
     unused = managed(mesh, unused=True)
@@ -205,26 +202,18 @@ def classes(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["ids"]).float(), b["y"], reduction="none")
 
 
-def train_with(options):
-    """A run of eight noisy steps, see `_train`."""
-    return _train(**options)
-
-
-def _train(way, engine, whole=False, microbatch_size=None, adam=False, **options):
-    """Parameters put together, ledger, records of this process in each step, and what its optimizer holds."""
+def train_with(way, engine, whole=False, microbatch_size=None, adam=False, **options):
+    """Eight noisy steps: parameters put together, ledger, records here in each step, and what its optimizer holds."""
     mesh = None if whole else mesh_of(options.get("hsdp", False))
     ranks = None if whole else ranks_of(mesh)
     if way == "managed":
         forward, params, engine, ranks = managed(mesh, **options)
     else:
         forward, params = built(way, mesh, **options)
-    the_plan = plan()
+    the_plan, records, counts = plan(), data(), []
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
     weights = {name: nn.Parameter(param) for name, param in params.items()}
-    optimizer = (
-        torch.optim.AdamW(weights.values(), lr=0.01) if adam else torch.optim.SGD(weights.values(), 0.3, momentum=0.5)
-    )
-    records, counts = data(), []
+    optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(weights.values(), lr=0.01 if adam else 0.3)
     state = replay(dp_step.init(weights, insecure_key(7)))
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(weights, take(records, indices), state)
@@ -235,27 +224,6 @@ def _train(way, engine, whole=False, microbatch_size=None, adam=False, **options
     held = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim]
     sharded = sum(is_dtensor(p) and local(p).shape != p.shape for p in weights.values())
     return distributed.unshard(weights), state.ledger.to_json(), counts, (sharded, sum(v.numel() for v in held))
-
-
-def noise_of_parts(hsdp):
-    """For leaves that do not divide: whether this process drew exactly its part of the noise of one process."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from dpfunc.noise import add_gaussian
-    from dpfunc.noise._streams import secure_normal
-    from dpfunc.types import ClippedSum
-
-    mesh, key = mesh_of(hsdp), insecure_key(3)
-    found = {}
-    for shape in ((7,), (7, 5), (3, 4), (3, 300, 2), (1,), (700, 300)):
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        leaf = distribute_tensor(torch.zeros(shape), mesh, placements)
-        released = add_gaussian(ClippedSum({"w": leaf}, {"w": "all"}, {"all": 1.0}), 1.0, key)["w"]
-        expected = distribute_tensor(secure_normal(key, {"w": torch.zeros(shape)})["w"], mesh, placements)
-        assert is_dtensor(released)
-        assert released.placements == tuple(placements)
-        found[shape] = tuple(local(released).shape), torch.equal(local(released), local(expected)), local(released)
-    return found
 
 
 def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
@@ -368,24 +336,33 @@ class Stop(torch.autograd.Function):
         raise ValueError("stop")
 
 
+@contextmanager
+def blocks_that(fail, backward):
+    """Inside, `fail` is called before each block, or its backward pass stops."""
+    modules = torch.nn.modules.module
+    register = modules.register_module_forward_hook if backward else modules.register_module_forward_pre_hook
+
+    def hook(module, *args):
+        if isinstance(module, Block):
+            return Stop.apply(args[-1]) if backward else fail()
+        return None
+
+    handle = register(hook)
+    yield
+    handle.remove()
+
+
 def after_an_error(backward):
     """An error in the middle of a pass, on all processes; the step is then taken as if there had been none."""
     model = net()
     distributed.shard_frozen(model, mesh_of(), trainable=LORA)
     forward, params = dpfunc.functionalize(model, LORA)
 
-    def stop(module, *args):
-        if isinstance(module, Block):
-            if not backward:
-                raise ValueError("stop")
-            return Stop.apply(args[-1])
-        return None
+    def stop():
+        raise ValueError("stop")
 
-    modules = torch.nn.modules.module
-    register = modules.register_module_forward_hook if backward else modules.register_module_forward_pre_hook
-    handle = register(stop)
-    first = one_step(forward, params, ranks_of(mesh_of()))
-    handle.remove()
+    with blocks_that(stop, backward):
+        first = one_step(forward, params, ranks_of(mesh_of()))
     found = one_step(forward, params, ranks_of(mesh_of()))
     sharded = all(is_dtensor(p) for name, p in model.named_parameters() if "lora_" not in name)
     return first[0], found, one_step(*built("helper", mesh_of()), ranks_of(mesh_of())), sharded
@@ -398,31 +375,23 @@ def one_fails(place, engine):
         forward, params, engine, ranks = managed(mesh)
     else:
         (forward, params), ranks = built("helper", mesh), ranks_of(mesh)
-    plainly, calls = classes(forward), []
+    plainly, inside = classes(forward), nullcontext()
 
-    def fails(*_):
-        calls.append(1)
-        if mine:
-            raise (RuntimeError if place == "loss, as torch" else ValueError)("the rows of one process")
+    def fails():
+        raise (RuntimeError if place == "loss, as torch" else ValueError)("the rows of one process")
 
     def loss_fn(p, b):
         losses_B = plainly(p, b)
-        if place.startswith("loss"):
+        if mine and place.startswith("loss"):
             fails()
         return losses_B
 
-    def hook(module, *args):
-        if mine and isinstance(module, Block):
-            return Stop.apply(args[-1]) if place == "backward" else fails()
-        return None
-
-    modules = torch.nn.modules.module
-    register = modules.register_module_forward_hook if place == "backward" else modules.register_module_forward_pre_hook
-    handle, start = register(hook) if not place.startswith("loss") else None, time.monotonic()
-    found, step, spent, _ = one_step(forward, params, ranks, engine, loss_fn, steps=2)
+    if mine and not place.startswith("loss"):
+        inside = blocks_that(fails, place == "backward")
+    start = time.monotonic()
+    with inside:
+        found, step, spent, _ = one_step(forward, params, ranks, engine, loss_fn, steps=2)
     seconds = time.monotonic() - start
-    if handle is not None:
-        handle.remove()
     dist.destroy_process_group()  # a worker must not use a group in which others still wait
     return found, step, spent, seconds
 

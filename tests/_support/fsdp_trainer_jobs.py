@@ -6,12 +6,12 @@ import logging
 import os
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from trainer_cases import Seen, adapted, again, language_model, pad, stop, texts, training_arguments
 from workers import caught
 
 import dpfunc
 from dpfunc import distributed
-from dpfunc._utils.dtensor import is_dtensor, local
+from dpfunc._utils.processes import is_dtensor, local
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 
@@ -34,31 +34,20 @@ LAUNCHED = {
 
 
 def writer(seed):
-    """A language model with tied embeddings, of two blocks, without dropout: processes would draw others."""
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=41, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
+    """Without dropout: processes would draw others."""
+    return language_model(seed, dropout=0.0, layers=2)
 
 
-def adapted(seed):
+def in_bfloat16(seed):
     """An adapter in float32 on a model in bfloat16."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
-    return get_peft_model(writer(seed).to(torch.bfloat16), config)
+    return adapted(writer(seed).to(torch.bfloat16))
 
 
-MODELS = {"full": writer, "adapter": adapted, "stopped": writer}
+MODELS = {"full": writer, "adapter": in_bfloat16, "stopped": writer}
 
 
 def trainer_of(kind, folder, seed=10, model=None, callbacks=None, **changes):
     """A run over texts of different lengths, whose draws have two records on average."""
-    from trainer_cases import again, pad, texts, training_arguments
-
     key = dpfunc.insecure_key(KEYS[kind])
     again(key)
     settings = {
@@ -85,8 +74,6 @@ def sharded(kind, folder, rank, **options):
 
 def facts(trainer, folder):
     """What a run gives, to be compared with one process."""
-    from trainer_cases import Seen
-
     seen = Seen()
     trainer.add_callback(seen)
     before = trainer.evaluate()["eval_loss"]
@@ -106,7 +93,7 @@ def facts(trainer, folder):
 
 def two_adapters(seed):
     """Another adapter requires gradients, which is not the active one."""
-    model = adapted(seed)
+    model = in_bfloat16(seed)
     model.add_adapter("other", model.peft_config["default"])
     for name, param in model.named_parameters():
         param.requires_grad_("lora_" in name)
@@ -115,8 +102,6 @@ def two_adapters(seed):
 
 def refusals(folder, rank):
     """What is refused by all processes, where one alone would leave the others waiting; and a model that is in parts."""
-    from trainer_cases import stop
-
     stopped = sharded("stopped", folder, rank, callbacks=[stop(STEPS // 2)])
     stopped.train()
     other = {**ASKED, "reshard_after_forward": rank == 0}

@@ -8,7 +8,7 @@ from zoo.parity import roughen
 from benchmarks.survey.multimodal import MROPE, VIT
 from benchmarks.survey.tiny import built
 from dpfunc.hf.vision_language.tiny_llava import COLOURS as PAINTS
-from dpfunc.hf.vision_language.tiny_llava import draw
+from dpfunc.hf.vision_language.tiny_llava import draw, tiny_llava, tiny_processor
 
 COLOURS = tuple(PAINTS)
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "<image>", "what", "is", "the", "colour", "?", "red", "green", "blue", "yellow",
@@ -78,12 +78,17 @@ def qwen2_vl(kind="qwen2_vl", name="Qwen2VL"):
     return model, Processor(images, tokenizer())
 
 
+def llava():
+    return tiny_llava(), tiny_processor()
+
+
 def qwen2_5_vl():
     return qwen2_vl("qwen2_5_vl", "Qwen2_5_VL")
 
 
 # name -> (model and processor, size of its images, how a prompt has an image)
 FAMILIES = {
+    "LLaVA 1.5": (llava, None, "<image>"),
     "LLaVA-NeXT": (llava_next, (16, 32), "<image>"),
     "Idefics3": (idefics3, (32, 32), "<image>"),
     "SmolVLM": (smolvlm, (16, 16), "<image>"),

@@ -1,4 +1,4 @@
-"""What worker processes run in test_ranks.py and test_agreement.py: the same small run, seen by one process."""
+"""What worker processes run in tests of ranks, agreement, collectives: the same small run, seen by one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils.data import Subset, default_collate
 from workers import caught
 
 import dpfunc
@@ -67,21 +68,24 @@ CLIPS = {
 }
 
 
-def train(seed, engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True, steps=8, journal=None):
+def steps_of(loss_fn, the_plan, current, records, ranks, seed=7, **options):
     """A run of some noisy steps: parameters, ledger, how many records this process had in each step."""
-    ranks = distributed.data_parallel() if use_ranks else None
-    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), num_steps=steps)
-    write = Journal(journal, the_plan) if journal else None
-    dp_step = make_dp_step(
-        loss_fn, the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks, journal=write
-    )
-    current, records, counts = params(dtype), data(dtype), []
+    dp_step, counts = make_dp_step(loss_fn, the_plan, ranks=ranks, **options), []
     state = replay(dp_step.init(current, insecure_key(seed)))
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(current, take(records, indices), state)
+        assert all(type(grads[name]) is type(p) for name, p in current.items())
         current = {name: p - 0.3 * grads[name] for name, p in current.items()}
         counts.append(len(indices))
     return current, state.ledger.to_json(), counts
+
+
+def train(engine, clip, dtype, microbatch_size=None, size=2.9, use_ranks=True, steps=8, journal=None):
+    """The run of `steps_of` with the records of this file."""
+    ranks = distributed.data_parallel() if use_ranks else None
+    the_plan = plan(clip=CLIPS[clip], sampler=sampling.Poisson(NUM_RECORDS, size / NUM_RECORDS), num_steps=steps)
+    options = {"engine": engine, "microbatch_size": microbatch_size, "journal": journal and Journal(journal, the_plan)}
+    return steps_of(loss_fn, the_plan, params(dtype), data(dtype), ranks, **options)
 
 
 def step_of(dp_step, state, ranks, current=None):
@@ -173,11 +177,6 @@ def part_of_the_mesh():
     return caught(step_of, dp_step, replay(dp_step.init(current, insecure_key(3))), ranks, current)
 
 
-def no_ranks():
-    """A step of a process that does not know of the others."""
-    return caught(make_dp_step, loss_fn, plan())[1]
-
-
 def shared_keys():
     """What keys say of themselves, that only one process knows beforehand."""
     ranks = distributed.data_parallel()
@@ -229,12 +228,12 @@ def noise_share(trouble=None):
     from dpfunc.noise import _streams as streams
 
     ranks = distributed.data_parallel()
-    windows, tile, drawn = reduce.noise_windows, streams.tile, []
+    windows, fold_in, drawn = reduce.noise_windows, streams.fold_in, []
     own = {"missing": lambda *args: {}, "twice": lambda shapes, rank, size: windows(shapes, 0, 1)}
 
-    def counted(key, name, number, *rest):
+    def counted(key, purpose, name, number):
         drawn.append((name, number))
-        return tile(key, name, number, *rest)
+        return fold_in(key, purpose, name, number)
 
     def full(*args):
         raise MemoryError("no room for noise")
@@ -246,7 +245,7 @@ def noise_share(trouble=None):
     )  # fmt: skip
     state = replay(dp_step.init(weights, insecure_key(4)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "tile", counted)
+        patch.setattr(streams, "fold_in", counted)
         if ranks.rank == 1 and trouble == "fails":
             patch.setattr(streams, "secure_normal", full)
         elif ranks.rank == 1 and trouble:
@@ -271,3 +270,62 @@ def spoiled_sums(whole):
         return digest_of_all(parts, ranks, torch.tensor(False))[0]
     except InvalidArgument as error:
         return str(error)
+
+
+class Records:
+    """The records of jobs.py, one by one, with some noise of torch's generator in a column that no loss reads."""
+
+    def __len__(self):
+        return NUM_RECORDS
+
+    def __getitem__(self, index):
+        record = {name: value[index] for name, value in data().items()}
+        return {**record, "number": index, "noise": torch.rand(())}
+
+
+def collate(records):
+    batch = default_collate(records)
+    return {name: batch[name] for name in ("x", "y")}
+
+
+def train_by_loader(use_ranks=True):
+    """The run on batches of a loader: parameters, ledger, numbers of the records of this process in each step, noise."""
+    ranks = distributed.data_parallel() if use_ranks else None
+    the_plan = plan()
+    dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks)
+    current = params()
+    state = replay(dp_step.init(current, insecure_key(7)))
+    numbers = [b["number"].tolist() for b in the_plan.loader(Records(), state, ranks)]
+    noise = [b["noise"].tolist() for b in the_plan.loader(Records(), state, ranks)]
+    for batch in the_plan.loader(Records(), state, ranks, collate_fn=collate):
+        grads, state, _ = dp_step(current, batch, state)
+        current = {name: p - 0.3 * grads[name] for name, p in current.items()}
+    return current, state.ledger.to_json(), numbers, noise
+
+
+class Unreadable(Records):
+    def __getitem__(self, index):
+        raise OSError("the file of this record is gone")
+
+
+def _said(dataset, ranks, **settings):
+    state = replay(make_dp_step(loss_fn, plan(), ranks=ranks).init(params(), insecure_key(7)))
+    return caught(plan().loader, dataset, state, ranks, **settings)
+
+
+def data_sets():
+    """What is said of data sets that are another one on the second process."""
+    ranks = distributed.data_parallel()
+    first = ranks.rank == 0
+    usual = Records()
+    swapped = [*range(10), 11, 10, *range(12, NUM_RECORDS)]
+    return {
+        "same": _said(usual, ranks),
+        "reversed": _said(usual if first else Subset(usual, range(NUM_RECORDS)[::-1]), ranks),
+        "two swapped": _said(usual if first else Subset(usual, swapped), ranks),
+        "other preprocessing": _said(usual, ranks, collate_fn=default_collate if first else collate),
+        "shorter": _said(usual if first else Subset(usual, range(NUM_RECORDS - 1)), ranks),
+        "unreadable": _said(usual if first else Unreadable(), ranks),
+        "names": _said(Unreadable(), ranks, data_name="mails of May"),
+        "other names": _said(usual, ranks, data_name=f"mails of {ranks.rank}"),
+    }

@@ -30,7 +30,7 @@ import torch
 
 import dpfunc
 from dpfunc import clipping, sampling
-from dpfunc._utils.dtensor import local
+from dpfunc._utils.processes import local
 from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps

@@ -9,12 +9,21 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import jobs
 import torch
+from accelerate import Accelerator
+from trainer_cases import Seen, again, classifier, labelled, trained, training_arguments
 from workers import caught
 
 import dpfunc
-from dpfunc import distributed, sampling
+from dpfunc import distributed, sampling, state
+from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint import saving
+from dpfunc.cli.main import main
+from dpfunc.hf.trainer import _files as trainer_state
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.train import generate
 
 KEY = dpfunc.insecure_key(2106)
 END = "=== another part begins here"
@@ -23,43 +32,24 @@ PRIVACY = PrivacyArguments(
 )
 
 
-def model(seed):
-    """A classifier without dropout: replicas would draw other dropout than one process does."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(seed)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
-
-
 def right(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def trainer_of(folder, seed, seen, privacy=PRIVACY, **changes):
     """A run whose draws have two records on average, so that a process often has none."""
-    from trainer_cases import labelled, training_arguments
-
-    from dpfunc.hf.trainer.trainer import DPTrainer
-
     settings = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8, "save_strategy": "steps",
         "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 3, **changes,
     }  # fmt: skip
     return DPTrainer(
-        model(seed), training_arguments(folder, **settings), privacy=privacy, key=KEY if privacy.dp_enabled else None,
+        classifier(seed, dropout=0.0), training_arguments(folder, **settings), privacy=privacy, key=KEY if privacy.dp_enabled else None,
         train_dataset=labelled(), eval_dataset=labelled(12), compute_metrics=right, callbacks=[seen],
     )  # fmt: skip
 
 
 def train(folder, seed, privacy=PRIVACY, **changes):
     """What a run with the Trainer gives: to be compared between numbers of processes."""
-    from trainer_cases import Seen, trained
-
     seen = Seen()
     trainer = trainer_of(folder, seed, seen, privacy, **changes)
     output = trainer.train()
@@ -74,25 +64,16 @@ def train(folder, seed, privacy=PRIVACY, **changes):
 
 def sharded_loader(ranks):
     """What accelerate makes of a loader with Poisson batches, given to a step: its error, and where the run stands."""
-    import jobs
-    from accelerate import Accelerator
-
     plan = jobs.plan(sampler=sampling.Poisson(jobs.NUM_RECORDS, 0.5))
-    dp_step = dpfunc.make_dp_step(jobs.loss_fn, plan, ranks=ranks)
-    params, data = jobs.params(), jobs.data()
+    dp_step, data = dpfunc.make_dp_step(jobs.loss_fn, plan, ranks=ranks), jobs.data()
     records = [{name: value[i] for name, value in data.items()} for i in range(jobs.NUM_RECORDS)]
-    state = dp_step.init(params, dpfunc.insecure_key(2150))
-    batch = next(iter(Accelerator(cpu=True).prepare(plan.loader(records, state))))
-    return caught(dp_step, params, batch, state)
+    begun = dp_step.init(jobs.params(), dpfunc.insecure_key(2150))
+    batch = next(iter(Accelerator(cpu=True).prepare(plan.loader(records, begun))))
+    return caught(dp_step, jobs.params(), batch, begun)
 
 
 def troubles(folder, ranks):
     """One process cannot write, read or draw: what each is told, and at once."""
-    from trainer_cases import Seen, again
-
-    from dpfunc.checkpoint import saving
-    from dpfunc.hf.trainer import _files as trainer_state
-    from dpfunc.train import generate
 
     def fails(*args, **kwargs):
         raise OSError("the disk is full")
@@ -130,8 +111,6 @@ def troubles(folder, ranks):
 
 def trainer(folder):
     """The Trainer and what surrounds it."""
-    from trainer_cases import Seen
-
     ranks = distributed.from_environment()
     found = {"place": (ranks.rank, ranks.size), "writer": distributed.is_writer(ranks)}
     found["timeout"] = ranks.group._get_backend(ranks.device).options._timeout
@@ -155,9 +134,6 @@ def trainer(folder):
 
 def killed(line, *arguments):
     """`dpfunc ARGUMENTS`, whose first process is killed when that line of its journal is on disk."""
-    from dpfunc.checkpoint import _chain as chain
-    from dpfunc.cli.main import main
-
     append = chain.append_chained
 
     def append_and_die(file, path, *rest):
@@ -177,9 +153,6 @@ def all_parts(*arguments):
 
     `END` is printed between them. The run that is resumed comes first: nothing of it is in the memory of these processes.
     """
-    from dpfunc import state
-    from dpfunc.cli.main import main
-
     distributed.from_environment(timedelta(minutes=4))
     shutdown, distributed.shutdown = distributed.shutdown, lambda: None
     words = list(arguments)

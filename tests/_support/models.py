@@ -84,17 +84,22 @@ def peft_bert():
     return model
 
 
+def seeded(seed):
+    """A generator of the device on which a case is built."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def _ints(high, size, seed):
-    return torch.randint(high, size, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(high, size, generator=seeded(seed))
 
 
 def image_batch(size, dtype=torch.float32):
-    x = torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(size, 3, 8, 8, generator=seeded(1), dtype=torch.float64)
     return {"x": x.to(dtype), "y": _ints(CLASSES, (size,), 2)}
 
 
 def token_batch(size):
-    lengths = torch.randint(2, LENGTH + 1, (size, 1), generator=torch.Generator().manual_seed(5))
+    lengths = torch.randint(2, LENGTH + 1, (size, 1), generator=seeded(5))
     mask = (torch.arange(LENGTH)[None] < lengths).long()
     return {"ids": _ints(VOCAB, (size, LENGTH), 3), "mask": mask, "y": _ints(CLASSES, (size,), 4)}
 

@@ -12,14 +12,12 @@ from dpfunc.checkpoint import journal_ledger
 from dpfunc.checkpoint._folder import sha256
 
 DATA = as_batch(random_rows(0, 60))
-
-
 PLAN = Plan(sampling.Poisson(60, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=8, delta=1e-3)
 
 
-def steps(state, values, optimizer, count, journal=None, loss_fn=linear_loss):
-    dp_step = make_dp_step(loss_fn, PLAN, journal=journal)
-    for _, indices in zip(range(count), PLAN.batches(state), strict=False):
+def steps(state, values, optimizer, count, journal=None, loss_fn=linear_loss, plan=PLAN):
+    dp_step = make_dp_step(loss_fn, plan, journal=journal, engine="loop")
+    for _, indices in zip(range(count), plan.batches(state), strict=False):
         grads, state, _ = dp_step(values, take(DATA, indices), state)
         for name, value in values.items():
             value.grad = grads[name]
@@ -27,10 +25,10 @@ def steps(state, values, optimizer, count, journal=None, loss_fn=linear_loss):
     return state
 
 
-def start(ledger=None):
+def start(ledger=None, plan=PLAN):
     values = {name: p.clone().requires_grad_() for name, p in params().items()}
     optimizer = torch.optim.Adam(values.values(), lr=0.1)
-    return make_dp_step(linear_loss, PLAN).init(values, secure_key(), ledger), values, optimizer
+    return make_dp_step(linear_loss, plan).init(values, secure_key(), ledger), values, optimizer
 
 
 class Run:
@@ -40,24 +38,37 @@ class Run:
         folder: of all files. counts: its ledger has the steps of the journal that is there. journal: name of the file.
     """
 
-    def __init__(self, folder, counts=False, journal="journal.jsonl", ledger=None):
-        self.folder, self.path = folder, folder / journal
+    def __init__(self, folder, counts=False, journal="journal.jsonl", ledger=None, plan=PLAN):
+        self.folder, self.path, self.plan = folder, folder / journal, plan
         ledger = journal_ledger(self.path) if counts else ledger
-        self.state, self.values, self.optimizer = start(ledger)
+        self.state, self.values, self.optimizer = start(ledger, plan)
 
     def step(self, count=1, journal=True, state=None):
         """Take steps, with a journal of its own unless it is given one, or None."""
-        journal = Journal(self.path, PLAN) if journal is True else journal
-        self.state = steps(self.state if state is None else state, self.values, self.optimizer, count, journal)
+        journal, state = Journal(self.path, self.plan) if journal is True else journal, state or self.state
+        self.state = steps(state, self.values, self.optimizer, count, journal, plan=self.plan)
         return self
 
     def save(self, **changes):
         options = {"journal": self.path, "state": self.state, "values": self.values, "optimizer": self.optimizer}
-        return store(self.folder / "c", **{**options, **changes})
+        return store(self.folder / "c", **{**options, "plan": self.plan, **changes})
 
     def load(self, **changes):
-        options = {"plan": PLAN, "params": self.values, "data": DATA, "journal": self.path}
+        options = {"plan": self.plan, "params": self.values, "data": DATA, "journal": self.path}
         return load(self.folder / "c", **{**options, **changes})
+
+    def resume(self, **changes):
+        """Load, and go on from there with the parameters, the optimizer and the state that were saved."""
+        saved = self.load(**changes)
+        with torch.no_grad():
+            for name, p in self.values.items():
+                p.copy_(saved.params[name])
+        self.optimizer.load_state_dict(dict(saved.optimizer_state))
+        self.state = saved.state
+        return self
+
+    def copies(self):
+        return {name: p.detach().clone() for name, p in self.values.items()}
 
     @property
     def ledger(self):

@@ -11,7 +11,7 @@ from workers import run
 @cache
 def expected(way, engine, **options):
     """The run of one process; `options` are those that change its result."""
-    return run(1, "fsdp_jobs:train_with", {"way": way, "engine": engine, "whole": True, **options})[0]
+    return run(1, "fsdp_jobs:train_with", way, engine, whole=True, **options)[0]
 
 
 def close(found, wanted, tolerance=1e-6):

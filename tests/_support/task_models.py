@@ -39,6 +39,11 @@ def tagged():
     return {**batch, "labels": torch.where(batch["attention_mask"] == 1, batch["input_ids"] % 3, IGNORED)}
 
 
+def answered():
+    """From the first token to the last but one."""
+    return {**text(), "start_positions": torch.zeros(4).long(), "end_positions": text()["attention_mask"].sum(1) - 2}
+
+
 def pairs():
     """Two sentences in a row, the second one from the third token on."""
     batch = text()
@@ -109,11 +114,13 @@ MODELS = {
     "regression": TaskModel(*BERT, classified(labels=randn(4)), ONE),
     "regression, whole numbers": TaskModel(*BERT, classified(labels=torch.tensor([1, 5, 3, 2])), ONE, own=False),
     "regression, a column": TaskModel(*BERT, classified(labels=randn(4, 1)), ONE),
+    "regression, by configuration": TaskModel(*BERT, classified(labels=randn(4, 3)), {"problem_type": "regression"}),
     "several labels": TaskModel(*BERT, SEVERAL_LABELS),
     "several labels, by configuration": TaskModel(*BERT, SEVERAL_LABELS, SEVERAL),
     "multiple choice": TaskModel("BertForMultipleChoice", "bert", SEQ, choices),
     "next sentence": TaskModel("BertForNextSentencePrediction", "bert", SEQ, lambda: {**pairs(), "labels": classes(2)}),
     "classes of tokens": TaskModel("BertForTokenClassification", "bert", "token_classification", tagged),
+    "answers in a text": TaskModel("BertForQuestionAnswering", "bert", "question_answering", answered, {"num_labels": 2}),
     "masked language model": TaskModel("BertForMaskedLM", "bert", "masked_lm", masked),
     "causal language model": TaskModel("LlamaForCausalLM", "llama", "causal_lm", language),
     "causal language model, experts": TaskModel("MixtralForCausalLM", "mixtral", "causal_lm", language),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,15 @@ def rows(count: int, seed: int = 0) -> list[dict[str, str]]:
     return out
 
 
+def write_rows(path: Path | str, table: Iterable[Mapping[str, Any]]) -> Path:
+    """Rows as .jsonl."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
+    return Path(path)
+
+
 def write_table(path: Path, count: int = 120, seed: int = 0) -> Path:
-    """The rows as .jsonl."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed)))
-    return path
+    """So many of `rows` as .jsonl."""
+    return write_rows(path, rows(count, seed))
 
 
 def write_job(folder: Path, task: str = "causal_lm", kind: str = "llama", extra: str = "") -> Path:

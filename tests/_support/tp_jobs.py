@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from fsdp_jobs import LoRALinear
+from jobs import steps_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import clipping, distributed, engines, sampling
-from dpfunc._utils.dtensor import distributed as whole_of
+from dpfunc._utils.processes import distributed as whole_of
 from dpfunc.batches import rows, take
 from dpfunc.engines._guards.audit import rounded_params
 from dpfunc.errors import DPFuncError
@@ -128,12 +129,8 @@ def shaken_alike():
     parts = dpfunc.functionalize(split).params
     found = rounded_params(parts, 2**40, 0)
     kept = all(isinstance(found[name], DTensor) == isinstance(param, DTensor) for name, param in parts.items())
-    off = [float((full(found[name]) - value).abs().max()) for name, value in expected.items()]
+    off = [float((value - expected[name]).abs().max()) for name, value in distributed.unshard(found).items()]
     return kept, max(off)
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Normed(nn.Module):
@@ -211,9 +208,8 @@ def unusual(kind):
     size, off = len(batch["x"]), 0.0
     for factors_B in (torch.ones(size, dtype=torch.float64), torch.arange(size, dtype=torch.float64)):
         sums, wanted = (each.weighted_sum(dict.fromkeys(params, factors_B)) for each in (found, expected))
-        for name, value in sums.items():
-            value = full(whole_of(value, params[name]))
-            off = max(off, float((value - wanted[name]).abs().max()))
+        put_together = distributed.unshard({name: whole_of(value, params[name]) for name, value in sums.items()})
+        off = max(off, *(float((value - wanted[name]).abs().max()) for name, value in put_together.items()))
     return None, off
 
 
@@ -225,32 +221,17 @@ def squares(forward):
     return lambda p, b: forward(p, b["x"]).square().sum(1)
 
 
-NUM_RECORDS = 24
-STEPS = 3
-KEY = insecure_key(24)  # 2.9 expected records: draws of 1, 0 and 4, so that some processes, and all, have none
+NUM_RECORDS, STEPS = 24, 3
+SEED = 24  # 2.9 expected records: draws of 1, 0 and 4, so that some processes, and all, have none
 
 
 def _mesh(parts):
     return init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
 
 
-def train(name, parts, more):
+def train(name, parts, clip="flat", frozen_sharded=False, expected=2.9, checkpointing=False, **options):
     """Noisy steps; `parts` processes hold one replica. 0 is one whole model without ranks."""
-    return _train(name, parts, **more)
-
-
-def _train(
-    name,
-    parts,
-    engine="auto",
-    microbatch_size=None,
-    clip="flat",
-    frozen_sharded=False,
-    expected=2.9,
-    checkpointing=False,
-):
-    model = built(name)
-    ranks = None
+    model, ranks = built(name), None
     if parts:
         mesh = _mesh(parts)
         CASES[name][1](model, mesh["tp"])
@@ -264,18 +245,12 @@ def _train(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     groups = clipping.PerLayer() if clip == "layers" else clipping.AllParameters()
-    plan = Plan(
-        sampling.Poisson(NUM_RECORDS, expected / NUM_RECORDS), clipping.Flat(0.5, groups=groups), 1.0, STEPS, delta=1e-3
+    sampler = sampling.Poisson(NUM_RECORDS, expected / NUM_RECORDS)
+    plan = Plan(sampler, clipping.Flat(0.5, groups=groups), 1.0, STEPS, delta=1e-3)
+    params, ledger, counts = steps_of(
+        CASES[name][2](forward), plan, params, batch_of(NUM_RECORDS), ranks, SEED, **options
     )
-    dp_step = make_dp_step(CASES[name][2](forward), plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
-    data, state = batch_of(NUM_RECORDS), replay(dp_step.init(params, KEY))
-    counts = []
-    for indices in plan.batches(state, ranks):
-        grads, state, _ = dp_step(params, take(data, indices), state)
-        assert all(type(grads[key]) is type(params[key]) for key in params)
-        params = {key: p - 0.2 * grads[key] for key, p in params.items()}
-        counts.append(len(indices))
-    return {key: full(p).detach() for key, p in params.items()}, state.ledger.to_json(), counts
+    return distributed.unshard(params), ledger, counts
 
 
 def without_the_sum_of_norms(name):
@@ -285,7 +260,7 @@ def without_the_sum_of_norms(name):
     proper = clipped.full_norms
     clipped.full_norms = lambda params, sq_norms, ranks: sq_norms
     try:
-        return train(name, dist.get_world_size(), {})
+        return train(name, dist.get_world_size())
     finally:
         clipped.full_norms = proper
 
@@ -322,7 +297,7 @@ def trouble(kind):
             options["microbatch_size"] = "auto"
         dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **options)
         good = {key: torch.nan_to_num(p) if not isinstance(p, DTensor) else p for key, p in params.items()}
-        state = replay(dp_step.init(good, KEY))
+        state = replay(dp_step.init(good, insecure_key(SEED)))
         (indices, *_) = plan.batches(state, ranks)
         dp_step(params, take(data, indices), state)
     except DPFuncError as error:

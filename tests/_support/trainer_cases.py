@@ -24,22 +24,32 @@ PRIVACY = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
 NOISY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
 
 
-def classifier(seed=0):
+def classifier(seed=0, dropout=0.1):
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=16,
+        max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return BertForSequenceClassification(config)
 
 
-def language_model(seed=0, dropout=0.1):
+def language_model(seed=0, dropout=0.1, layers=1):
     torch.manual_seed(seed)
     config = GPT2Config(
-        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
+        vocab_size=40, n_embd=16, n_layer=layers, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+def adapted(base=None, **options):
+    """A language model with adapters by PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    base = language_model() if base is None else base
+    torch.manual_seed(5)
+    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True, **options)
+    return get_peft_model(base, config)
 
 
 def labelled(num_records=NUM_RECORDS):

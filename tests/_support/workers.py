@@ -49,7 +49,7 @@ def _serve(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        name, args, rank, size, file, seconds = job
+        name, args, options, rank, size, file, seconds = job
         try:
             dist.init_process_group(
                 "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
@@ -58,7 +58,7 @@ def _serve(pipe: Any) -> None:
             module, _, function = name.partition(":")
             state._next_release.clear()  # each job stands for processes of its own
             state._digests.clear()
-            outcome = Outcome(getattr(importlib.import_module(module), function)(*args))
+            outcome = Outcome(getattr(importlib.import_module(module), function)(*args, **options))
         except Exception as error:  # noqa: BLE001  (told to whoever asked)
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())
         if not outcome.error:
@@ -106,15 +106,15 @@ def caught(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     return "ok", ""
 
 
-def outcomes(size: int, name: str, *args: Any, seconds: float = 120.0, limit: float = 600.0) -> list[Outcome]:
-    """What each of `size` processes gave. `seconds` is the timeout of their group, `limit` of the whole job."""
+def outcomes(size: int, name: str, *args: Any, seconds: float = 120.0, **options: Any) -> list[Outcome]:
+    """What each of `size` processes gave. `seconds` is the timeout of their group; of the whole job it is ten minutes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _pool.grow(size)
     chosen = _pool.workers[:size]
     with tempfile.TemporaryDirectory() as folder:
         for rank, (_, pipe) in enumerate(chosen):
-            pipe.send((name, args, rank, size, f"{folder}/store", seconds))
-        end, found = time.monotonic() + limit, []
+            pipe.send((name, args, options, rank, size, f"{folder}/store", seconds))
+        end, found = time.monotonic() + 600, []
         for process, pipe in chosen:
             while not pipe.poll(0.05):
                 if not process.is_alive() or time.monotonic() > end:
@@ -128,9 +128,9 @@ def outcomes(size: int, name: str, *args: Any, seconds: float = 120.0, limit: fl
     return found
 
 
-def run(size: int, name: str, *args: Any, **limits: float) -> list[Any]:
+def run(size: int, name: str, *args: Any, **options: Any) -> list[Any]:
     """What each process returned; an error of one fails the test with its traceback."""
-    found = outcomes(size, name, *args, **limits)
+    found = outcomes(size, name, *args, **options)
     for rank, outcome in enumerate(found):
         assert outcome.error is None, f"process {rank}: {outcome.error} {outcome.message}\n{outcome.trace}"
     return [outcome.value for outcome in found]

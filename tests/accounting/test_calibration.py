@@ -20,7 +20,6 @@ from dpfunc.accounting import (
     remaining,
     schedule_ledger,
 )
-from dpfunc.accounting._search import largest_integer, least_scale
 from dpfunc.accounting.accountant import cached_epsilon
 from dpfunc.errors import InvalidArgument, LedgerConflict, UnreachableBudget
 from dpfunc.types import Event, Schedule
@@ -46,17 +45,6 @@ def test_calibrated_noise_meets_the_target_and_less_does_not(target, q, steps, m
     assert exact <= target < less
 
 
-REFERENCE = [
-    (0.1, 0.01, 1000, 9.7968), (8.0, 0.04, 2000, 1.28997), (0.05, 0.01, 1000, 18.327), (1.0, 0.01, 1000, 1.41458),
-    (2.5943784, 1.0, 10, 5.0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("target", "q", "steps", "sigma"), REFERENCE)
-def test_reference_noise(target, q, steps, sigma):
-    assert noise_for(epsilon=target, sampling_prob=q, num_steps=steps) == pytest.approx(sigma, rel=6e-4)
-
-
 def test_many_kinds_take_few_evaluations():
     """Each evaluation composes all that was spent, so their number is the time."""
     spent = Ledger(tuple(Event(0.01 + i * 1e-4, 1.0 + i / 100, 5) for i in range(100)))
@@ -78,13 +66,6 @@ def test_extreme_targets(target):
     sigma = noise_for(epsilon=target, sampling_prob=0.01, num_steps=50)
     assert cost((0.01, sigma, 50)) <= target
     assert target < 1e9 or 2**-10 <= sigma <= 2**-9  # the least noise is a floor
-
-
-def test_what_was_spent_counts():
-    before = Ledger((Event(0.02, 1.5, 400),))
-    alone, after = (noise_for(epsilon=3.0, sampling_prob=0.01, num_steps=500, spent=each) for each in (None, before))
-    assert after > alone
-    assert 2.99 <= epsilon(before.record(Event(0.01, after, 500)), 1e-5).epsilon <= 3.0
 
 
 MUCH = Ledger((Event(0.5, 1.0, 100),))
@@ -182,24 +163,3 @@ def test_remaining_counts_steps_and_not_epsilon():
     for change in ({"event": Event(0.1, 1.0, 5)}, {"epsilon": 0.0}):
         with pytest.raises(InvalidArgument):
             remaining(Ledger(), **{"epsilon": 1.0, "delta": 1e-5, "event": Event(0.1, 1.0, 1), **change})
-
-
-@given(st.floats(0.2, 3.0), st.floats(1e-3, 1e3), st.integers(0, 10**6), st.floats(0.1, 10.0))
-def test_the_integer_search_finds_the_last_that_fits(power, scale, guess, target):
-    limit = 10**6
-
-    def cost(k):
-        return scale * (k / 1000) ** power
-
-    k = largest_integer(cost, target, limit, guess)
-    assert cost(k) <= target
-    assert k == limit or cost(k + 1) > target
-
-
-@given(st.floats(-3.0, -0.2), st.floats(0.01, 100.0), st.booleans())
-def test_the_real_search_finds_the_edge(power, root, jump):
-    def cost(s):
-        return (s / root) ** power * (3.0 if jump and s < root else 1.0)
-
-    found = least_scale(cost, 1.0)
-    assert cost(found) <= 1.0 < cost(found * (1 - 2.1e-4))

@@ -20,7 +20,7 @@ from dpfunc.accounting import (
     privacy_requirements,
     suggest_delta,
 )
-from dpfunc.accounting.requirements import compared_sizes, total_steps
+from dpfunc.accounting.requirements import total_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -70,14 +70,6 @@ def test_advice_does_not_depend_on_the_batch_size_asked_for(n, epochs, sizes, ad
         assert size in [choice.batch_size for choice in need.choices]
 
 
-@pytest.mark.parametrize("n", [2, 3, 50, 2**16, 10**9])
-def test_batch_sizes_compared_reach_from_one_to_all_records(n):
-    sizes = compared_sizes(n)
-    assert (sizes[0], sizes[-1]) == (1, n)
-    assert len(sizes) <= 10
-    assert sizes == sorted(set(sizes))
-
-
 ASK = partial(privacy_requirements, dataset_size=1000, batch_size=32, epochs=3, target_epsilon=3.0)
 BAD = {
     "dataset_size": (1, 1000.0, 2**2000), "batch_size": (0, 1001), "epochs": (0, math.nan), "target_epsilon": (0.0,),
@@ -102,15 +94,6 @@ def test_suggested_delta_is_below_one_over_n(n):
     assert 0 < suggest_delta(n) < 1 / (10 * n)
     assert suggest_delta(n) <= 1e-5
     assert "Prefer a smaller one" not in explain_delta(suggest_delta(n), n).words
-
-
-@given(st.floats(0.0, 50.0), st.floats(1e-4, 0.999))
-def test_epsilon_bounds_the_posterior_odds(value, prior):
-    row = explain_epsilon(value)
-    assert row.odds_factor == pytest.approx(math.exp(value))
-    assert row.posterior == pytest.approx(row.odds_factor / (1 + row.odds_factor))
-    assert row.detection_at_1_percent == min(1.0, 0.01 * row.odds_factor)
-    assert row.words
 
 
 def test_tables():

@@ -18,12 +18,6 @@ GAUSSIAN = Ledger((Event(1.0, 1.0, 1),))
 SAMPLED = Ledger((Event(0.1, 0.8, 5),))
 
 
-def test_figures_of_the_field():
-    """mu = 1: delta(1) = .126936 (.12693674), and .38914 true positives at .1 false ones."""
-    assert delta(GAUSSIAN, 1.0) == pytest.approx(0.126936737507, rel=1e-8)
-    assert TradeOff(GAUSSIAN).true_positives(0.1) == pytest.approx(0.38914, abs=5e-6)
-
-
 @given(mu=st.floats(0.01, 6.0), rate=st.floats(1e-4, 0.9))
 @settings(max_examples=30, deadline=None)
 def test_a_gaussian_has_its_own_curve(mu, rate):

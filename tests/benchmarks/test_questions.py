@@ -23,7 +23,7 @@ from benchmarks import (
 )
 from benchmarks import targets as goals
 from benchmarks.engines import __main__ as engines
-from benchmarks.engines.cases import CASES
+from benchmarks.engines.cases import ALL_CASES
 from benchmarks.measure import ROOT
 from benchmarks.recipes import __main__ as recipes
 from benchmarks.results import filled, read, rows_of
@@ -141,7 +141,7 @@ def test_parts_on_a_gpu(tmp_path):
     command = gpu.commands(tmp_path, tmp_path)["engines"]
     known = {option for each in engines.main.params for option in each.opts}
     assert {word for word in command if word.startswith("--")} <= known
-    assert set(gpu.CASES.split(",")) <= set(CASES)
+    assert set(gpu.CASES.split(",")) <= set(ALL_CASES)
     assert "cuda:" in (ROOT / "pyproject.toml").read_text()
     for program, status in (("exit(3)", "exit code 3"), ("while True: pass", "stopped: the time was over")):
         assert gpu.run([sys.executable, "-c", program], 1)["status"] == status

@@ -9,8 +9,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from budget_jobs import FACTS, steps
-from budget_truth import check, killed
+from budget_jobs import FACTS, check, killed, steps
 
 from dpfunc.budget import Budget, _store
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
@@ -104,23 +103,6 @@ def test_a_file_that_cannot_be_written(path, tmp_path, monkeypatch):
         assert Budget(path).account() == before
     with pytest.raises(NotWritten, match="unable to open"):
         Budget(tmp_path / "nowhere" / "budget.db").create(**FACTS)
-
-
-def test_a_full_disk(path):
-    """SQLite says that no page is left; nothing was reserved."""
-    before = Budget(path).account()
-
-    def full(connection):
-        connection.exec_driver_sql("PRAGMA max_page_count = 1")
-        for number in range(100, 400):
-            connection.execute(_store.insert(_store.EVENTS).values(
-                number=number, kind="reserved", run="x" * 500, spender="", token="", ledger="", before="", date="",
-                digest="",
-            ))  # fmt: skip
-
-    with pytest.raises(NotWritten, match="full"):
-        _store._in_transaction(str(path), full, mode="rw")
-    assert Budget(path).account() == before
 
 
 def test_what_a_killed_process_has_half_written_is_undone(path):

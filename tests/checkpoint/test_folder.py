@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-import signal
 import stat
-from functools import partial
-from pathlib import Path
 
 import pytest
+from kills import forked
 from run_cases import DATA, PLAN, folders, rewrite, start, steps, store
 
 from dpfunc import load
 from dpfunc._utils.locks import in_use
-from dpfunc.checkpoint import _folder as folder
 from dpfunc.errors import CheckpointError
 from dpfunc.state import replay
 
@@ -83,95 +81,25 @@ def test_the_key_is_for_the_owner_only(place):
     assert [n for n, text in content.items() if secret in text or secret.hex().encode() in text] == ["state.json"]
 
 
-def forked(action, change=lambda: None):
-    """Run an action in a fork, after a change of the fork with which it may kill itself; True if it did."""
-    child = os.fork()
-    if not child:
-        change()
-        action()
-        os._exit(0)
-    ended = os.waitpid(child, 0)[1]
-    return os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGKILL
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_at(calls, number):
-    """A change after which the call of this number kills its process."""
-    count = [0]
-
-    def counted(real, *args, **kwargs):
-        count[0] += 1
-        if count[0] > number:
-            kill()
-        return real(*args, **kwargs)
-
-    def change():
-        for name in calls:
-            setattr(os, name, partial(counted, getattr(os, name)))
-
-    return change
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("number", range(6))
-def test_a_kill_while_an_old_checkpoint_is_removed(place, monkeypatch, number, reverse):
-    """Neither a later save nor a load meets the rest of it, whatever file went first: directories have no order."""
-    real = os.scandir
-
-    class Listed(list):
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            return None
-
-    def scandir(path="."):
-        with real(path) as entries:
-            return Listed(sorted(entries, key=lambda entry: entry.name, reverse=reverse))
-
-    monkeypatch.setattr(os, "scandir", scandir)
+def test_a_kill_while_an_old_checkpoint_is_removed(place):
+    """Or at any other change of a file in a save: what a load finds is whole, and the next save removes the rest."""
     place.save(keep=1)
-    assert forked(partial(place.save, keep=1, extra={"n": 2}), kill_at(("unlink", "rmdir"), number))
-    assert place.load().extra == {"n": 2}
-    last = place.save(keep=1)
-    assert place.folders() == [last], "what the kill left is swept"
+    for number in itertools.count(1):
+        before = place.load().extra
+        done = forked(lambda told, n=number: place.save(keep=1, extra={"n": n}) and None, number, seed=number)
+        assert done.error == ""
+        assert place.load().extra in (before, {"n": number})
+        if not done.killed:
+            break
+        last = place.save(keep=1, extra=place.load().extra)
+        assert place.folders() == [last], "what the kill left is swept"
+    assert number > 40
+    assert place.load().extra == {"n": number}
 
 
-def in_the_manifest():
-    """Half of it would stop all that comes later: it is complete or absent."""
-    real = os.fsync
-
-    def fsync(handle):
-        if Path(os.readlink(f"/proc/self/fd/{handle}")).name.startswith("manifest.json"):
-            os.ftruncate(handle, 5)  # what a kill leaves of a write
-            kill()
-        real(handle)
-
-    os.fsync = fsync
-
-
-def before_the_name():
-    """All is on disk under a name that nothing reads."""
-    folder.free_name = lambda parent, step: kill()
-
-
-@pytest.mark.parametrize("change", [in_the_manifest, before_the_name])
-def test_a_kill_before_all_is_written(place, change):
-    """The old one is the newest, and the next save removes the other."""
-    old = place.save()
-    assert forked(partial(place.save, extra={"number": 1}), change)
-    assert (place.load().path, place.load().extra) == (old, {})
-    last = place.save(keep=1)
-    assert place.folders() == [last]
-
-
-@pytest.mark.parametrize("number", [1, 4, 8])
-def test_what_killed_saves_left_is_swept(place, number):
+def test_what_killed_saves_left_is_swept(place):
     """It can hold the key of a run, also of another one; what another process writes now stays."""
-    assert forked(place.save, kill_at(("fsync", "rename"), number))
+    assert forked(lambda told: place.save() and None, 8).killed
     (left,) = place.path.glob(".saving-*")
     other, values, optimizer = start()
     busy = place.path / ".saving-busy"
@@ -224,9 +152,8 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_a_damaged_list_of_files_says_so(place, name):
-    text, message = LISTS[name]
+@pytest.mark.parametrize(("text", "message"), LISTS.values(), ids=LISTS)
+def test_a_damaged_list_of_files_says_so(place, text, message):
     (place.save() / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=f"manifest.json {message}"):
         place.load()

@@ -7,16 +7,25 @@ import json
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
-import torch
+import search_cases
 from cases import linear_loss
 from journal_cases import line, written
-from run_cases import DATA, PLAN, Run, start, steps, store
+from record_cases import LEDGER, RECORD, record
+from run_cases import DATA, PLAN, Run, start, steps
 
-from dpfunc import BudgetExhausted, Journal, Ledger, Plan, clipping, load, make_dp_step, sampling, secure_key, take
+from dpfunc import (
+    Event,
+    Journal,
+    Ledger,
+    make_dp_step,
+    take,
+)
+from dpfunc._utils.validation import signed
 from dpfunc.checkpoint._chain import head_path
-from dpfunc.checkpoint.journal import journal_ledger, read_steps
+from dpfunc.checkpoint.journal import journal_ledger, read_cost, read_spent, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused
 from dpfunc.state import replay
 
@@ -274,37 +283,26 @@ def test_a_checkpoint_that_nobody_counts_is_refused(tmp_path):
 def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
     """A checkpoint of a resumed run that had not caught up: the steps in its ledger are not free for another key."""
     plan = dataclasses.replace(PLAN, epsilon=PLAN.guarantee().epsilon)
-    _, values, optimizer = start()
-    dp_step = make_dp_step(linear_loss, plan)
-    state = first = dp_step.init(values, secure_key())
-    for indices in list(plan.batches(state))[:4]:
-        state = dp_step(values, take(DATA, indices), state).state
-    behind = replay(first)._replace(charged=4, ledger=state.ledger)
-    store(tmp_path, behind, values, optimizer, plan=plan)
-    found = load(tmp_path, plan=plan, params=values, data=DATA, without_journal="new_key").state
+    run = Run(tmp_path, plan=plan)
+    first = run.state
+    run.step(4, journal=None)
+    run.save(state=replay(first)._replace(charged=4, ledger=run.ledger), journal=None)
+    found = run.load(journal=None, without_journal="new_key").state
     assert (found.step, found.charged, found.limit) == (0, 0, 4)  # 8 steps in all
-    for indices in plan.batches(found):
-        found = dp_step(values, take(DATA, indices), found).state
-    assert found.ledger == plan.ledger()
-    with pytest.raises(BudgetExhausted):
-        dp_step(values, take(DATA, torch.arange(3)), found)
+    run.step(5, journal=None, state=found)
+    assert (run.state.step, run.ledger) == (4, plan.ledger())
 
 
-def steps_of(tmp_path, monkeypatch, what, path="run/journal.jsonl"):
+def steps_of(tmp_path, monkeypatch, what):
     """A run of six steps into a journal of a relative path; `what` happens to its folder after the fourth."""
     monkeypatch.chdir(tmp_path)
-    plan = Plan(sampling.Poisson(40, 0.5), clipping.Flat(1.0), 1.0, 6, 1e-3)
-    journal = Journal(path, plan)
-    dp_step = make_dp_step(lambda params, batch: ((params["w"] - batch) ** 2).sum(1), plan, journal=journal)
-    data, params = torch.randn(40, 2), {"w": torch.zeros(2)}
-    state = dp_step.init(params, secure_key())
-    for indices in plan.batches(state):
-        grads, state, _ = dp_step(params, data[indices], state)
-        params = {"w": params["w"] - 0.1 * grads["w"]}
-        if state.step == 2:
-            shutil.copytree("run", "backup")
-        if state.step == 4:
-            what(tmp_path)
+    run = Run(Path("run"))
+    journal = Journal(run.path, PLAN)
+    run.step(2, journal)
+    shutil.copytree("run", "backup")
+    run.step(2, journal)
+    what(tmp_path)
+    run.step(2, journal)
     return journal
 
 
@@ -344,3 +342,120 @@ def test_a_whole_copy_and_another_working_directory_change_nothing(tmp_path, mon
     journal = steps_of(tmp_path, monkeypatch, what)
     assert journal_ledger(journal.file).num_steps == 6
     assert journal.file == tmp_path / "run" / "journal.jsonl"
+
+
+# Files of earlier runs become a ledger; what cannot be read is never free
+
+
+def test_a_killed_run_without_checkpoints_is_counted(tmp_path):
+    assert read_spent([Run(tmp_path).step().path]) == PLAN.ledger(1)
+
+
+def test_all_kinds_of_files_together(tmp_path):
+    ledger = PLAN.ledger(3)
+    (tmp_path / "b.json").write_text(ledger.to_json())
+    (tmp_path / "c.json").write_text(
+        record(ledger=ledger, epsilon=ledger.epsilon(1e-5).epsilon, accountant="tilted").to_json()
+    )
+    names = [written(tmp_path / "a.jsonl", line(0)), tmp_path / "b.json", str(tmp_path / "c.json")]
+    assert read_spent(names).num_steps == 7
+    assert read_spent(()) is read_spent(None) is None
+
+
+def test_other_neighbours_do_not_add_up(tmp_path):
+    names = [written(tmp_path / f"{kind}.jsonl", line(0, adjacency=kind)) for kind in ("add_remove", "zero_out")]
+    with pytest.raises(LedgerConflict):
+        read_spent(names)
+
+
+WRITTEN = {
+    "ledger.json": lambda path: path.write_text(Ledger((Event(0.01, 1.0, 1000),)).to_json()),
+    "privacy_accounting.json": lambda path: path.write_text(RECORD.to_json()),
+    "journal.jsonl": lambda path: written(path, line(0)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_no_flipped_bit_changes_what_is_spent(tmp_path, name):
+    """It is refused, or read as the same; of each byte three bits of a ledger, of longer files one of each third byte."""
+    path, refused, every = tmp_path / name, 0, 1 if name == "ledger.json" else 3
+    WRITTEN[name](path)
+    text, spent = path.read_bytes(), read_spent([path])
+    for place, byte in list(enumerate(text))[::every]:
+        for bit in (0, 1, 4) if name == "ledger.json" else (place % 5,):
+            path.write_bytes(text[:place] + bytes([byte ^ 1 << bit]) + text[place + 1 :])
+            try:
+                assert read_spent([path]) == spent, (place, bit)
+            except InvalidArgument:
+                refused += 1
+    assert refused > 0.8 * len(text) / every
+
+
+@pytest.mark.parametrize("steps", [1, 9, 11, 100])
+def test_a_record_costs_what_it_states(tmp_path, steps):
+    """An edited ledger in it that has a digest of its own, and another one of the record."""
+    path = tmp_path / "privacy_accounting.json"
+    path.write_text(record(ledger=Ledger((Event(1.0, 5.0, steps),))).to_json())
+    with pytest.raises(
+        InvalidArgument, match=r"Expected a record whose epsilon is that of its ledger, .*got epsilon=2.59"
+    ):
+        read_spent([path])
+    path.write_text(record(epsilon=RECORD.epsilon * (1 + 5e-5)).to_json())
+    assert read_spent([path]) == LEDGER  # as another version of a library may round
+
+
+@pytest.mark.parametrize("name", ["ledger", "record"])
+def test_a_file_without_a_digest_is_refused_with_what_to_do(tmp_path, name):
+    """As earlier versions wrote it; or by hand."""
+    values = json.loads((LEDGER if name == "ledger" else RECORD).to_json())
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "digest"}))
+    with pytest.raises(InvalidArgument, match="The file was changed or damaged after it was written, or by hand"):
+        read_spent([path])
+    path.write_text(json.dumps(signed({**values, "schema": f"{values['schema'][:-1]}1"})))
+    with pytest.raises(
+        InvalidArgument, match=r"Expected a (ledger|record) with schema '.*/[23]', .*/1'.*name its journal"
+    ):
+        read_spent([path])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", None, "which is no file"),
+        ("x.jsonl", "", "which is empty"),
+        ("x.jsonl", "{}\n", "cannot be read"),
+        ("x.json", "{", "cannot be read"),
+        ("x.json", "[]", "cannot be read"),
+        ("x.json", "{}", "cannot be read"),
+        ("x.json", '{"ledger": {}, "ledger": {}}', "the name 'ledger' occurs twice"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidArgument, match=message):
+        read_spent([tmp_path / name])
+
+
+def test_what_holds_a_ledger_and_is_none_is_refused(tmp_path):
+    """The state of a checkpoint, which lacks the steps after it, and records before they had a schema."""
+    path, inside = tmp_path / "x.json", json.loads(LEDGER.to_json())
+    old = {"epsilon": 1.0, "delta": 1e-5, "global_step": 3, "ledger": inside}
+    path.write_text(json.dumps(old))
+    with pytest.raises(
+        InvalidArgument, match=r"none of them.* or name its journal: before version 2 files had no digest"
+    ):
+        read_spent([path])
+    for other in (
+        signed({"schema": 1, "ledger": inside}),
+        signed({"schema": RECORD.schema, "ledger": inside}),
+        [3],
+    ):
+        path.write_text(json.dumps(other))
+        with pytest.raises(InvalidArgument):
+            read_spent([path])
+    path.write_text(search_cases.RECORD.to_json())
+    with pytest.raises(InvalidArgument, match="the record of a search"):  # whose cost is no sum over events
+        read_spent([path])
+    assert read_cost(path) == search_cases.RECORD

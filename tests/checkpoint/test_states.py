@@ -39,16 +39,12 @@ def test_noise_with_a_state_is_resumed_bit_for_bit(tmp_path, monkeypatch):
     path = run.step(3).save()
     assert all(file.stat().st_mode & 0o077 == 0 for file in path.iterdir())
     assert "noise_state=hidden" in repr(run.state)
-    before, state, saved = run.state.noise_state, run.step(5).state, run.load()
-    assert same(saved.state.noise_state, before)
-    with torch.no_grad():
-        for name, p in run.values.items():
-            p.copy_(saved.params[name])
-    forgotten, copies = saved.state._replace(noise_state=start()[0].noise_state), {**saved.params}
+    before, state, saved = run.state.noise_state, run.step(5).state, run.resume().state
+    assert same(saved.noise_state, before)
+    forgotten = saved._replace(noise_state=start()[0].noise_state)
     with pytest.raises(StateReused, match="with other values"):
-        steps(forgotten, copies, run.optimizer, 1, Journal(run.path, PLAN))
-    run.optimizer.load_state_dict(dict(saved.optimizer_state))
-    again = run.step(5, state=saved.state).state
+        steps(forgotten, run.copies(), run.optimizer, 1, Journal(run.path, PLAN))
+    again = run.step(5, state=saved).state
     assert (again.ledger, again.step) == (state.ledger, 8)
     assert same(again.noise_state, state.noise_state)
     with pytest.raises(CheckpointError, match="its noise may be correlated over steps"):
@@ -94,9 +90,8 @@ UNREADABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_a_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, name):
-    content, message = UNREADABLE[name]
+@pytest.mark.parametrize(("content", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_state_that_cannot_be_read_is_refused_when_it_is_saved(tmp_path, content, message):
     state, values, optimizer = start()
     with pytest.raises(InvalidArgument, match=message):
         store(tmp_path, state, values, optimizer, optimizer_state={"good": torch.ones(2), **content})

@@ -105,7 +105,7 @@ def test_train_reserves_and_settles(job):
     both = train(*NAMES, "--spent", "run/privacy_journal.jsonl", "--output_dir", "third")
     assert "Expected data.budget or data.spent, got both" in both.output
     alone = train("--budget", "mails.db", "--output_dir", "third")
-    assert "data.budget together with data.budget_run" in alone.output
+    assert "data.budget and data.budget_run together" in alone.output
 
 
 def test_an_interrupted_command_goes_on(job, monkeypatch):

@@ -71,9 +71,8 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors_are_messages_with_exit_codes(name):
-    arguments, code, message = BAD[name]
+@pytest.mark.parametrize(("arguments", "code", "message"), BAD.values(), ids=BAD)
+def test_errors_are_messages_with_exit_codes(arguments, code, message):
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert message in result.stderr.replace("\n", " ")

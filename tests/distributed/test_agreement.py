@@ -50,8 +50,3 @@ def test_parameters_on_a_part_of_the_processes_are_refused():
     for kind, text in run(2, "jobs:part_of_the_mesh"):
         assert kind == "InvalidArgument"
         assert "release sums of their own with the same noise" in text
-
-
-def test_several_processes_need_ranks():
-    for text in run(2, "jobs:no_ranks"):
-        assert "the process group has 2 processes" in text

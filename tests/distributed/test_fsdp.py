@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from sharded_cases import check, close, expected
 from workers import outcomes, run
 
@@ -24,16 +23,16 @@ MANAGED = [(2, 2, {"gradient_checkpointing": True}), (4, None, {"hsdp": True})] 
 def test_a_sharded_base_gives_the_same(case):
     """Eight noisy steps, with 2.9 records expected in a step; with HSDP two replicas, each sharded in two."""
     size, way, engine, microbatch_size, options, tolerance = case
-    settings = {"way": way, "engine": engine, "microbatch_size": microbatch_size, **options}
-    check(run(size, "fsdp_jobs:train_with", settings), expected(way, "loop"), tolerance)
+    found = run(size, "fsdp_jobs:train_with", way, engine, microbatch_size=microbatch_size, **options)
+    check(found, expected(way, "loop"), tolerance)
 
 
 @pytest.mark.parametrize("case", MANAGED, ids=str)
 def test_a_managed_model_gives_the_same(case):
     """Eight noisy steps with AdamW, of which each process holds parts."""
     size, microbatch_size, options = case
-    settings = {"way": "managed", "engine": None, "microbatch_size": microbatch_size, "adam": True, **options}
-    found, wanted = run(size, "fsdp_jobs:train_with", settings), expected("full", "loop", adam=True)
+    options |= {"microbatch_size": microbatch_size, "adam": True}
+    found, wanted = run(size, "fsdp_jobs:train_with", "managed", None, **options), expected("full", "loop", adam=True)
     check(found, wanted)
     assert all(sharded >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (sharded, held) in found)
 
@@ -157,8 +156,8 @@ PARTS = [("sharded lora", "vmap", 2), ("full", "ghost", 2)]
 def test_parts_give_the_same(case):
     """Eight noisy steps of two processes; the optimizer holds parts only."""
     way, engine, microbatch_size = case
-    settings = {"way": way, "engine": engine, "microbatch_size": microbatch_size, "adam": True}
-    found, wanted = run(2, "fsdp_jobs:train_with", settings), expected(way, "loop", adam=True)
+    found = run(2, "fsdp_jobs:train_with", way, engine, microbatch_size=microbatch_size, adam=True)
+    wanted = expected(way, "loop", adam=True)
     check(found, wanted)
     whole = wanted[3][1]
     assert sum(held for _, _, _, (_, held) in found) < 1.2 * whole  # a few small ones are held by both
@@ -167,21 +166,7 @@ def test_parts_give_the_same(case):
 
 def test_replicas_of_parts():
     """HSDP: each half of the parameters is held by two processes, and stays the same on both in every bit."""
-    check(run(4, "fsdp_jobs:train_with", {"way": "full", "engine": "auto", "hsdp": True}), expected("full", "loop"))
-
-
-@pytest.mark.parametrize(("size", "hsdp"), [(2, False), (4, True)])
-def test_each_process_draws_the_noise_of_its_part(size, hsdp):
-    """Rows that do not divide, fewer rows than processes, several tiles: slices of the noise of one process."""
-    found = run(size, "fsdp_jobs:noise_of_parts", hsdp)
-    for shape in found[0]:
-        parts = [row[shape] for row in found]
-        assert all(equal for _, equal, _ in parts)
-        parts_of = 2 if hsdp else size
-        assert sum(part[0] for part, _, _ in parts) == shape[0] * (size // parts_of)
-        if hsdp:  # replicas
-            assert torch.equal(parts[0][2], parts[2][2])
-            assert torch.equal(parts[1][2], parts[3][2])
+    check(run(4, "fsdp_jobs:train_with", "full", "auto", hsdp=True), expected("full", "loop"))
 
 
 def test_an_error_of_one_process():

@@ -10,8 +10,8 @@ from workers import run
 
 def test_the_loader_deals_the_draws_of_one_process():
     """Some shares are empty. Parameters, ledger and records are those of one process."""
-    [(expected, ledger, numbers, _)] = run(1, "loader_jobs:train", False)
-    found = run(2, "loader_jobs:train")
+    [(expected, ledger, numbers, _)] = run(1, "jobs:train_by_loader", False)
+    found = run(2, "jobs:train_by_loader")
     for params, its_ledger, _, _ in found:
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, rtol=1e-6, atol=1e-6)
@@ -26,7 +26,7 @@ def test_the_loader_deals_the_draws_of_one_process():
 
 def test_a_data_set_in_another_order_is_an_error_of_all():
     """Before anything is spent; a process that cannot read its own says so, and the others do not wait for it."""
-    first, second = run(2, "loader_jobs:data_sets")
+    first, second = run(2, "jobs:data_sets")
     for name in ("same", "names"):
         assert first[name] == second[name] == ("ok", "")
     for name in ("reversed", "two swapped", "other preprocessing", "other names"):

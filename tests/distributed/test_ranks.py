@@ -22,9 +22,9 @@ CASES = [
 def test_any_number_of_processes_gives_the_same(case):
     """Eight noisy steps with 1, 2 and 4 processes, where some have no records in some steps."""
     *settings, tolerance = case
-    [(expected, ledger, counts)] = run(1, "jobs:train", 7, *settings, False)
+    [(expected, ledger, counts)] = run(1, "jobs:train", *settings, False)
     for size in (1, 2, 4):
-        found = run(size, "jobs:train", 7, *settings)
+        found = run(size, "jobs:train", *settings)
         for params, its_ledger, _ in found:
             close(params, expected, tolerance)
             assert its_ledger == ledger
@@ -39,9 +39,9 @@ def test_any_number_of_processes_gives_the_same(case):
 
 def test_draws_without_any_record():
     settings = ("auto", "flat", torch.float64, 2, 0.4)
-    [(expected, ledger, counts)] = run(1, "jobs:train", 100, *settings, False)
+    [(expected, ledger, counts)] = run(1, "jobs:train", *settings, False)
     assert 0 in counts
-    for params, its_ledger, _ in run(2, "jobs:train", 100, *settings):
+    for params, its_ledger, _ in run(2, "jobs:train", *settings):
         close(params, expected, 1e-12)
         assert its_ledger == ledger
 
@@ -61,7 +61,7 @@ def test_processes_release_the_statistics_of_one():
 
 def test_one_process_writes_the_journal(tmp_path):
     path = tmp_path / "journal.jsonl"
-    (_, ledger, _), _ = run(2, "jobs:train", 7, "auto", "flat", torch.float32, None, 2.9, True, 8, path)
+    (_, ledger, _), _ = run(2, "jobs:train", "auto", "flat", torch.float32, None, 2.9, True, 8, path)
     assert len(path.read_text().splitlines()) == 8
     assert journal_ledger(path).to_json() == ledger
 

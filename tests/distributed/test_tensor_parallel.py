@@ -25,9 +25,9 @@ def test_sharded_models_train_like_whole_ones(case):
     """Noisy steps, one of them without records; some also shard the frozen base by FSDP2; a tensor dimension may have size 1."""
     name, size, parts, more = case
     plain = {key: value for key, value in more.items() if key in ("clip", "expected")}
-    [(expected, ledger, drawn)] = run(1, f"{JOBS}:train", name, 0, plain)
+    [(expected, ledger, drawn)] = run(1, f"{JOBS}:train", name, 0, **plain)
     assert drawn == [1, 0, 4] or "expected" in more
-    for params, its_ledger, _ in run(size, f"{JOBS}:train", name, parts, more):
+    for params, its_ledger, _ in run(size, f"{JOBS}:train", name, parts, **more):
         assert its_ledger == ledger
         assert params.keys() == expected.keys()
         for key, value in expected.items():
@@ -43,7 +43,7 @@ def test_norms_of_parts_are_found_out():
 
 TROUBLE = {
     "data parallel": ("InvalidArgument", "dpfunc.distributed.sharded"),
-    "one process": ("InvalidArgument", "or sharded(mesh)"),
+    "one process": ("InvalidArgument", "the process group has 2 processes"),
     "microbatches": ("InvalidArgument", "what each process measures may differ"),
     "other records": ("RankMismatch", "same records"),
     "one ulp": ("RankMismatch", ""),

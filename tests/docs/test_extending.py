@@ -46,7 +46,7 @@ from dpfunc.accounting import accountant
 from dpfunc.accounting.events import KINDS
 from dpfunc.checkpoint import _format as format
 from dpfunc.checkpoint import journal_ledger
-from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.rules import SLACK
 from dpfunc.engines import _rules as rule_tables
 from dpfunc.engines import register, register_rule
 from dpfunc.engines._rules import RULES

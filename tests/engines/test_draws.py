@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc import clipping, engines
+from dpfunc.batches import first_row, positions_of
 from dpfunc.clipped import clipped_grad
-from dpfunc.engines._draws import first_row, positions_of
 from dpfunc.rng import insecure_key, torch_seed
 
 D, ROWS = 4, 7

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
-from dpfunc.engines._cost import Costs, summed
+from dpfunc.engines._numerics import Costs, summed
 from dpfunc.engines._rules import RULES
 
 # torch says once that "same" padding of even kernels copies the input

@@ -11,8 +11,7 @@ from torch import nn
 
 from dpfunc import clipping, engines
 from dpfunc.clipped import clipped_grad
-from dpfunc.clipping.bounds import SLACK
-from dpfunc.clipping.groups import partition
+from dpfunc.clipping.rules import SLACK, partition
 from dpfunc.functional import functionalize
 
 ENGINES = {name: getattr(engines, name) for name in ("auto", "vmap", "ghost", "loop")}

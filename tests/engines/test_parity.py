@@ -17,8 +17,7 @@ from zoo.parity import differences, truth_of, without_gradient
 
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
-from dpfunc.clipping.bounds import SLACK, group_bounds
-from dpfunc.clipping.groups import partition
+from dpfunc.clipping.rules import SLACK, group_bounds, partition
 from dpfunc.engines import auto, ghost, loop, vmap
 from dpfunc.engines._per_sample import Dense
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.measure import allocated
-from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.rules import SLACK
 from dpfunc.engines._per_sample import Dense, Gather, Outer, PerSample, Tied, Zeros, add
 from dpfunc.engines._rules.convolution import ConvolutionArgs, Convolved
 

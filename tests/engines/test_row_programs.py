@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from row_programs import alone, batch_of, credited, made
+from torch.utils import _pytree as pytree
 
 from dpfunc import clipped_grad
 from dpfunc.clipping import Flat
@@ -28,13 +31,18 @@ def seeded(program, params, batch, seed):
     return None if found is None else found[0]
 
 
-def judged(seed):
+def judged(seed, device="cpu"):
     """Outcome of a program, in a word, and how far it is off."""
-    program, (params, batch) = made(seed), batch_of(seed)
+    own, at_hand = (pytree.tree_map(lambda leaf: leaf.to(device), batch_of(n)) for n in (seed, seed + 10**6))
+    with nullcontext() if device == "cpu" else torch.device(device):
+        return _judged(seed, made(seed), *own, at_hand[1])
+
+
+def _judged(seed, program, params, batch, others):
     found = seeded(program, params, batch, seed)
     if found is None:
         return "refused", 0.0
-    (_, others), worst = batch_of(seed + 10**6), 0.0
+    worst = 0.0
     for row in range(2):
         beside = torch.where(torch.arange(len(batch))[:, None] == row, batch, others)
         again = seeded(program, params, beside, seed)

@@ -377,14 +377,6 @@ def follows(schema, value, where="certificate"):
         follows(schema["items"], each, f"{where}[]")
 
 
-def test_the_published_schema(made):
-    values = values_of(made)
-    follows(SCHEMA, values)
-    assert set(SCHEMA["properties"]) == {*values, "signature", "budget"}
-    with pytest.raises(AssertionError):
-        follows(SCHEMA, {**values, "steps": 3})
-
-
 def test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name(tmp_path, capsys, caplog):
     """Of a run with a public bound on the number of records: in files that may be published, and in lines that are printed."""
     place = tmp_path / "secret_name_of_a_study"

@@ -10,7 +10,7 @@ from scipy.stats import norm
 from dpfunc.accounting import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import audit, plot
-from dpfunc.evidence._one_run import Guesses, _p_value, grid
+from dpfunc.evidence._one_run import Guesses, grid
 from dpfunc.types import Event
 
 FIGURES = {0: (0.0, 0.0), 1: (1.13346, 2.164749), 2: (2.311945, 4.7218075), 4: (4.395568, 9.133752)}
@@ -22,18 +22,6 @@ def test_figures_of_jax_privacy(shift):
     scores = norm.ppf((np.arange(10_000) + 0.5) / 10_000)
     found = audit(scores + shift, scores, delta=1e-6, guesses="hull")
     assert (found.epsilon, found.epsilon_gaussian) == pytest.approx(FIGURES[shift], rel=1e-5)
-
-
-def test_the_p_value_is_that_of_the_paper():
-    """The sum over all terms, one by one."""
-    from scipy.stats import binom
-
-    for m, count, correct, epsilon, delta in [(100, 100, 70, 0.3, 1e-3), (50, 10, 10, 2.0, 0.01), (9, 9, 1, 1.0, 0.1)]:
-        q = 1 / (1 + np.exp(-epsilon))
-        law = [binom.pmf(i, count, q) for i in range(count + 1)]
-        worst = max(sum(law[correct - i : correct]) / i for i in range(1, correct + 1))
-        expected = sum(law[correct:]) + 2 * m * delta * worst
-        assert _p_value(m, Guesses(count, 0, correct), epsilon, delta) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("mu", "guesses"), [(0.0, "grid"), (1.0, "grid"), (0.3, [(50, 50)])])

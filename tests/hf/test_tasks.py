@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from zoo import language as zoo
+from zoo.parity import roughen
 
 from dpfunc import clipped_grad, engines
 from dpfunc.clipping import Flat
@@ -16,7 +16,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf import losses
 from dpfunc.hf._facts import facts_of
-from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
+from dpfunc.hf.tasks import infer_task, make_loss_fn
 
 
 def recorded(logits=None, **more):
@@ -45,6 +45,27 @@ def test_T3_labels_stay_and_all_else_goes_to_the_model(task):
     make_loss_fn(forward, task)({}, {**BATCH, "position_ids": IDS})  # T3: not needed, and passed on
     extra = [set(call) - {"input_ids", "attention_mask"} for call in calls]
     assert extra == [{"token_type_ids"}, {"position_ids"}]
+    make_loss_fn(forward, "seq2seq")({}, {**BATCH, "decoder_input_ids": MASK})
+    assert calls[-1]["decoder_input_ids"] is MASK  # given ones are taken
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [zoo.gpt2, zoo.opt, zoo.llama])
+def test_T3_padding_of_the_batch_does_not_matter(make, side):
+    """A sample's loss and norms are those of the sample cut to its own length: no collator makes position_ids."""
+    torch.manual_seed(0)
+    forward, params = functionalize(roughen(make()).eval())
+    loss_fn, rows = make_loss_fn(forward, "causal_lm"), zoo.tokens(side)
+    length = int(rows["attention_mask"][1].sum())
+    cut = slice(-length, None) if side == "left" else slice(length)
+    found, alone = (
+        engines.loop()(loss_fn, params, each)
+        for each in (rows, {name: value[1:2, cut] for name, value in rows.items()})
+    )
+    torch.testing.assert_close(found.losses_B[1:2], alone.losses_B, rtol=1e-4, atol=1e-5)
+    largest = max(float(norm_B) for norm_B in alone.sq_norms().values())
+    for name, norm_B in alone.sq_norms().items():
+        torch.testing.assert_close(found.sq_norms()[name][1:2], norm_B, rtol=0.0, atol=1e-3 * largest)
 
 
 def test_no_cache_where_the_model_could_keep_one():
@@ -59,45 +80,6 @@ def test_L7_vqa_needs_images():
     assert "pixel_values" in calls[0]
     with pytest.raises(InvalidArgument, match="pixel_values"):
         loss_fn({}, BATCH)
-
-
-def test_decoder_inputs_are_the_labels_shifted():
-    """As T5 makes them itself."""
-    model = zoo.t5().eval()
-    forward, params = functionalize(model)
-    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
-    found = make_loss_fn(forward, infer_task(model))(params, batch)
-    alone = [
-        model(input_ids=IDS[i : i + 1], attention_mask=MASK[i : i + 1], labels=LABELS[i : i + 1]).loss for i in (0, 1)
-    ]
-    torch.testing.assert_close(found, torch.stack(alone))
-    given = {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(LABELS)}
-    torch.testing.assert_close(make_loss_fn(forward, "seq2seq")(params, given), found)
-    with pytest.raises(InvalidArgument, match="decoder_input_ids"):
-        make_loss_fn(recorded()[0], "seq2seq")({}, batch)
-
-
-def test_sequence_classification_follows_the_labels():
-    logits = torch.randn(2, 3)
-    cases = [
-        (logits, torch.tensor([1, 2]), losses.classification),
-        (logits, torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), losses.multi_label),
-        (logits[:, :1], torch.tensor([0.5, 1.0]), losses.regression),
-    ]
-    for outputs, labels, loss in cases:
-        forward, _ = recorded(outputs)
-        batch = {"input_ids": IDS, "labels": labels}
-        torch.testing.assert_close(TASKS["sequence_classification"](forward, {}, batch), loss(outputs, labels))
-
-
-def test_problem_type_of_the_configuration_decides():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    model = BertForSequenceClassification(BertConfig(**zoo.SIZES, num_labels=3, problem_type="regression")).eval()
-    forward, params = functionalize(model)
-    targets = torch.randn(2, 3)
-    found = make_loss_fn(forward, "sequence_classification")(params, {"input_ids": IDS, "labels": targets})
-    torch.testing.assert_close(found, F.mse_loss(model(IDS).logits, targets, reduction="none").mean(1))
 
 
 def test_answers_do_not_depend_on_padding():
@@ -145,6 +127,7 @@ def test_the_task_of_a_model():
         (lambda: make_loss_fn(recorded()[0], "causal_ml"), "'causal_lm'.*task='causal_ml'"),
         (lambda: make_loss_fn(recorded()[0], 3), "expected task|Expected task"),
         (lambda: make_loss_fn(3, "causal_lm"), "Expected forward"),
+        (lambda: make_loss_fn(recorded()[0], "seq2seq")({}, BATCH), "decoder_input_ids"),
         (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"input_ids": IDS}), "batch with 'labels'"),
         (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, IDS), "batch with 'labels'"),
         (lambda: make_loss_fn(recorded()[0], "causal_lm")({}, {"labels": IDS}), "inputs of the model beside 'labels'"),

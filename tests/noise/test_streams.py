@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpfunc._utils.dtensor import Window
+from dpfunc._utils.processes import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
 from dpfunc.noise._streams import TILE, philox_normal, secure_normal, standard_normal, tile, tiles
@@ -172,15 +172,15 @@ def test_an_error_of_a_thread_is_the_callers(monkeypatch, here):
     """Memory without noise is never given out, and no thread goes on."""
     drawn, failed = [], threading.Event()
 
-    def failing(key, name, number, *rest):
-        drawn.append(number)
+    def failing(*words):
+        drawn.append(words)
         if (threading.current_thread() is threading.main_thread()) == here:
             failed.set()
             raise MemoryError("no memory")
         failed.wait(60)
-        return tile(key, name, number, *rest)
+        return fold_in(*words)
 
-    monkeypatch.setattr(streams, "tile", failing)
+    monkeypatch.setattr(streams, "fold_in", failing)
     with pytest.raises(MemoryError, match="no memory"):
         secure_normal(KEY, {"a": torch.zeros(40 * TILE)}, threads=3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("noise")]

@@ -14,9 +14,22 @@ from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from randomgen import UserBitGenerator
 from scipy import stats
 
-from dpfunc.noise import _ziggurat as ziggurat
-from dpfunc.noise._streams import TILE, room_for, tile
-from dpfunc.noise._ziggurat import CERTAIN, EDGES, HEIGHTS, LAYERS, STEPS, TAIL, normals, scratch, words_for
+from dpfunc.noise import _streams as ziggurat
+from dpfunc.noise._streams import (
+    CERTAIN,
+    EDGES,
+    HEIGHTS,
+    LAYERS,
+    STEPS,
+    TAIL,
+    TILE,
+    normals,
+    normals_of_each,
+    room_for,
+    scratch,
+    tile,
+    words_for,
+)
 from dpfunc.rng import fold_in, insecure_key, stream
 
 KEY = insecure_key(0)
@@ -97,6 +110,29 @@ def test_numpy_agrees_where_words_end(last, before):
     first = [word(1, 2**52 - 1), LAST] * (spare // 2)  # two words for no number
     first += [word(9, 5)] * (size - before) + [ENDS[last]]
     assert np.array_equal(normals(drawing(first), size), of_numpy(first, size))
+
+
+@given(st.lists(st.tuples(st.lists(words, max_size=40), st.integers(0, 60)), min_size=1, max_size=5))
+@example([([word(9, 5)] * 83 + [ENDS[end]], 84) for end in ENDS] * 2)  # the last word of a tile needs more
+@example([([word(9, 5)] * 83 + [word(0, 2**52 - 1)], 83), ([0] * 90, 20)])
+@example([([word(9, 5)] * 80 + [word(0, 2**52 - 1)] + [LAST, 0] * 300, 80), ([word(9, 5)], 20)])
+def test_several_are_as_each_alone(parts):
+    """Or they are drawn again; what the words of one need is not taken from the next."""
+    room = scratch(sum(words_for(size) + 3 for _, size in parts))
+    found = normals_of_each((drawing(first) for first, _ in parts), [size for _, size in parts], room)
+    alone = [of_numpy(first, size) for first, size in parts]
+    assert all(values is None or np.array_equal(values, own) for values, own in zip(found, alone, strict=True))
+
+
+def test_small_tiles_are_made_together():
+    """Nearly always: their words suffice; and in any company they are the same, bit for bit."""
+    sizes = [1, 700, 2048, 0, 9000, 2048]
+    keys = [fold_in(KEY, "together", number) for number in range(40)]
+    for key in keys:
+        draws = [stream(fold_in(key, i)).bit_generator.random_raw for i in range(len(sizes))]
+        found = normals_of_each(draws, sizes, scratch(20_000))
+        for i, (size, values) in enumerate(zip(sizes, found, strict=True)):
+            assert np.array_equal(values, stream(fold_in(key, i)).standard_normal(size))
 
 
 def test_scratch_memory_does_not_matter():

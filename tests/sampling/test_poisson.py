@@ -82,17 +82,6 @@ def test_every_record_at_the_same_rate():
     assert all(between(int(counts_N[edge].sum()), steps * 1000, PROB) for edge in (slice(1000), slice(-1000, None)))
 
 
-@pytest.mark.parametrize("width", [2, 2**10, 2**16])
-def test_windows_are_binomial(width):
-    """The number drawn from each window, and not that of another q."""
-    used = N // 2**16 * 2**16
-    batches = [drawn(step) for step in range(5 if width == 2 else 20)]
-    found = np.concatenate([np.bincount(batch[batch < used] // width, minlength=used // width) for batch in batches])
-    assert fits(found, stats.binom(width, PROB))
-    for wrong in (0.9 * PROB, 1.1 * PROB):
-        assert not fits(found, stats.binom(width, wrong))
-
-
 @pytest.mark.parametrize("distance", [1, 7, 2**16, N // 2])
 def test_pairs_are_independent(distance):
     """Two records at any distance are drawn together at rate q^2: exact counts over disjoint pairs."""
@@ -122,16 +111,6 @@ def test_batches_of_large_data_sets(size):
     assert LEVEL < stats.chi2.cdf(spread, 299) < 1 - LEVEL
     places = torch.cat(batches).numpy() * (64 / size)
     assert stats.chisquare(np.bincount(places.astype(int), minlength=64)).pvalue > LEVEL
-
-
-@given(size=st.integers(1, 2**46), expected=st.floats(1e-3, 3000), step=st.integers(0, 2**40))
-def test_a_draw_is_sorted_and_has_nobody_twice(size, expected, step):
-    sampler = Poisson.of_batch_size(size, min(expected, size))
-    batch = sampler.indices(KEY, step)
-    assert batch.dtype == torch.int64
-    assert bool((batch.diff() > 0).all())
-    assert len(batch) == 0 or (int(batch[0]) >= 0 and int(batch[-1]) < size)
-    assert torch.equal(batch, sampler.indices(KEY, step))
 
 
 @given(small=st.integers(1, 200_000), more=st.integers(0, 70_000), step=st.integers(0, 2**40))

@@ -92,9 +92,8 @@ BAD = {  # section, key, value, message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_refused(name):
-    section, key, value, message = BAD[name]
+@pytest.mark.parametrize(("section", "key", "value", "message"), BAD.values(), ids=BAD)
+def test_bad_values_are_refused(section, key, value, message):
     with pytest.raises(InvalidArgument, match=message) as caught:
         job_from_dict(changed("", section, value) if key is None else changed(section, key, value))
     assert "secret" not in str(caught.value)

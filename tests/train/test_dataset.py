@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from text_job import TOPICS, rows, train, write_job, write_model, write_table
+from text_job import TOPICS, rows, train, write_job, write_model, write_rows, write_table
 from transformers import AutoTokenizer
 
 from dpfunc.errors import InvalidArgument
@@ -19,15 +19,10 @@ from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import PadRight, collator, language_record, prompt_ids, read_records
-from dpfunc.train._metrics import classification
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
 from dpfunc.train.config import DataSection
-from dpfunc.train.run import LOSSES
-
-
-def write(path, table):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
+from dpfunc.train.run import LOSSES, classification
 
 
 def words_of(row):
@@ -52,7 +47,7 @@ def place(tmp_path, monkeypatch):
 
     def made(task, kind):
         write_job(tmp_path, task, kind)
-        write("mails.jsonl", [TABLES[task](row, i) for i, row in enumerate(rows(120))])
+        write_rows("mails.jsonl", [TABLES[task](row, i) for i, row in enumerate(rows(120))])
         if kind == "bert":
             Path("job.yaml").write_text(Path("job.yaml").read_text().replace(", init: random", ""))
         return tmp_path
@@ -98,7 +93,7 @@ def test_a_table_of_texts_alone(place):
     place("causal_lm", "llama")
     table = rows(60)
     Path("mails.txt").write_text("".join(f"{row['text']}\n\n" for row in table))
-    write("texts.jsonl", [{"text": row["text"]} for row in table])
+    write_rows("texts.jsonl", [{"text": row["text"]} for row in table])
     flags = ["--prompt_template", "null", "--data.train"]
     assert prepared(*flags, "mails.txt")[2].train == prepared(*flags, "texts.jsonl")[2].train
     result = train(*flags, "mails.txt", "--steps", 1, "--batch_size", 8)
@@ -165,7 +160,7 @@ def test_a_label_is_at_the_first_token_of_its_word(place):
     known = Tokenizer(models.WordPiece(pieces, unk_token="<unk>"))
     known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>", eos_token="</s>").save_pretrained("pieces")
-    write("mails.jsonl", [
+    write_rows("mails.jsonl", [
         {"text": ["the", "playing", "goal"], "label": ["O", "TOPIC", "TOPIC"]}, {"text": "goal the", "label": "TOPIC O"},
         {"text": ["the"] * 15 + ["playing", "goal"], "label": ["O"] * 16 + ["TOPIC"]},
     ])  # fmt: skip
@@ -221,11 +216,10 @@ BAD_ROWS = {  # task, the second row, message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_rows_that_cannot_be_used_are_named_by_number(place, name):
-    task, row, message = BAD_ROWS[name]
+@pytest.mark.parametrize(("task", "row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_rows_that_cannot_be_used_are_named_by_number(place, task, row, message):
     place(task, "gpt2")
-    write("mails.jsonl", [TABLES[task](rows(1)[0], 0), row])
+    write_rows("mails.jsonl", [TABLES[task](rows(1)[0], 0), row])
     with pytest.raises(InvalidArgument, match=re.escape(message)) as caught:
         prepared()
     assert "secret" not in str(caught.value)
@@ -247,9 +241,8 @@ REFUSED = {  # task, flags -> message
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_the_task_is_refused(place, name):
-    task, flags, message = REFUSED[name]
+@pytest.mark.parametrize(("task", "flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_the_task_is_refused(place, task, flags, message):
     place(task, "gpt2")
     with pytest.raises(InvalidArgument, match=re.escape(message)):
         prepared(*flags)
@@ -271,7 +264,7 @@ def test_L7_L8_vqa_with_several_images(tmp_path, monkeypatch):
     table = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
     table[0]["image"] = [table[0]["image"], table[1]["image"]]
     table[2]["image"] = []
-    write("data.jsonl", table)
+    write_rows("data.jsonl", table)
     job, processing, records = prepared()
     assert job.data.image_size == (24, 16)
     assert [len(record["images"]) for record in records.train[:4]] == [2, 1, 0, 1]
@@ -285,7 +278,7 @@ def test_L7_L8_vqa_with_several_images(tmp_path, monkeypatch):
     one = train("--max_images", 1, "--output_dir", "other")
     assert "Expected a text in the column 'image' in row 1" in one.stderr
     table[1]["image"] = [table[1]["image"]] * 3
-    write("data.jsonl", table)
+    write_rows("data.jsonl", table)
     assert "at most data.max_images=2 images in row 2 of data.jsonl, got 3" in train("--output_dir", "other").stderr
     Path(table[1]["image"][0]).unlink()
     assert "Expected an image file for row 1 of data.jsonl" in train("--output_dir", "other").stderr
@@ -320,29 +313,21 @@ def test_batches_have_few_lengths():
     assert collate([{"input_ids": [1] * 39, "labels": 1}])["input_ids"].shape == (1, 40)
 
 
-def test_prompt_and_response_columns(tmp_path, monkeypatch):
-    write_job(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_prompt_and_response_columns(place):
+    place("causal_lm", "llama")
     flags = ["--prompt_template", "null", "--prompt_column", "label", "--response_column", "text"]
-    job = read_job("job.yaml", flags)
-    tokenizer = load_processing(job)
-    first = read_records(job, tokenizer).train[0]
+    _, tokenizer, records = prepared(*flags)
+    first, plain = records.train[0], prepared(*flags[:2])[2].train[0]
     assert tokenizer.convert_ids_to_tokens(first["input_ids"])[:2] == ["<s>", "sport"]
     assert first["labels"][:2] == [-100, -100]
-    plain = read_job("job.yaml", ["--prompt_template", "null"])
-    assert read_records(plain, tokenizer).train[0]["labels"][0] == -100
-    assert read_records(plain, tokenizer).train[0]["labels"][1] != -100
+    assert plain["labels"][0] == -100 != plain["labels"][1]
 
 
-def test_evaluation_from_a_table_of_its_own(tmp_path, monkeypatch):
-    write_job(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    write_table(Path("more.jsonl"), 10, seed=1)
-    job = read_job("job.yaml", ["--data.eval", "more.jsonl"])
-    records = read_records(job, load_processing(job))
+def test_evaluation_from_a_table_of_its_own(place):
+    write_table(place("causal_lm", "llama") / "more.jsonl", 10, seed=1)
+    records = prepared("--data.eval", "more.jsonl")[2]
     assert (len(records.train), len(records.evaluation)) == (120, 10)
-    both = read_job("job.yaml", ["--eval_fraction", "0.5"])
-    records = read_records(both, load_processing(both))
+    records = prepared("--eval_fraction", "0.5")[2]
     assert len(records.train) + len(records.evaluation) == 120
     assert 30 < len(records.train) < 90
     with pytest.raises(InvalidArgument, match="data.eval or data.eval_fraction"):

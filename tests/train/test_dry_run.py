@@ -88,10 +88,9 @@ def locked(monkeypatch):
 
 @pytest.mark.usefixtures("loggers", "locked")
 @MODES
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_dry_run_refuses_what_training_refuses(here, name, mode):
+@pytest.mark.parametrize(("flags", "code", "message"), REFUSED.values(), ids=REFUSED)
+def test_the_dry_run_refuses_what_training_refuses(here, mode, flags, code, message):
     """With a message, and nothing is written."""
-    flags, code, message = REFUSED[name]
     Path("locked").mkdir(exist_ok=True)
     before = files(here)
     given = [] if "--output_dir" in flags else ["--output_dir", "other"]

@@ -51,10 +51,9 @@ def test_an_honest_job_holds_and_is_the_recorded_one(honest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", JOB_FAULTS)
-def test_faults_of_a_job_are_found(loop, fault, monkeypatch):
+@pytest.mark.parametrize(("step", "words"), JOB_FAULTS.values(), ids=JOB_FAULTS)
+def test_faults_of_a_job_are_found(loop, monkeypatch, step, words):
     """`python -m benchmarks.evidence` does it with 20 seeds each."""
-    step, words = JOB_FAULTS[fault]
     monkeypatch.setattr(DPTrainer, "training_step", step)
     found = compare(loop[0](dpfunc.insecure_key(11)), loop[1], 8, 1)
     assert any(words in moved for moved in found.moved), found

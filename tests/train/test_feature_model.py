@@ -18,7 +18,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.recipes import Head, unit_rows
 from dpfunc.rng import insecure_key
 from dpfunc.train._config_file import read_job
-from dpfunc.train._feature_model import load_features
+from dpfunc.train._features import load_features
 from dpfunc.train.run import prepare
 
 

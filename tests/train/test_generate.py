@@ -11,15 +11,7 @@ import pytest
 from text_job import TOPICS, run, train, write_job
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.generate import (
-    Sampling,
-    Writer,
-    load_writer,
-    read_prompts,
-    refuse_private_prompts,
-    sample,
-    write_texts,
-)
+from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
 
 ACCOUNTING = "privacy_accounting.json"
 # Hardly any noise: these tests are about what is drawn, and the model shall have learnt something whatever the key.
@@ -143,7 +135,7 @@ def test_a_model_without_privacy_is_refused(here, message):
 
 
 def classifier(content):
-    content["filled"]["task"] = "text_classification"
+    content["filled"]["task"] = "text_regression"
     content["filled"]["data"]["prompt_template"] = None
 
 
@@ -155,13 +147,12 @@ FOLDERS = {  # what happened to the folder of a run -> message
     "no model": (lambda folder: shutil.rmtree(folder / "model"), "Expected a finished run"),
     "no job": (lambda folder: (folder / "job.json").unlink(), "without job.json"),
     "no folder": (shutil.rmtree, "does not exist"),
-    "a classifier": (lambda folder: changed_job(folder, classifier), "Expected a run with task causal_lm, got 'text_classification'"),
+    "a classifier": (lambda folder: changed_job(folder, classifier), "Expected a run with task causal_lm, got 'text_regression'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_no_text_from_another_folder(here, name):
-    change, message = FOLDERS[name]
+@pytest.mark.parametrize(("change", "message"), FOLDERS.values(), ids=FOLDERS)
+def test_no_text_from_another_folder(here, change, message):
     copy = Path(shutil.copytree("run", here / "copy"))
     change(copy)
     result = generate("--num", 1, "--out", here / "x.jsonl", folder=copy)
@@ -179,9 +170,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_refused(here, name):
-    options, code, message = BAD[name]
+@pytest.mark.parametrize(("options", "code", "message"), BAD.values(), ids=BAD)
+def test_bad_options_are_refused(here, options, code, message):
     result = generate(*options, "--out", here / "x.jsonl")
     assert result.exit_code == code
     assert message in result.stderr
@@ -198,25 +188,16 @@ def test_nothing_is_overwritten(here):
         write_texts(here / "x.txt", iter(()))
 
 
-def test_the_training_table_is_no_file_of_prompts(tmp_path):
+def test_the_training_table_is_no_file_of_prompts(here, monkeypatch):
     """Its responses would be written beside an epsilon that does not cover them."""
-    table, copy, other = (tmp_path / name for name in ("mails.jsonl", "copy.jsonl", "other.jsonl"))
-    table.write_text('{"prompt": "a", "response": "b"}\n')
-    copy.write_text(table.read_text())
-    other.write_text('{"prompt": "c", "response": "d"}\n')
+    table, copy = here / "mails.jsonl", here / "copy.jsonl"
+    for file in (table, copy):
+        file.write_text('{"prompt": "a", "response": "b"}\n')
+    monkeypatch.setattr("dpfunc.train.generate.trained_on", lambda folder: table)
     for private in (table, copy):
-        with pytest.raises(InvalidArgument, match="the table that the model was trained on"):
-            refuse_private_prompts(table, private)
-    for file in (other, None):
-        refuse_private_prompts(table, file)
-
-
-def test_the_command_refuses_the_training_table(here, monkeypatch):
-    Path(here, "prompts.jsonl").write_text('{"prompt": "label"}\n')
-    monkeypatch.setattr("dpfunc.train.generate.same_file", lambda one, other: other == Path.cwd() / "mails.jsonl")
-    result = generate("--num", 2, "--prompts", here / "prompts.jsonl", "--out", here / "texts.jsonl")
-    assert (result.exit_code, "Expected prompts that are public" in result.stderr) == (1, True)
-    assert not Path(here, "texts.jsonl").exists()
+        result = generate("--num", 2, "--prompts", private, "--out", here / "texts.jsonl")
+        assert (result.exit_code, "the table that the model was trained on" in result.stderr) == (1, True)
+        assert not (here / "texts.jsonl").exists()
 
 
 def test_prompts_from_files(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from text_job import rows, train, write_job
+from text_job import rows, train, write_job, write_rows
 
 from dpfunc._utils.validation import signed
 from dpfunc.errors import InvalidArgument
@@ -26,10 +26,6 @@ UNIT = "one person: all records with the same value of the unit column"
 PEOPLE = ["--unit_column", "author", "--max_records_per_unit", "3"]
 
 
-def write(path, table):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
-
-
 def authored(count=120, people=30):
     """Rows of people with 1 to 6 records each, and the rest of the first ones."""
     authors = [f"p{i}" for i in range(people) for _ in range(1 + i % 6)]
@@ -43,7 +39,7 @@ def here(tmp_path, monkeypatch):
     """A folder with a language model, a table with authors and a job over them."""
     write_job(tmp_path)
     monkeypatch.chdir(tmp_path)
-    write("mails.jsonl", authored())
+    write_rows("mails.jsonl", authored())
     return tmp_path
 
 
@@ -57,7 +53,7 @@ def finished(tmp_path_factory):
     """A folder with a finished run over people, and what it printed."""
     place = tmp_path_factory.mktemp("people")
     write_job(place)
-    write(place / "mails.jsonl", authored())
+    write_rows(place / "mails.jsonl", authored())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         result = train(*PEOPLE, "--eval_fraction", 0.2, "--batch_size", 6, "--dp_delta", 1e-2)
@@ -134,7 +130,7 @@ def test_a_person_is_the_mean_over_at_most_so_many_records():
     assert batch["input_ids"].shape[:2] == batch["text_mask"].shape == (len(by_author), 3)
     assert batch["text_mask"].sum(1).tolist() == [len(own) for own in records.units]
     assert {len(own) for own in records.units} > {3}
-    write("mails.jsonl", [row for row in authored() if row["author"] != "p4"])  # who else is there changes nothing
+    write_rows("mails.jsonl", [row for row in authored() if row["author"] != "p4"])  # who else is there changes nothing
     _, without = records_of(*PEOPLE)
     drawn, left = ({tuple(tuple(r["input_ids"]) for r in own) for own in each.units} for each in (records, without))
     assert (left < drawn, len(drawn) - len(left)) == (True, 1)
@@ -154,7 +150,7 @@ def test_one_person_more_changes_nothing_of_the_others(tmp_path_factory, table, 
         after.insert(min(place, len(after)), {"author": "new", "text": text})
     found = []
     for table_of in (before, after):
-        write(folder / "t.jsonl", table_of)
+        write_rows(folder / "t.jsonl", table_of)
         read = read_table(folder / "t.jsonl", ["text", "author"], unit="author").rows
         sides = split(read, 0.4, seed, "author")
         found.append([[row for row in side if row["author"] != "new"] for side in sides])
@@ -172,13 +168,12 @@ BAD = {  # the value of one row -> message
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_row_that_is_nobodys_is_refused(tmp_path, name):
-    values, message = BAD[name]
+@pytest.mark.parametrize(("values", "message"), BAD.values(), ids=BAD)
+def test_a_row_that_is_nobodys_is_refused(tmp_path, values, message):
     table = authored(6, 3)
     del table[1]["author"]
     table[1] |= values
-    write(tmp_path / "mails.jsonl", table)
+    write_rows(tmp_path / "mails.jsonl", table)
     with pytest.raises(InvalidArgument, match=message) as caught:
         read_table(tmp_path / "mails.jsonl", ["text", "author"], unit="author")
     assert "secret" not in str(caught.value)
@@ -189,7 +184,7 @@ def test_frozen_layers_are_computed_once_for_people_as_well(tmp_path, monkeypatc
     """What is kept of each record of a person gives the logits of the whole model."""
     write_job(tmp_path, "text_classification", "bert")
     monkeypatch.chdir(tmp_path)
-    write("mails.jsonl", authored(40, 9))
+    write_rows("mails.jsonl", authored(40, 9))
     job = with_shape(read_job("job.yaml", ["--init", "pretrained", "--eval_fraction", "0", *flags, *PEOPLE]))
     processing = load_processing(job)
     model = choose_parameters(load_base(job, processing), job).eval()
@@ -208,7 +203,7 @@ def test_a_head_over_people_and_its_twin(tmp_path, monkeypatch):
     """On cached features, with what is missing from the recipe; batches and steps count people."""
     write_job(tmp_path, "text_classification", "bert")
     monkeypatch.chdir(tmp_path)
-    write("mails.jsonl", authored(200, 60))
+    write_rows("mails.jsonl", authored(200, 60))
     text = Path("job.yaml").read_text()
     for old, new in ((", init: random", ""), ("learning_rate: 1e-2, batch_size: 32, ", ""), ("1e-3", "1e-2")):
         text = text.replace(old, new)

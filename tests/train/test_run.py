@@ -74,9 +74,8 @@ FULL = {  # when the disk is full, for files of how many bytes, what could not b
 }
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, name):
-    when, size, said, steps = FULL[name]
+@pytest.mark.parametrize(("when", "size", "said", "steps"), FULL.values(), ids=FULL)
+def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkeypatch, when, size, said, steps):
     folder, owner = tmp_path / "full", next((each for each in (train_job, run_folder) if hasattr(each, when)), None)
     real = getattr(owner, when, None)
     flags = ["--output_dir", folder, "--insecure-seed", 3]

@@ -114,9 +114,8 @@ NOT_OURS = {  # what is in the folder besides, and what is said
 }
 
 
-@pytest.mark.parametrize("name", NOT_OURS)
-def test_a_folder_in_which_something_may_have_been_released_is_not_used(here, early, tmp_path, name):
-    names, said = NOT_OURS[name]
+@pytest.mark.parametrize(("names", "said"), NOT_OURS.values(), ids=NOT_OURS)
+def test_a_folder_in_which_something_may_have_been_released_is_not_used(here, early, tmp_path, names, said):
     left_in(tmp_path / "used", early, names)
     before = files(tmp_path)
     result = train("--output_dir", tmp_path / "used", "--insecure-seed", 3)
@@ -245,9 +244,8 @@ RESUMES = {
 
 
 @MODES
-@pytest.mark.parametrize("name", RESUMES)
-def test_what_cannot_be_resumed(here, name, mode):
-    flags, message = RESUMES[name]
+@pytest.mark.parametrize(("flags", "message"), RESUMES.values(), ids=RESUMES)
+def test_what_cannot_be_resumed(here, mode, flags, message):
     before = files(here)
     result = train(*flags, *mode)
     assert result.exit_code == 1

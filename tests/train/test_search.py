@@ -157,12 +157,6 @@ def test_what_cannot_be_searched_is_refused(here, name):
     assert set(MEANING) < set(TASKS)
 
 
-def test_fewer_public_records_than_private_ones(here):
-    write_table(here / "few.jsonl", 30, seed=6)
-    search = searched("--batch-size", "16", public="few.jsonl")
-    assert len(search.records.train) < search.size == 120
-
-
 def test_all_combinations_are_tried(here):
     found = all_trials(grid=["batch_size=16,32", "lora.rank=2,4"], factors="0.5,2")
     assert len(found) == 8
@@ -240,18 +234,13 @@ def test_the_whole_search_costs_the_budget(search):
         selection_epsilon(RUNS, [each.plan.ledger() for each in search.candidates], 1e-3).epsilon <= search.cost.epsilon
     )
     text = "\n".join(search_lines(search))
-    for words in (
-        "runs: 4 on average, with probability 0.99 at most 17",
-        "steps: 16 on average",
-        "epsilon=8 at delta=0.001",
-    ):
-        assert words in text
+    assert "runs: 4 on average, with probability 0.99 at most 17" in text
+    assert "epsilon=8 at delta=0.001" in text
     with pytest.raises(InvalidArgument, match="a search on private records, got one on public records"):
         search_lines(dataclasses.replace(search, runs=None, cost=None))
 
 
 def test_earlier_runs_are_counted(search, place):
-
     (place[0] / "earlier.json").write_text(Ledger((Event(1.0, 2.0, 1),)).to_json())
     again = prepare_search(all_trials("--spent", "earlier.json", factors=None), **SETTINGS)
     assert noise_of(again.candidates[0].plan) > noise_of(search.candidates[0].plan)
@@ -446,7 +435,6 @@ def test_jobs_that_are_not_private_are_refused(place, monkeypatch, name):
 
 def test_a_search_takes_the_rest_of_a_budget(place, tmp_path, monkeypatch):
     """It counts what others are charged, reserves before its first run, and nothing fits after it."""
-
     budget = Budget(place[0] / "budget.db", run="later", spender="ana").create(
         epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"],
         earlier=Ledger((Event(1.0, 2.0, 1),)),

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from text_job import write_rows
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.train.tables import read_table, split
@@ -14,14 +15,9 @@ from dpfunc.train.tables import read_table, split
 rows_of_text = st.lists(st.sampled_from("abcdefgh").map(lambda letter: {"text": letter}), max_size=12)
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_jsonl_and_csv_agree(tmp_path):
     rows = [{"text": "one, with a comma", "label": "a"}, {"text": 'two "quoted"\nlines', "label": "b"}]
-    first = write(tmp_path / "t.jsonl", rows)
+    first = write_rows(tmp_path / "t.jsonl", rows)
     second = tmp_path / "t.csv"
     second.write_text('text,label,more\n"one, with a comma",a,x\n"two ""quoted""\nlines",b,y\n')
     assert read_table(first, ["text", "label"]) == read_table(second, ["text", "label"])
@@ -54,12 +50,12 @@ def test_what_is_read_is_text_of_the_columns_that_are_asked_for(tmp_path):
     (tmp_path / "t.csv").write_text("more,text,more,\nb,a,c,,\n")
     (tmp_path / "t.jsonl").write_text('{"more": 1, "text": "a", "more": 2}')
     assert read_table(tmp_path / "t.csv", ["text"]) == read_table(tmp_path / "t.jsonl", ["text"])
-    path = write(tmp_path / "t.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": True}])
+    path = write_rows(tmp_path / "t.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": True}])
     assert [row["label"] for row in read_table(path, ["text", "label"]).rows] == ["1", "true"]
 
 
 def test_exact_duplicates_are_left_out(tmp_path):
-    path = write(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a "}])
+    path = write_rows(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a "}])
     assert [row["text"] for row in read_table(path, ["text"]).rows] == ["a", "b", "a "]
     assert len(read_table(path, ["text"], deduplicate=False).rows) == 4
 
@@ -68,8 +64,8 @@ def test_exact_duplicates_are_left_out(tmp_path):
 def test_one_row_more_changes_at_most_one_row(tmp_path_factory, rows, extra, position):
     folder = tmp_path_factory.mktemp("t")
     more = [*rows[:position], {"text": extra}, *rows[position:]]
-    before = read_table(write(folder / "a.jsonl", [{"text": "first"}, *rows]), ["text"]).rows
-    after = read_table(write(folder / "b.jsonl", [{"text": "first"}, *more]), ["text"]).rows
+    before = read_table(write_rows(folder / "a.jsonl", [{"text": "first"}, *rows]), ["text"]).rows
+    after = read_table(write_rows(folder / "b.jsonl", [{"text": "first"}, *more]), ["text"]).rows
     assert len({row["text"] for row in after} ^ {row["text"] for row in before}) <= 1
     assert len(after) - len(before) in (0, 1)
 

@@ -16,11 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.dtensor import local, shard_like
-from dpfunc._utils.lockstep import failed, in_lockstep, on_any_rank
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc.batches import batch_size, row_alone
-from dpfunc.engines._draws import positions_of
+from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, shard_like
+from dpfunc.batches import batch_size, positions_of, row_alone
 from dpfunc.engines._guards.kept_state import python_state
 from dpfunc.engines._numerics import COARSE, TOLERANCES, accumulation_dtype, lengths, tolerance_of
 from dpfunc.engines.loop import Alone, row_gradients
@@ -183,7 +181,9 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     moved = {}
     for name, param in params.items():
         scale = units * torch.finfo(param.dtype).eps if param.dtype in TOLERANCES else 0.0
-        noise = scale * torch.randn(param.shape, generator=generator, dtype=accumulation_dtype(param.dtype))
+        noise = scale * torch.randn(
+            param.shape, generator=generator, dtype=accumulation_dtype(param.dtype), device="cpu"
+        )
         value = param.detach()
         moved[name] = (value + value * shard_like(noise.to(param.device, param.dtype), param)).detach()
     return moved

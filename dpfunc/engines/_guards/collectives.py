@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc._utils.lockstep import initialized
+from dpfunc._utils.processes import initialized, is_dtensor
 from dpfunc._utils.validation import shorten
 from dpfunc.engines._numerics import COARSE, TOLERANCES, lengths
 from dpfunc.errors import UnsupportedModel
@@ -39,7 +38,7 @@ _PLUMBING = (
     "torch.autograd", "torch.overrides", "torch.utils", "torch.distributed._functional_collectives",
     "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torch.distributed.nn",
     "deepspeed.comm", "deepspeed.utils", "contextlib", "functools", "typing_extensions", "warnings",
-    "dpfunc.engines", "dpfunc._utils.lockstep",
+    "dpfunc.engines", "dpfunc._utils.processes",
 )  # fmt: skip
 _TORCH_WRAPPERS = (
     "torch.distributed.tensor",

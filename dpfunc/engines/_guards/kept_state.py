@@ -1,7 +1,4 @@
-"""What a loss keeps from call to call: values that it reaches (`python_state`), and memory of rows (`RowMemory`).
-
-Tensors of rows of an earlier call may be kept, and must not be used; under levels torch marks them (`is_dead`).
-"""
+"""Values that a loss reaches, and may keep from call to call (`python_state`)."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -32,14 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
-from torch._ops import HigherOrderOperator
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.dtensor import is_dtensor
-from dpfunc.engines._levels import inside, is_dead, is_row
-from dpfunc.errors import UnsupportedModel
+from dpfunc.engines._guards.loss import is_earlier, keeping, plain_memory, refuse_kept
+from dpfunc.engines._levels import inside
 
 _MAX_OBJECTS = 100_000
 _SMALL = 64
@@ -90,7 +81,7 @@ def _numbers(tensor: Tensor) -> tuple[object, ...]:
     """
     tensor = inside(tensor)  # `self.table = self.table.to(device)` gives the same one at a level
     own = None if functorch.is_functorch_wrapped_tensor(tensor) else plain_memory(tensor)
-    if own is None or own.is_inference() or own.is_meta or _is_earlier(own):
+    if own is None or own.is_inference() or own.is_meta or is_earlier(own):
         return ("tensor",)
     if not own.untyped_storage().size():  # FSDP frees what it has gathered
         return ("tensor",)
@@ -209,143 +200,13 @@ _INSIDE: tuple[tuple[tuple[type, ...], Callable[[Any], Iterable[Any]]], ...] = (
 )
 
 
-# Losses that have kept something; no result depends on it.
-_keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
-
-
 def note_changed(loss_fn: object, before: object, told: str = "") -> None:
     """Note a loss that has changed what it keeps: what it has kept stays."""
-    if loss_fn not in _keeping and python_state(loss_fn) != before:
-        _keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
-
-
-def refuse_kept(loss_fn: object) -> None:
-    """Refuse a loss that keeps something from call to call."""
-    if _keeping and loss_fn in _keeping:
-        raise UnsupportedModel(
-            f"The loss {_keeping[loss_fn]}, and what it keeps from call to call has changed (a counter, a list, an "
-            "attribute, a buffer, a cache, a random generator of its own): samples of this step or of later ones would "
-            "influence each other. Keep nothing from call to call: model.eval() for BatchNorm and spectral norm, "
-            "torch's default generator for random numbers, tensors in place of Python numbers; or count in the "
-            "training loop, and give the count as a column of the batch."
-        )
+    if loss_fn not in keeping and python_state(loss_fn) != before:
+        keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
 
 
 def refuse_counting(loss_fn: object, before: object) -> None:
     """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call."""
     note_changed(loss_fn, before)
     refuse_kept(loss_fn)
-
-
-# Memory of rows of calls that have ended, which is still in use. Weak references; no result depends on them.
-_earlier: dict[int, StorageWeakRef] = {}
-_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__")
-# Operations that write into tensors of a module without saying so, on devices that a test may not have.
-UNDECLARED = frozenset(
-    function
-    for name in (
-        "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
-        "batch_norm_gather_stats_with_counts", "native_batch_norm", "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-    )
-    for packet in (getattr(torch.ops.aten, name),)
-    for function in (getattr(torch, name, packet), packet, *(getattr(packet, each) for each in packet.overloads()))
-)  # fmt: skip
-
-
-_CONTROL_FLOW = ("cond", "while_loop", "scan", "map", "map_impl", "associative_scan")
-
-
-def refuse_undeclared(func: Callable[..., Any]) -> None:
-    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen."""
-    if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
-        raise UnsupportedModel(
-            "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
-            "Use torch.where where a condition is each row's own, and if or for in Python where it is the same for all."
-        )
-    if func in UNDECLARED:
-        name = getattr(func, "__name__", str(func))
-        raise UnsupportedModel(
-            f"The loss writes values of the batch ({name}) into tensors that were made outside of it (a buffer of a "
-            "module): records of one step would reach the gradients of the next. Use model.eval(), or replace the "
-            "layer."
-        )
-
-
-def forget_gone() -> None:
-    """Forget memory that nobody uses any more: what nobody keeps need not be looked for."""
-    for key in [key for key, reference in _earlier.items() if reference.expired()]:
-        del _earlier[key]
-
-
-def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to compute with a tensor of a row of an earlier call."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, (list, tuple)):
-            refuse_earlier(value, {})
-        elif isinstance(value, Tensor) and ((is_dead(value) and is_row(value)) or (_earlier and _is_earlier(value))):
-            raise UnsupportedModel(
-                "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
-                "this one. Compute each loss from its own row and the parameters alone."
-            )
-
-
-def _is_earlier(tensor: Tensor) -> bool:
-    """True for a plain tensor that was computed from a row of an earlier call."""
-    reference = _earlier.get(_memory(tensor))
-    return reference is not None and not reference.expired()
-
-
-def plain_memory(tensor: Tensor) -> Tensor | None:
-    """The tensor with the memory; None where there is no single one."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    if is_dtensor(tensor):
-        tensor = tensor._local_tensor
-    own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return None if own_dispatch or tensor.layout is not torch.strided else tensor
-
-
-def _memory(tensor: Tensor) -> int:
-    plain = plain_memory(tensor)
-    return 0 if plain is None else plain.untyped_storage()._cdata
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-@dataclass
-class RowMemory:
-    """Memory that depends on the row of the present call."""
-
-    _own: dict[int, StorageWeakRef] = field(default_factory=dict)
-
-    def note(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            plain = plain_memory(tensor)
-            if plain is not None:
-                storage = plain.untyped_storage()
-                self._own[storage._cdata] = StorageWeakRef(storage)
-
-    def depends(self, tensor: Tensor) -> bool:
-        reference = self._own.get(_memory(tensor))
-        return reference is not None and not reference.expired()
-
-    def follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note results of a function that was given a tensor of the row, and what it has written into."""
-        given = list(_tensors((args, kwargs)))
-        of_row = [self.depends(tensor) for tensor in given]
-        if not any(of_row):
-            return
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
-            self.note(given[:1])
-        self.note(_tensors(kwargs.get("out")))
-        views_of = {_memory(tensor) for tensor, own in zip(given, of_row, strict=True) if not own}
-        self.note(tensor for tensor in _tensors(result) if _memory(tensor) not in views_of)
-
-    def end(self) -> None:
-        """Note what is still in use: a later call must not use it."""
-        forget_gone()
-        _earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})

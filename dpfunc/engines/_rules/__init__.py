@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dpfunc.engines._rules import convolution, linear, norms
+from dpfunc.engines._rules import convolution, norms, table
 from dpfunc.engines._rules.table import Rule
 
-FAMILIES = (linear, convolution, norms)
+FAMILIES = (table, convolution, norms)
 RULES: dict[Callable[..., Any], Rule] = {op: rule for family in FAMILIES for rule in family.RULES for op in rule.ops}
 REGISTERED: dict[Callable[..., Any], Rule] = {}
 """Rules of users; see `dpfunc.engines.register_rule`."""

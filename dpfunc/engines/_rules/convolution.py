@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._cost import Costs, Kernel, matrix, summed
-from dpfunc.engines._numerics import to_accumulation_dtype
+from dpfunc.engines._numerics import Costs, Kernel, matrix, summed, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
 

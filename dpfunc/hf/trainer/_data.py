@@ -34,11 +34,9 @@ _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
 def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> None:
-    """Refuse labels outside of the classes of the model, and numbers to predict that are not finite.
+    """Refuse labels outside of the classes of the model, and numbers that are not finite, whose gradient would be zero.
 
-    The gradient of a number that is not finite would count as zero, unseen. Labels are read from all records of a list,
-    a tuple or a data set of Hugging Face, and from 1024 records that are spread over any other; where the collator
-    makes them of something else, from 16. No label is in the message.
+    They are read from all records of a list or of Hugging Face, from 1024 of others, from 16 that the collator makes.
     """
     base = base_model(model)
     classes = getattr(getattr(base, "config", None), "num_labels", None)

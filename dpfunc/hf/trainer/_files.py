@@ -12,7 +12,7 @@ from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint._chain import RESTORE, replace_file, sha256
 from dpfunc.checkpoint._format import Checkpoint, charged_for
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
-from dpfunc.checkpoint.loading import load
+from dpfunc.checkpoint.saving import load
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dpfunc import distributed
-from dpfunc._utils.digests import checksum, in_hex
-from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.processes import checksum, in_hex, is_dtensor
 from dpfunc._utils.validation import fail, shorten, suggestion
 from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._object_collectives import all_or_none

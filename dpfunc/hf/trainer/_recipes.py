@@ -33,11 +33,7 @@ _SHORT = 0.2  # of the sum of a recipe's rates, below which a run of Adam hardly
 def model_recipe(
     strategy: Strategy, model: nn.Module, *, dataset_size: int, epsilon: float, delta: float, measure: bool = True
 ) -> Recipe:
-    """The recipe for the parameters of a model that require gradients.
-
-    The norm of a head's inputs is measured on made-up tokens, or, where that fails or is not asked for, that behind a
-    layer norm (tests/hf/trainer/test_recipes.py::test_the_length_of_features_is_measured_without_data).
-    """
+    """The recipe for the trained parameters; the norm of a head's inputs is measured, else that behind a layer norm."""
     head = new_head(strategy, model)
     weight = _weight_of_linear([*head.values()])
     if strategy == "head" and weight is None:
@@ -87,7 +83,7 @@ def _measured_norm(model: nn.Module, head: list[Tensor]) -> float | None:
         return None
     longest = int(getattr(config, "max_position_embeddings", None) or 512) - 2  # some models begin at position 2
     shape = (_PROBES[0], min(_PROBES[1], max(1, longest)))
-    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0), device="cpu")
     was_training = model.training
     model.train(False)
     norms = []
@@ -111,10 +107,7 @@ def with_clip(privacy: PrivacyArguments, found: Recipe) -> PrivacyArguments:
 
 
 def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:
-    """Values of `TrainingArguments` that a recipe decides; the twin without privacy accumulates a batch.
-
-    A given value is not replaced in silence; one that equals the default of Transformers cannot be told from none.
-    """
+    """Values of `TrainingArguments` that a recipe decides; others than the defaults must not be given."""
     values = found.training_arguments()
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for name in _DECIDED:
@@ -135,11 +128,7 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
 def short_way(
     model: nn.Module, args: Any, *, dataset_size: int, num_steps: int, epsilon: float, delta: float
 ) -> str | None:
-    """Advice, with a rate that would help, for a run of Adam whose rate is too small to learn; else None.
-
-    In a step, Adam moves a parameter by at most about its rate. So the sum of the rates bounds how far a run can go; it
-    is compared with that of the recipe for the model: of adapters, or of a linear head.
-    """
+    """Advice, with a rate that helps, for a run of Adam whose sum of rates, which bounds its way, is too small."""
     params = trainable(model)
     strategy: Strategy = "lora" if any(_ADAPTER in name for name in params) else "head"
     known = strategy == "lora" or _weight_of_linear([*params.values()]) is not None

@@ -29,7 +29,7 @@ from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
 from dpfunc.hf import peft
 from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
-from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
+from dpfunc.hf.tasks import TASKS, make_loss_fn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
 from dpfunc.state import StepState
@@ -125,7 +125,9 @@ def ranks_of(args: Any) -> Ranks | None:
 
 def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
     """The mean loss of the records of all processes; 0 where there are none. UNRELEASED."""
-    total = torch.stack([losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B))).double()])
+    total = torch.stack(
+        [losses_B.detach().double().sum().cpu(), torch.tensor(float(len(losses_B)), device="cpu").double()]
+    )
     if ranks is not None:
         total = total.to(ranks.device)
         dist.all_reduce(total, group=ranks.group)
@@ -154,13 +156,13 @@ def as_function(
     return managed.forward, managed.engine, managed.ranks
 
 
-def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss | None) -> Callable[[Mapping[str, Any]], Tensor]:
+def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Mapping[str, Any]], Tensor]:
     """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
 
     def forward(params: Params, *args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), infer_task(model) if task is None else task)
+    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), task)
     return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 
@@ -231,7 +233,10 @@ def with_accuracy(task: Loss, telemetry: Telemetry | None) -> Any:
 
 def averaged(told: Sequence[Any]) -> dict[str, float]:
     """The means of released statistics over some steps, by the names that loggers get. Released."""
-    means = {name: torch.tensor([step[name] for step in told]).mean(0) for name in (told[0] or () if told else ())}
+    means = {
+        name: torch.tensor([step[name] for step in told], device="cpu").mean(0)
+        for name in (told[0] or () if told else ())
+    }
     return {
         f"released/{name}{f'_{place}' if values.ndim else ''}": number
         for name, values in means.items() for place, number in enumerate(values.reshape(-1).tolist())

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpfunc._utils.dtensor import is_dtensor
+from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import integer, positive, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional._refuse import refuse_unsupported
+from dpfunc.functional.forward import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import Key
 

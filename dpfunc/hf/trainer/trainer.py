@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
-        self._task, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
+        self._loss, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
         self._start: runs.Start | None = None
         self._run: runs.Run | None = None
         self._plan: Plan | None = None
@@ -161,6 +161,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             super()._move_model_to_device(model, device)
 
     # What a run is
+
+    @cached_property
+    def _task(self) -> runs.Loss:
+        return infer_task(self.model) if self._loss is None else self._loss
 
     @property
     def plan(self) -> Plan:
@@ -328,7 +332,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _described_data(self) -> str:
         collate = self._collator()
-        refuse_labels(self.train_dataset, collate, self.model, self._task or infer_task(self.model))
+        refuse_labels(self.train_dataset, collate, self.model, self._task)
         check_repeatable(self.train_dataset, collate)
         return self._data_name or data_name(self.train_dataset)
 
@@ -390,8 +394,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                     params[name].copy_(value)
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
-        task = infer_task(model) if self._task is None else self._task
-        loss_fn = make_loss_fn(forward, runs.with_accuracy(task, self.plan.telemetry))
+        loss_fn = make_loss_fn(forward, runs.with_accuracy(self._task, self.plan.telemetry))
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         dp_step = make_dp_step(
@@ -457,7 +460,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _mask(self, batch: dict[str, Any], before: StepState) -> Tensor | None:
         """Of a process without records among others: it runs a row of weight zero, since all communicate."""
         idle = self._ranks is not None and not len(self.plan.draw(before, before.step, self._ranks))
-        return torch.zeros(batch_size(batch), dtype=torch.bool) if idle else None
+        return torch.zeros(batch_size(batch), dtype=torch.bool, device="cpu") if idle else None
 
     def _warn(self, text: str | None) -> None:
         """Warn of something, on one of the processes."""
@@ -470,8 +473,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
-            task = infer_task(self.model) if self._task is None and "pixel_values" in inputs else self._task
-            if task in ("vqa", image_text_loss):  # several images of a sample: as the loss gives them to the model
+            if "pixel_values" in inputs and self._task in (
+                "vqa",
+                image_text_loss,
+            ):  # as the loss gives them to the model
                 inputs = flatten_images(inputs, nested=facts_of_model(self.model).nested_images)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:

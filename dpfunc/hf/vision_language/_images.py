@@ -187,9 +187,8 @@ def image_text_collator(
         UnsupportedModel: the number of tokens of an image depends on the image, and there is no image_size.
 
     Guarantees:
-        tests/hf/vision_language/test_strategies.py: padding and blank images change no loss
-        (test_L7_padding_and_blank_images_change_nothing), no row depends on another
-        (test_L7_rows_do_not_depend_on_each_other).
+        padding, blank images and other rows change no loss
+        (tests/hf/vision_language/test_images.py::test_a_row_is_what_the_model_makes_of_the_sample_alone).
 
     >>> from dpfunc.hf.vision_language.tiny_llava import draw, tiny_processor
     >>> collate = image_text_collator(tiny_processor(), max_length=24)

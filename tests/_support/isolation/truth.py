@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.clipping.bounds import SLACK
+from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 from isolation.cases import Loss
@@ -110,15 +110,15 @@ def _clipped(rows, clip_norm, params):
 
 
 @cache
-def outcomes(loss: Loss, engine: str) -> list[Outcome]:
-    """Each batch in turn by one prepared computation."""
+def outcomes(loss: Loss, engine: str, device: str = "cpu") -> list[Outcome]:
+    """Each batch in turn by one prepared computation; the truth is always of the CPU."""
     built, (clip_norm, sums) = loss.build(), truth_of(loss)
     prepared = make_clipped_grad(built.loss_fn, clipping.Flat(clip_norm), engine=getattr(engines, engine)())
     found = []
     for step, (rows, expected) in enumerate(zip(built.batches, sums, strict=True)):
-        params, rows = pytree.tree_map(torch.clone, (built.params, rows))
         try:
-            with seeded(SEED):
+            params, rows = pytree.tree_map(lambda leaf: leaf.clone().to(device), (built.params, rows))
+            with seeded(SEED), nullcontext() if device == "cpu" else torch.device(device):
                 clipped, _ = prepared(params, rows, key=fold_in(insecure_key(7), step))
             found.append(Outcome(step, off=_off(loss, clipped.sums, expected, clip_norm)))
         except (UnsupportedModel, InvalidArgument) as error:
@@ -132,7 +132,9 @@ def _off(loss, sums, expected, clip_norm):
     """The largest difference, relative to the largest number or to the bound of one row, the larger of them."""
     if expected is None:
         return math.inf  # a row alone has no gradient, so nothing may be released
-    got, want = (torch.cat([values[n].detach().double().flatten() for n in expected]) for values in (sums, expected))
+    got, want = (
+        torch.cat([values[n].detach().cpu().double().flatten() for n in expected]) for values in (sums, expected)
+    )
     off = torch.stack([(got - factor * want).abs() for factor in (*loss.factors, 0.0 if loss.factors else 1.0)]).amin(0)
     scale = float(want.abs().max())
     return float(off.max()) / (scale if loss.factors else max(clip_norm, scale))

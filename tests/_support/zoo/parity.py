@@ -40,10 +40,10 @@ def truth_of(case):
     return Truth(torch.stack([loss for loss, _ in samples]).double(), rows, norms, largest)
 
 
-def factors_of(case, size):
+def factors_of(case, size, device="cpu"):
     """Factors that differ between samples and between parameters; one of them is 0."""
     generator = torch.Generator().manual_seed(0)
-    factors = {name: torch.rand(size, generator=generator) for name in case.params}
+    factors = {name: torch.rand(size, generator=generator).to(device) for name in case.params}
     for i, factors_B in enumerate(factors.values()):
         factors_B[i % size] = 0.0
     return factors
@@ -57,7 +57,7 @@ def differences(engine, case, truth):
     """
     result = engine(case.loss_fn, case.params, case.batch)
     size = len(truth.losses_B)
-    factors = factors_of(case, size)
+    factors = factors_of(case, size, truth.losses_B.device)
     sq_norms, sums = result.sq_norms(), result.weighted_sum(factors)
     assert result.losses_B.shape == (size,)
     assert set(sq_norms) == set(sums) == set(case.params)

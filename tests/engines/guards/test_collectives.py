@@ -15,10 +15,6 @@ def test_a_loss_that_communicates_is_refused(loss, engine):
     for kind, message in run(2, "collective_jobs:message", loss, engine):
         assert kind == "UnsupportedModel", message
         assert "communicates between ranks" in message
-
-
-def test_the_line_that_communicates_is_named():
-    for _, message in run(2, "collective_jobs:message", "scaled_by_all", "auto"):
         assert "called in collective_jobs, line" in message
 
 
@@ -33,11 +29,6 @@ def test_what_does_not_depend_on_samples_may_be_gathered_under_vmap():
     """As FSDP2 gathers frozen weights."""
     for kind, message in run(2, "collective_jobs:message", "sums_weights", "vmap"):
         assert kind == "losses", message
-
-
-@pytest.mark.parametrize("engine", ["auto", "vmap"])
-def test_a_loss_that_does_not_communicate_is_as_ever(engine):
-    assert max(run(2, "collective_jobs:ordinary", engine)) < 1e-6
 
 
 def test_distributed_data_parallel_is_taken_off():

@@ -25,9 +25,9 @@ ONE, TOKENS = "sequence_classification", "token_classification"
 
 
 class Model(nn.Module):
-    def __init__(self, outputs=3, problem=None):
+    def __init__(self, outputs=3, problem=None, classes=None):
         super().__init__()
-        self.config = SimpleNamespace(num_labels=outputs, problem_type=problem)
+        self.config = SimpleNamespace(num_labels=classes or outputs, problem_type=problem)
         self.head = nn.Linear(2, outputs)
 
 
@@ -85,12 +85,7 @@ REFUSED = {
     "of several outputs": (mostly([0.5, 9.0, 2.0], [0.5, 9.0, math.inf]), Model(3, "regression"), ONE, NUMBERS),
     "no probability": (mostly([0.0, 0.5, 1.0], [0.0, 0.5, 1.5]), Model(), ONE, SHARES),
     "a class as a float": (mostly(1.0, 2.0), Model(), ONE, SHARES),
-    "a text": (
-        ["good", "bad"],
-        Model(),
-        ONE,
-        "Expected numbers in 'label' of each record of train_dataset, got a text",
-    ),
+    "a text": (["good", "bad"], Model(), ONE, "numbers in 'label' of each record of train_dataset, got a text"),
 }
 
 
@@ -102,19 +97,11 @@ def test_labels_that_cannot_be_learnt_are_refused(name):
     assert not any(str(secret) in str(error.value) for secret in ("7", "good", "1.5", "1e"))
 
 
-class Wide(Model):
-    """A configuration that does not fit the layers is not believed."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(2, 10)
-
-
 PASS = {
     "classes": ([0, 2, -100], Model(), ONE), "tokens": ([[0], [2, -100, 1]], Model(), TOKENS),
     "numbers": ([0.0, -1e30], Model(1), ONE), "other task": ([7, 9], Model(3), "causal_lm"),
     "loss of one's own": ([7, 9], Model(3), lambda forward, params, batch: batch["labels"]),
-    "choices": ([7, 9], ChoicesForMultipleChoice(3), ONE), "other layers": ([7, 9], Wide(), ONE),
+    "choices": ([7, 9], ChoicesForMultipleChoice(3), ONE), "other layers": ([7, 9], Model(10, classes=3), ONE),
 }  # fmt: skip
 
 
@@ -157,11 +144,8 @@ def test_the_trainer_refuses_before_it_spends(tmp_path):
 
 
 def texts(lengths):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"input_ids": torch.randint(3, 40, (length,), generator=generator), "labels": i % 2}
-        for i, length in enumerate(lengths)
-    ]
+    draw, of = torch.randint, torch.Generator().manual_seed(0)
+    return [{"input_ids": draw(3, 40, (n,), generator=of), "labels": i % 2} for i, n in enumerate(lengths)]
 
 
 def padded(records, side="right", words=False, length=0):

@@ -13,29 +13,27 @@ from record_cases import record
 from trainer_cases import (
     NOISY,
     PRIVACY,
+    adapted,
     again,
     at,
     classifier,
     interrupt,
     labelled,
-    language_model,
     pad,
+    private,
     same,
     stop,
     texts,
     trained,
-    training_arguments,
 )  # fmt: skip
 
 import dpfunc
 from dpfunc.checkpoint._chain import head_path, known_end
-from dpfunc.checkpoint._prior_ledgers import read_spent
-from dpfunc.checkpoint.journal import journal_ledger
+from dpfunc.checkpoint.journal import journal_ledger, read_spent
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.hf.trainer import _files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import fingerprint
 
 DATA = labelled()
@@ -43,9 +41,8 @@ CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
 KEY = dpfunc.insecure_key(11)
 
 
-def run(folder, *, data=DATA, key=None, privacy=PRIVACY, changes=None, **options):
-    arguments = training_arguments(folder, **{**CHANGES, **(changes or {})})
-    return DPTrainer(classifier(), arguments, privacy=privacy, key=key, train_dataset=data, **options)
+def run(folder, *, privacy=PRIVACY, changes=None, **options):
+    return private(classifier(), folder, privacy=privacy, changes={**CHANGES, **(changes or {})}, **options)
 
 
 JOURNAL, HEAD, ACCOUNTING = "privacy_journal.jsonl", "privacy_journal.jsonl.head", "privacy_accounting.json"
@@ -85,7 +82,6 @@ def masked(records):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    again(KEY)
     trainer = run(tmp_path_factory.mktemp("uninterrupted"), key=KEY)
     trainer.train()
     return trainer
@@ -95,7 +91,6 @@ def uninterrupted(tmp_path_factory):
 def killed(tmp_path_factory):
     """A folder as a kill leaves it in step 7 (from 0), whose private gradients are there, after checkpoint 6."""
     folder = tmp_path_factory.mktemp("killed")
-    again(KEY)
     copy = at("on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "left"), 7)
     run(folder / "run", key=KEY, callbacks=[copy, stop(8)]).train()
     return folder / "left"
@@ -130,39 +125,29 @@ def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
 
 def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
     """Dropout, random masking in the collator, a worker, and an epoch that is resumed in its middle."""
-    from peft import LoraConfig, get_peft_model
 
-    def adapted():
-        base = language_model()
-        torch.manual_seed(5)
-        config = LoraConfig(
-            r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True, lora_dropout=0.2
-        )
-        model = get_peft_model(base, config)
-        model.get_base_model().transformer.ln_f.weight.requires_grad_(True)  # PEFT does not save it
-        return model
+    def model():
+        made = adapted(lora_dropout=0.2)
+        made.get_base_model().transformer.ln_f.weight.requires_grad_(True)  # PEFT does not save it
+        return made
 
     def start(folder, **options):
-        arguments = training_arguments(
-            folder, **CHANGES, max_steps=7, dataloader_num_workers=1, adam_beta1=0.5, learning_rate=0.1
-        )
-        return DPTrainer(adapted(), arguments, privacy=NOISY, train_dataset=texts(), data_collator=masked, **options)
+        changes = {**CHANGES, "max_steps": 7, "dataloader_num_workers": 1, "adam_beta1": 0.5, "learning_rate": 0.1}
+        return private(model(), folder, data=texts(), data_collator=masked, changes=changes, **options)
 
     key = dpfunc.insecure_key(13)
     whole = start(tmp_path / "whole", key=key)
     whole.train()
-    again(key)
     start(tmp_path / "parts", key=key, callbacks=[stop(4)]).train()
     second = start(tmp_path / "parts")
     torch.manual_seed(99)  # nothing may depend on it
     second.train(resume_from_checkpoint=True)
     assert same(trained(second.model), trained(whole.model))
-    assert not same(trained(second.model), trained(adapted()))
+    assert not same(trained(second.model), trained(model()))
     assert second.ledger == whole.ledger
 
 
 def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
-    again(KEY)
     trainer = interrupted(tmp_path, 5, key=KEY)
     assert json.loads((tmp_path / ACCOUNTING).read_text())["global_step"] == 5
     trainer.train(resume_from_checkpoint=True)
@@ -290,7 +275,6 @@ def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterr
         trainer._save_checkpoint(trainer.model, trial=None)
         raise KeyboardInterrupt
 
-    again(KEY)
     trainer = run(tmp_path, key=KEY, callbacks=[at("on_pre_optimizer_step", save, 4)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -333,7 +317,6 @@ def copy_journal(source, folder):
 def early(tmp_path_factory):
     """A folder after the first release of a run that would save at its end."""
     folder = tmp_path_factory.mktemp("early")
-    again(KEY)
     copy = at(
         "on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "killed")
     )  # as a kill would

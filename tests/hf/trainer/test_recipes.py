@@ -24,6 +24,7 @@ from tests._support.trainer_cases import classifier, labelled, stop, training_ar
 N = 400
 DATA = labelled(N)
 BUDGET = {"dp_epsilon": 8.0, "dp_delta": 1e-3}
+FACTS = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
 FREE = {  # nothing that a recipe decides
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "learning_rate": 5e-5,
 }  # fmt: skip
@@ -117,17 +118,16 @@ def test_what_was_given_is_kept_or_refused(tmp_path):
 
 def test_the_length_of_features_is_measured_without_data(tmp_path):
     model = head_only()
-    facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
-    found = recipes.model_recipe("head", model, **facts)
+    found = recipes.model_recipe("head", model, **FACTS)
     model.eval()
     ids = torch.randint(50, (200, 14), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         pooled = model.bert(input_ids=ids).pooler_output
     length = math.sqrt(1 + float(pooled.square().sum(1).mean()))
-    wanted = recipe("head", num_parameters=34, num_classes=2, feature_norm=length, **facts)
+    wanted = recipe("head", num_parameters=34, num_classes=2, feature_norm=length, **FACTS)
     assert found.learning_rate == pytest.approx(wanted.learning_rate, rel=0.05)
     state = torch.get_rng_state()
-    assert recipes.model_recipe("head", model, **facts) == found
+    assert recipes.model_recipe("head", model, **FACTS) == found
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -193,9 +193,8 @@ def test_a_model_that_needs_more_than_tokens_has_a_recipe(tmp_path):
     model = BartForSequenceClassification(config)
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith("classification_head.out_proj"))
-    facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
-    wanted = recipe("head", num_parameters=34, num_classes=2, feature_norm=17**0.5, **facts)
-    assert recipes.model_recipe("head", model, **facts) == wanted
+    wanted = recipe("head", num_parameters=34, num_classes=2, feature_norm=17**0.5, **FACTS)
+    assert recipes.model_recipe("head", model, **FACTS) == wanted
     assert model.training
 
 
@@ -204,7 +203,6 @@ def test_a_head_of_unit_rows_needs_no_measurement():
                         num_attention_heads=2)  # fmt: skip
     model = MeanPooledClassifier(config)
     model.backbone.requires_grad_(False)
-    facts = {"dataset_size": N, "epsilon": 8.0, "delta": 1e-3}
-    wanted = recipe("head", num_parameters=34, num_classes=2, **facts)
+    wanted = recipe("head", num_parameters=34, num_classes=2, **FACTS)
     for measure in (True, False):
-        assert recipes.model_recipe("head", model, **facts, measure=measure) == wanted
+        assert recipes.model_recipe("head", model, **FACTS, measure=measure) == wanted

@@ -1,23 +1,23 @@
-"""What a run of the Trainer says about its plan and its budget; its twin without privacy; processes that are alone.
-
-Telemetry: released statistics in the logs; and no number of records, and no times, anywhere.
-"""
+"""What a run of the Trainer says about its plan and its budget; its twin without privacy; telemetry; no side facts."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from trainer_cases import (
     NOISY,
+    PRIVACY,
     Seen,
     at,
     classifier,
+    interrupt,
     labelled,
     language_model,
     pad,
@@ -31,17 +31,19 @@ from transformers import HfArgumentParser, Trainer
 from transformers.utils import logging as transformers_logging
 
 import dpfunc
+from dpfunc.accounting import Ledger
+from dpfunc.accounting.record import ONE_RECORD
+from dpfunc.budget import Budget
 from dpfunc.clipping import Statistic, Telemetry
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.trainer import _files as files
-from dpfunc.hf.trainer._run import averaged, with_accuracy
+from dpfunc.hf.trainer._run import with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 
 DATA = labelled()
-TEXTS = texts()
 
 
 def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
@@ -72,12 +74,12 @@ def test_T15_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path)
     model = language_model(dropout=0.0)
     changes = {"per_device_train_batch_size": 20, "max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 0}
     twin = private(
-        model, tmp_path, data=TEXTS, privacy=PrivacyArguments(dp_enabled=False), data_collator=pad,
+        model, tmp_path, data=texts(), privacy=PrivacyArguments(dp_enabled=False), data_collator=pad,
         changes={**changes, "optim": "sgd"},
     )  # fmt: skip
     twin.train()
     by_hand = language_model(dropout=0.0)
-    losses = [by_hand(**pad([record])).loss for record in TEXTS]  # 3 batches of 20: all records
+    losses = [by_hand(**pad([record])).loss for record in texts()]  # 3 batches of 20: all records
     torch.stack(losses).mean().backward()
     ours = trained(model)
     for name, param in by_hand.named_parameters():
@@ -174,8 +176,64 @@ def test_arguments():
     assert PrivacyArguments(**VALUES).telemetry() is None
 
 
-def test_means_by_the_names_of_loggers():
-    assert averaged([]) == averaged([None, None]) == {}
-    found = averaged([{"loss": 1.0, "norm": [0.0, 1.0]}, {"loss": 2.0, "norm": [0.5, 0.5]}])
-    assert found == {"released/loss": 1.5, "released/norm_0": 0.25, "released/norm_1": 0.75}
-    assert all(math.isfinite(value) for value in found.values())
+# A budget: reserved before the first step, settled at the end
+
+
+@pytest.fixture
+def budget(tmp_path):
+    return Budget(tmp_path / "budget.db", run="first", spender="ana").create(
+        epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"],
+        earlier=Ledger((dpfunc.Event(0.2, 2.0, 5),)),
+    )  # fmt: skip
+
+
+def trainer(budget, folder, **options):
+    changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    return private(classifier(), folder, privacy=PRIVACY, changes=changes, budget=budget, **options)
+
+
+def test_a_run_reserves_and_settles(budget, tmp_path):
+    run = trainer(budget, tmp_path / "run")
+    run.train()
+    entry = budget.account().entries["first"]
+    assert (entry.state, entry.charged) == ("settled", run.plan.ledger())
+    assert budget.account().charged() == run.ledger
+    assert 7.9 < run.ledger.epsilon(1e-3).epsilon <= 8.0
+    place = json.loads((tmp_path / "run" / "privacy_budget.json").read_text())
+    assert (place["run"], place["number"], place["epsilon"]) == ("first", 1, 8.0)
+    with pytest.raises(BudgetExhausted, match="of the data set"):  # whose plan was made for another budget
+        trainer(dataclasses.replace(budget, run="second"), tmp_path / "second", ledger=Ledger()).train()
+    assert not (tmp_path / "second" / "privacy_journal.jsonl").exists()
+
+
+def test_an_interrupted_run_stays_charged_and_goes_on(budget, tmp_path):
+    run = trainer(budget, tmp_path / "run", callbacks=[at("on_pre_optimizer_step", interrupt, 5)])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    account = budget.account()
+    assert account.entries["first"].state == "reserved"
+    assert account.charged() == budget.account().facts.earlier + run.plan.ledger()
+    assert budget.settle(tmp_path / "run").charged == run.plan.ledger(6)  # by hand: it was thought dead
+    again = trainer(budget, tmp_path / "run")
+    assert again.plan == run.plan
+    again.train(resume_from_checkpoint=True)
+    assert budget.account().entries["first"].charged == run.plan.ledger()
+    assert budget.account().charged() == again.ledger
+
+
+def test_another_unit_is_refused_before_a_step(budget, tmp_path):
+    with pytest.raises(InvalidArgument, match="unit to be one of 'one record"):
+        trainer(budget, tmp_path / "run", unit="one person").train()
+    assert budget.account().number == 0
+    assert not (tmp_path / "run" / "privacy_journal.jsonl").exists()
+
+
+def test_a_finished_run_is_not_lost_with_the_database(budget, tmp_path, caplog, monkeypatch):
+    """It stays charged in full, and is settled later."""
+    run = trainer(budget, tmp_path / "run")
+    monkeypatch.setattr(Budget, "settle", mock.Mock(side_effect=NotWritten("The database is away.")))
+    run.train()
+    assert "until `dpfunc budget settle`" in caplog.text
+    monkeypatch.undo()
+    assert budget.account().entries["first"].state == "reserved"
+    assert budget.settle(tmp_path / "run").charged == run.plan.ledger()

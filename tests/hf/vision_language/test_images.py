@@ -46,7 +46,7 @@ def test_all_parameters_and_one_image_each(name):
     )
 
 
-SIDES = ("right", "left", "right", "left", "right")
+SIDES = ("left", "right", "left", "right", "left", "right")
 
 
 @pytest.mark.parametrize(("name", "side"), [*zip(FAMILIES, SIDES, strict=True)])
@@ -63,7 +63,8 @@ def test_adapters_and_several_images_or_none(name, side):
     assert not without_gradient(truth_of(case))
 
 
-@pytest.mark.parametrize(("name", "side"), [*zip(FAMILIES, ("left", *SIDES[:-1]), strict=True)])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
     """Neither blank images nor padding nor the images of others change a loss; labels are given to the model here."""
     counts = (1, 2, 0, 2)
@@ -83,7 +84,7 @@ def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
 
 def test_an_image_of_another_shape_is_refused():
     """A processor that gives images of some size another number of pixels than those that were tried."""
-    for name in FAMILIES:
+    for name in [name for name in FAMILIES if name != "LLaVA 1.5"]:
         with pytest.raises(UnsupportedModel, match="image_size"):
             image_text_collator(family(name)[1], max_length=60, chat=False)
     for size in (3, (4,), (0, 4), "ab", (1.5, 2)):

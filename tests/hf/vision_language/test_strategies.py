@@ -41,8 +41,7 @@ FLOAT = ("full", "lora", "projector")
 COLOURS = ("red", "green", "blue", "yellow")
 
 
-# images of each of four samples, of at most I
-LAYOUTS = {"one": (1, (1, 1, 1, 1)), "one or none": (1, (1, 0, 1, 0)), "up to two": (2, (1, 2, 0, 2))}
+UP_TO_TWO = (1, 2, 0, 2)  # images of each of four samples
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +49,8 @@ def processor():
     return tiny_processor()
 
 
-def model_of(dtype=torch.float32):
-    return roughen(tiny_llava()).to(dtype)
+def model_of():
+    return roughen(tiny_llava())
 
 
 def samples_of(counts, words=("what", "is", "the", "colour", "?")):
@@ -66,10 +65,8 @@ def samples_of(counts, words=("what", "is", "the", "colour", "?")):
     ]
 
 
-def batch_of(processor, images, counts, side="right", dtype=torch.float32, **options):
-    collate = image_text_collator(processor, max_length=26, max_images=images, padding_side=side, **options)
-    batch = collate(samples_of(counts))
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+def batch_of(processor, images, counts):
+    return image_text_collator(processor, max_length=26, max_images=images)(samples_of(counts))
 
 
 def answer_loss(forward):
@@ -81,33 +78,21 @@ def built(name, model):
     return strategy(model, name, **options)
 
 
-def case_of(processor, name, layout, side, dtype=torch.float32, **options):
-    result = built(name, model_of(dtype))
-    images, counts = LAYOUTS[layout]
-    return Case(
-        answer_loss(result.forward),
-        nonzero_b(result.params),
-        batch_of(processor, images, counts, side, dtype, **options),
-    )
-
-
-PARITY = [("full", "up to two", "left"), ("lora", "one", "right"), ("lora", "up to two", "left"),
-          ("projector", "one or none", "left"), ("PEFT", "up to two", "right")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "layout", "side"), PARITY)
-def test_L8_parity(processor, name, layout, side):
+@pytest.mark.parametrize(
+    ("name", "other"), [("full", "loop"), ("lora", "ghost"), ("projector", "vmap"), ("PEFT", "loop")]
+)
+def test_L8_parity(processor, name, other):
     """Every engine gives what single samples give, and the default one does not fall back."""
     if name == "PEFT":
         forward, params = functionalize(prepare(model_of(), "lora", rank=2, alpha=4.0, train_projector=True).eval())
         assert sum("multi_modal_projector" in name for name in params) == 4
-        case = Case(answer_loss(forward), nonzero_b(params), batch_of(processor, *LAYOUTS[layout], side))
     else:
-        case = case_of(processor, name, layout, side)
+        result = built(name, model_of())
+        forward, params = result.forward, result.params
+    case = Case(answer_loss(forward), nonzero_b(params), batch_of(processor, 2, UP_TO_TWO))
     truth = truth_of(case)
     assert not without_gradient(truth)
-    others = {"lora": engines.ghost(), "projector": engines.vmap()}
-    for engine in (others.get(name, engines.auto()), auto := engines.auto()):
+    for engine in (getattr(engines, other)(), auto := engines.auto()):
         assert max(differences(engine, case, truth).values()) < 1e-5
     assert auto.decision(case.loss_fn).engine == "one pass"
 
@@ -130,7 +115,7 @@ def test_L8_unused_parameters_have_no_gradient(processor):
     """Found without values, confirmed with them; all others have one. The default engine takes all parameters."""
     model = model_of()
     forward, params = functionalize(model)
-    case = Case(answer_loss(forward), params, batch_of(processor, *LAYOUTS["up to two"]))
+    case = Case(answer_loss(forward), params, batch_of(processor, 2, UP_TO_TWO))
     truth, auto = truth_of(case), engines.auto()
     assert max(differences(auto, case, truth).values()) < 1e-5
     assert auto.decision(case.loss_fn).engine == "one pass"
@@ -236,39 +221,17 @@ def test_L8_table():
     assert [cost[2] for cost in large.values()] == ["13.2", "13.2", "4.1", "13.2"]
 
 
-@pytest.mark.parametrize(("name", "engine"), [("full", "auto"), ("lora", "ghost")])
-def test_L8_gradient_checkpointing(processor, name, engine):
+def test_L8_gradient_checkpointing(processor):
     def norms(checkpointed):
         model = model_of()
         if checkpointed:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        result = built(name, model)
+        result = built("lora", model)
         model.train()
-        case = Case(answer_loss(result.forward), nonzero_b(result.params), batch_of(processor, 2, (2, 1, 0)))
-        return getattr(engines, engine)()(case.loss_fn, case.params, case.batch).sq_norms()
+        loss_fn, params = answer_loss(result.forward), nonzero_b(result.params)
+        return engines.ghost()(loss_fn, params, batch_of(processor, 2, (2, 1, 0))).sq_norms()
 
-    plain, checkpointed = norms(False), norms(True)
-    for name_, expected in plain.items():
-        assert torch.allclose(checkpointed[name_], expected, rtol=1e-5), name_
-
-
-@pytest.mark.parametrize("name", ["lora", "projector"])
-def test_L18_bf16(processor, name):
-    """Weights in bf16: sums in float32, and as far from the loop as bf16 is from itself."""
-    case = case_of(processor, name, "up to two", "right", torch.bfloat16)
-    clip = clipping.Flat(1.0)
-    sums, _ = dpfunc.clipped_grad(case.loss_fn, case.params, case.batch, clip, engine=engines.auto())
-    loop, _ = dpfunc.clipped_grad(case.loss_fn, case.params, case.batch, clip, engine=engines.loop())
-    exact = case_of(processor, name, "up to two", "right")
-    float32, _ = dpfunc.clipped_grad(exact.loss_fn, exact.params, exact.batch, clip, engine=engines.loop())
-
-    def flat(clipped):
-        return torch.cat([value.flatten() for value in clipped.sums.values()])
-
-    assert all(value.dtype == torch.float32 for value in sums.sums.values())
-    assert flat(sums).norm() <= 4.0
-    own_error = (flat(loop) - flat(float32)).norm()
-    assert (flat(sums) - flat(float32)).norm() < 1.5 * own_error + 1e-3
+    torch.testing.assert_close(norms(True), norms(False), rtol=1e-5, atol=1e-8)
 
 
 def test_L7_keys_shapes_and_labels(processor):
@@ -311,23 +274,6 @@ def test_marks_of_images_in_texts_are_taken_out(processor, tmp_path):
         collate([{"prompt": "colour ?", "answer": "red <image>", "image": tmp_path / "a.png"}])
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_L7_padding_and_blank_images_change_nothing(processor, side):
-    forward, params = functionalize(model_of(torch.float64))
-    loss_fn = answer_loss(forward)
-    images, counts = LAYOUTS["up to two"]
-    padded_B = loss_fn(params, batch_of(processor, images, counts, side, torch.float64))
-    for loss, sample in zip(padded_B, samples_of(counts), strict=True):
-        count = len(sample["images"])
-        collate = image_text_collator(processor, max_length=40, max_images=count, pad_to_multiple_of=1)
-        single = collate([sample])  # without padding and without blank images
-        if "pixel_values" in single:
-            single["pixel_values"] = single["pixel_values"].double()
-        # rotary positions are float32 whatever the weights are: what is shifted to the right is rounded otherwise
-        tolerance = 1e-9 if side == "right" else 1e-6
-        assert loss.item() == pytest.approx(loss_fn(params, single).item(), rel=tolerance)
-
-
 def test_L7_what_does_not_fit_is_refused(processor):
     """A processor that keeps the aspect ratio gives every image another number of tokens."""
     for options, said in (
@@ -350,18 +296,6 @@ def test_L7_what_does_not_fit_is_refused(processor):
     other.tokenizer.eos_token = None
     with pytest.raises(InvalidArgument, match=r"an end token. Name two of its tokens: .*tokenizer.eos_token = '...'"):
         image_text_collator(other, max_length=16)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_L7_rows_do_not_depend_on_each_other(processor, side):
-    """The row of a sample is the same in every batch, and so is its loss."""
-    collate = image_text_collator(processor, max_length=26, max_images=2, padding_side=side)
-    samples = samples_of((1, 2, 0, 2))
-    every, changed = collate(samples), collate([samples[0], *samples_of((0, 2, 1, 1))[1:]])
-    forward, params = functionalize(model_of())
-    losses = [answer_loss(forward)(params, batch)[0].item() for batch in (every, changed, collate(samples[:1]))]
-    assert all(torch.equal(every[name][0], changed[name][0]) for name in every)
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
 SHARED = tiny_processor()
@@ -401,25 +335,3 @@ def test_L7_an_empty_draw(processor, step):
     plan = dpfunc.Plan(sampling.Poisson(10, 0.1), clipping.Flat(1.0), 1.0, 1, delta=1e-3)
     grads, _, _ = dpfunc.make_dp_step(answer_loss(result.forward), plan, verify_batch=False)(result.params, collate([]))
     assert all(float(grad.norm()) > 0 for grad in grads.values())  # noise alone
-
-
-def test_L7_private_training_learns(processor):
-    """A short run with little noise on drawn images: the loss falls."""
-    result = built("projector", model_of())
-    loss_fn = answer_loss(result.forward)
-    collate = image_text_collator(processor, max_length=16)
-    pictures = [(colour, draw(colour, "circle", 24, i)) for i, colour in enumerate(COLOURS * 4)]
-    data = collate([{"image": image, "prompt": "what is the colour ?", "answer": said} for said, image in pictures])
-    plan = dpfunc.Plan(sampling.Poisson(16, 0.5), clipping.Automatic(), 0.05, 12, delta=1e-3)
-    dp_step = dpfunc.make_dp_step(loss_fn, plan, engine="auto")
-    state = dp_step.init(result.params, insecure_key(32))
-    params = {n: p.clone().requires_grad_() for n, p in result.params.items()}
-    optimizer = torch.optim.Adam(params.values(), lr=0.02)
-    before = loss_fn(params, data).mean().item()
-    for indices in plan.batches(state):
-        grads, state, _ = dp_step({n: p.detach() for n, p in params.items()}, dpfunc.take(data, indices), state)
-        for n, p in params.items():
-            p.grad = grads[n]
-        optimizer.step()
-    after = loss_fn(params, data).mean().item()
-    assert after < 0.8 * before

@@ -1,4 +1,4 @@
-"""Clip rules alone: factors against the formulas, and what holds for every norm."""
+"""Clip rules alone: factors against the formulas, what holds for every norm; groups and their bounds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
-from cases import RULES
+from cases import GROUPINGS, NAMES, RULES
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dpfunc import clipping
-from dpfunc.clipping.bounds import SLACK, safe_factors
+from dpfunc.clipping.rules import SLACK, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.errors import InvalidArgument
+from dpfunc.types import ClippedSum
 
 all_rules = pytest.mark.parametrize("name", RULES)
 norm_values = st.floats(min_value=0, max_value=1e19, allow_subnormal=True)
@@ -142,6 +143,37 @@ def test_a_rule_that_cannot_be_asked_row_by_row_is_refused(rule):
         safe_factors(rule, torch.ones(3, 1), torch.ones(1), torch.ones(3, dtype=torch.bool))
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("all", 1), ("layer", 3), ("parameter", 4), ("blocks", 2), ("mapping", 2)]
+)
+def test_equal_bounds_keep_the_total(name, expected):
+    parts = partition(GROUPINGS[name], NAMES)
+    bounds = group_bounds(1.5, parts.group_names)
+    assert len(bounds) == expected
+    assert math.sqrt(sum(c * c for c in bounds.values())) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("adjacency", "scale"), [("add_remove", 1), ("zero_out", 1), ("replace_one", 2)])
+def test_sensitivity_of_unequal_bounds(adjacency, scale):
+    bounds = group_bounds({"head": 3.0, "body": 4.0}, ("body", "head"))
+    sensitivities = group_sensitivities(bounds, adjacency)
+    assert ClippedSum({}, {}, sensitivities).sensitivity == pytest.approx(5.0 * scale)
+
+
+def test_norms_and_spread_are_per_group():
+    parts = partition(GROUPINGS["layer"], NAMES)
+    sq_norms = {name: torch.tensor([float(i)]) for i, name in enumerate(NAMES)}
+    norms_BG = parts.norms(sq_norms)
+    assert norms_BG.square()[0].tolist() == pytest.approx([0 + 1, 2, 3])
+    spread = parts.spread(torch.tensor([[10.0, 20.0, 30.0]]))
+    assert [float(spread[name]) for name in NAMES] == [10, 10, 20, 30]
+
+
+def test_blocks_are_contiguous_and_even():
+    assert clipping.Blocks(3).assign(tuple("abcdefgh")) == ("block0",) * 3 + ("block1",) * 3 + ("block2",) * 2
+
+
+ONE_WRONG = {**dict.fromkeys(NAMES[:3], "a"), "head.weigth": "b"}
 BAD = [
     (lambda: clipping.Flat(clip_norm=-1.0), r"Expected 0 < clip_norm < inf, got clip_norm=-1\.0"),
     (lambda: clipping.Flat(clip_norm=0.0), r"Expected 0 < clip_norm < inf, got clip_norm=0\.0"),
@@ -158,6 +190,15 @@ BAD = [
     (lambda: clipping.normalized(1.0, regularizer=0.0), r"Expected 0 < regularizer < inf"),
     (lambda: clipping.Blocks(0), r"Expected an integer num_blocks >= 1, got num_blocks=0"),
     (lambda: clipping.Blocks(2.0), r"got num_blocks=2\.0"),
+    (lambda: clipping.Blocks(5).assign(NAMES), "num_blocks=5 for 4 parameters"),
+    (
+        lambda: clipping.ByName(ONE_WRONG).assign(NAMES),
+        r"without head.weight, and with the unknown head.weigth\..*Did you mean head.weight",
+    ),
+    (
+        lambda: group_bounds({"head": 1.0}, ("body", "head")),
+        r"Expected clip_norm to name the groups \[body, head\], got \[head\]",
+    ),
 ]
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfunc.accounting import ZCDP, Allocated, Capped, Laplace, Ledger, Opaque, delta, epsilon
-from dpfunc.accounting._kinds import law_of
 from dpfunc.accounting._losses import DIRECTIONS
+from dpfunc.accounting.events import law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpfunc._utils.digests import checksum
+from dpfunc._utils.processes import checksum
 
 ROWS, COLUMNS = 6, 4095  # as words of 8 bytes are summed
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64]
