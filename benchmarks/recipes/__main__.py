@@ -40,7 +40,6 @@ from benchmarks.recipes.closed import Setting
 from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
 from benchmarks.results import DOCS, FOLDER, fill, keep, markdown, read
 from dpfunc.accounting import calibrate_noise
-from dpfunc.clipping import Flat
 from dpfunc.recipes import Recipe, recipe, unit_rows
 
 RESULT, PAGE, README = FOLDER / "recipes.json", DOCS / "recipes.md", ROOT / "README.md"
@@ -107,10 +106,9 @@ def recipe_of(data: Data, epsilon: float, network: nn.Module | None = None) -> R
 
 def setting_of(found: Recipe) -> Setting:
     """Rate, bound and noise of a recipe."""
-    bound = found.clip.clip_norm if isinstance(found.clip, Flat) else None
     q = found.expected_batch_size / found.dataset_size
     sigma = noise(epsilon=found.epsilon, delta=found.delta, sampling_prob=q, num_steps=found.num_steps)
-    return Setting(found.learning_rate, float(bound) if isinstance(bound, float) else None, sigma)
+    return Setting(found.learning_rate, found.clip.clip_norm, sigma)
 
 
 def by_recipe(data: Data, rows: Part, epsilon: float) -> tuple[list[Tensor], dict[str, Any]]:
