@@ -153,14 +153,6 @@ OTHERS: dict[str, Callable[[Problem], Contestant]] = {
 }  # fmt: skip
 
 
-def prepare(name: str, problem: Problem) -> Contestant:
-    """Set a contestant up (not JAX); it raises whatever it does where it does not take the module, which is its own."""
-    base, _, size = name.partition("/")
-    if base in ENGINES:
-        return Contestant(clipped_grad_of(problem, base, size or "none"), arrays)
-    return OTHERS[name](problem)
-
-
 def case_of(spec: Spec) -> Case:
     """The case that is named, of the module that has it."""
     return importlib.import_module(spec["cases"]).ALL_CASES[spec["case"]]
@@ -174,7 +166,12 @@ def problem_of(spec: Spec) -> Problem:
 
 
 def contestant(spec: Spec) -> Contestant:
-    return prepare(spec["contestant"].removesuffix(AGAINST), problem_of(spec))
+    """Set one up (not JAX); it raises whatever it does where it does not take the module, which is its own."""
+    name, problem = spec["contestant"].removesuffix(AGAINST), problem_of(spec)
+    base, _, size = name.partition("/")
+    if base in ENGINES:
+        return Contestant(clipped_grad_of(problem, base, size or "none"), arrays)
+    return OTHERS[name](problem)
 
 
 def jax_spec(name: str, problem: Problem, spec: Spec, folder: Path) -> dict[str, Any]:
