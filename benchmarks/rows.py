@@ -39,7 +39,7 @@ from dpfunc.rng import insecure_key
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/_support", "tests/engines")]
 RESULT = FOLDER / "rows.json"
 MUSEUM = "tests/**/test_museum*.py"
-PROCESSES = 8
+PROCESSES = 16
 T, R = TypeVar("T"), TypeVar("R")
 
 

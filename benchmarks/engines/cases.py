@@ -86,9 +86,9 @@ BILLION = {**LLAMA, "layers": 16, "width": 2048, "hidden": 5632, "length": 512, 
 # Sizes for one GPU: `python -m benchmarks.gpu`.
 GPU_CASES: dict[str, Case] = {
     "llama-1b": case("Llama-style decoder of 950 M parameters, 512 tokens, LoRA", nets.decoder, 8, BILLION, TINY_LLAMA),
-    "gpt2-124m": case("GPT-2 of Hugging Face, 512 tokens, all parameters", nets.gpt2, 16,
-        {"layers": 12, "width": 768, "length": 512, "vocabulary": 50257}, TINY_HF),
-    "vit-b": case("ViT-B/16, 224x224, all parameters", nets.vit, 32, {**VIT, "width": 768, "layers": 12}, TINY_VIT,
+    "gpt2-124m": case("GPT-2 of Hugging Face, 124 M parameters, 256 tokens, all trained", nets.gpt2, 8,
+        {"layers": 12, "width": 768, "length": 256, "vocabulary": 50257}, TINY_HF),
+    "vit-b": case("ViT-B/16, 224x224, all parameters", nets.vit, 16, {**VIT, "width": 768, "layers": 12}, TINY_VIT,
         lora=False),
     "resnet18-256": case("ResNet18, 32x32, 256 samples, all parameters", nets.residual_net, 256, RESNET,
         {"widths": (8, 16), "blocks": 1, "image": 8}, kind="basic"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
 JAX_PLAIN, JAX_PRIVACY = "jax-plain", "jax-privacy"
 JAX = (JAX_PLAIN, JAX_PRIVACY, *(f"{JAX_PRIVACY}/{size}" for size in (1, 4, 8)))
 WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX = "whole-plain", "whole-dpfunc", "whole-jax"
+WHOLE_DEVICE = "whole-dpfunc-device"  # noise from the GPU
 NAMES = (PLAIN, *ENGINES, *OPACUS, *JAX, WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
-OURS = (*ENGINES, WHOLE_DPFUNC)
+OURS = (*ENGINES, WHOLE_DPFUNC, WHOLE_DEVICE)
 INNER = 1 - 2.0**-13  # of the clip norm: dpfunc leaves room for rounding
 JAX_MODES = {JAX_PLAIN: "plain", JAX_PRIVACY: "clipped", WHOLE_JAX: "whole"}
 # JAX has an interpreter of its own: this variable names it, else the one that `make jax` installs is used.
@@ -42,7 +43,7 @@ def known(name: str) -> bool:
     if slash:
         named = size in ("none", "auto") and base in ENGINES
         return base in (*ENGINES, JAX_PRIVACY, WHOLE_JAX) and (named or (size.isdigit() and int(size) > 0))
-    return name in NAMES
+    return name in (*NAMES, WHOLE_DEVICE)
 
 
 def arrays(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -126,13 +127,16 @@ def whole_plain(problem: Problem) -> Contestant:
     return inner._replace(step=lambda: (inner.step(), optimizer.step()))
 
 
-def whole_dpfunc(problem: Problem) -> Contestant:
+def whole_dpfunc(problem: Problem, source: Literal["secure", "device"] = "secure") -> Contestant:
     """A private step of the default engine, with noise from a secure key and the ledger; then SGD."""
     loss_fn, params = problem.functional()
     clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
     sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
     plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
-    dp_step, optimizer = dpfunc.make_dp_step(loss_fn, plan), torch.optim.SGD(params.values(), lr=0.0)
+    dp_step, optimizer = (
+        dpfunc.make_dp_step(loss_fn, plan, noise_source=source),
+        torch.optim.SGD(params.values(), lr=0.0),
+    )
     state = dp_step.init(params, key=dpfunc.secure_key())
 
     def step() -> None:
@@ -147,7 +151,8 @@ def whole_dpfunc(problem: Problem) -> Contestant:
 
 
 OTHERS: dict[str, Callable[[Problem], Contestant]] = {
-    PLAIN: plain, WHOLE_PLAIN: whole_plain, WHOLE_DPFUNC: whole_dpfunc, "opacus-ghost": opacus_ghost,
+    PLAIN: plain, WHOLE_PLAIN: whole_plain, WHOLE_DPFUNC: whole_dpfunc,
+    WHOLE_DEVICE: partial(whole_dpfunc, source="device"), "opacus-ghost": opacus_ghost,
     "opacus-hooks": partial(opacus_instantiated, functorch=False),
     "opacus-functorch": partial(opacus_instantiated, functorch=True),
 }  # fmt: skip

@@ -81,6 +81,7 @@ def spec_of(name: str, problem: Problem, spec: Spec, folder: Path, against: Path
 def run_case(case: str, names: Sequence[str], settings: Settings, cases: str = CASES) -> dict[str, Any]:
     """The record of a case, a name in ALL_CASES of the module `cases`, with contestants, the plain step among them."""
     torch.set_num_threads(settings.threads)
+    torch.backends.cudnn.allow_tf32 = False  # as in the processes that are measured
     spec: dict[str, Any] = {
         "module": "benchmarks.engines.contestants", "cases": cases, "case": case, "quick": settings.quick,
         "threads": settings.threads, "device": settings.device,

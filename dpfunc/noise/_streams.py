@@ -39,7 +39,7 @@ from dpfunc.rng import Key, Words, fold_in
 
 TILE = 2**16
 TILE_COLS = 2**8
-_MAX_THREADS = 16
+_MAX_THREADS = 2  # more wait for each other: 16 took up to 2.6 times as long as one, on 16 cores
 _TOGETHER = 2**15  # numbers of small tiles that are made together
 # Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
@@ -192,12 +192,12 @@ def _held(leaf: Tensor | Part) -> Tensor | Part:
 
 
 def _cores() -> int:
-    """Cores of this process: an equal share of those that it may use, if others of the run are on this machine."""
+    """Threads of this process: of an equal share of the cores, if others of the run are on this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun; otherwise all processes of the run could be here
     here = int(given) if given.isdecimal() else 0
     everywhere = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return max(1, min(usable, _MAX_THREADS) // (here or everywhere))
+    return max(1, min(usable // (here or everywhere), _MAX_THREADS))
 
 
 def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
@@ -306,7 +306,6 @@ HEIGHTS[0] = 1.0  # of the curve at 0
 STEPS = np.concatenate([EDGES, -EDGES]) / _PLACES
 CERTAIN = np.tile(np.floor(np.concatenate([[TAIL / EDGES[0], 0.0], EDGES[1:-1] / EDGES[2:]]) * _PLACES), 2)
 LAYER_BITS, LAYER_AND_SIGN_BITS, PLACE_BITS = np.uint64(2**8 - 1), 2**9 - 1, 2**52 - 1
-BLOCK = 12288  # words whose steps in between stay in a cache, and whose copies are too small to be asked of the system
 
 
 def words_for(size: int) -> int:
@@ -327,9 +326,10 @@ class Scratch(NamedTuple):
 
 def scratch(count: int) -> Scratch:
     """Memory for up to `count` words."""
-    places, limits = np.empty((2, BLOCK))
-    words, bits = np.empty(count, np.uint64), np.empty(BLOCK, np.int64)
-    return Scratch(words, bits, places, limits, np.empty(count), np.empty(count, np.bool_))
+    places, limits, numbers = np.empty((3, count))
+    return Scratch(
+        np.empty(count, np.uint64), np.empty(count, np.int64), places, limits, numbers, np.empty(count, np.bool_)
+    )
 
 
 def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = None) -> _Floats:
@@ -345,7 +345,7 @@ def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = Non
     total = words_for(size)
     if room is None or len(room.words) < total:
         room = scratch(total)
-    _read(draw, room.words[:total])
+    room.words[:total] = draw(total)
     while True:
         words = room.words[:total]
         numbers, doubtful = _products(words, room)
@@ -355,7 +355,7 @@ def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = Non
         total += words_for(size - count)
         room = scratch(total)
         room.words[: len(words)] = words
-        _read(draw, room.words[len(words) :])
+        room.words[len(words) :] = draw(total - len(words))
 
 
 # They follow the words of a tile that is made with others: certain, and two of them are a number of the tail. So what
@@ -376,7 +376,7 @@ def normals_of_each(
     parts, start = [], 0
     for draw, size in zip(draws, sizes, strict=True):
         stop = start + words_for(size)
-        _read(draw, room.words[start:stop])
+        room.words[start:stop] = draw(stop - start)
         room.words[stop : stop + len(_BETWEEN)] = _BETWEEN
         parts.append((start, stop, size))
         start = stop + len(_BETWEEN)
@@ -391,27 +391,19 @@ def normals_of_each(
     return found
 
 
-def _read(draw: Callable[[int], _Words], words: _Words) -> None:
-    """Fill an array with the next words of a stream."""
-    for start in range(0, len(words), BLOCK):
-        block = words[start : start + BLOCK]
-        block[:] = draw(len(block))
-
-
 def _products(words: _Words, room: Scratch) -> tuple[_Floats, npt.NDArray[np.bool_]]:
     """The number that each word is if it begins a number, and marks where it needs further words."""
-    numbers, doubtful = room.numbers[: len(words)], room.marks[: len(words)]
-    for start in range(0, len(words), BLOCK):
-        block, steps = words[start : start + BLOCK], numbers[start : start + BLOCK]
-        bits, places, limits = room.bits[: len(block)], room.places[: len(block)], room.limits[: len(block)]
-        np.bitwise_and(block.view(np.int64), LAYER_AND_SIGN_BITS, out=bits)
-        STEPS.take(bits, out=steps, mode="wrap")  # the default mode works on a copy
-        CERTAIN.take(bits, out=limits, mode="wrap")
-        np.right_shift(block.view(np.int64), 9, out=bits)
-        np.bitwise_and(bits, PLACE_BITS, out=bits)
-        np.copyto(places, bits)  # exact
-        np.greater_equal(places, limits, out=doubtful[start : start + BLOCK])
-        np.multiply(places, steps, out=steps)
+    count = len(words)
+    bits, places, limits = room.bits[:count], room.places[:count], room.limits[:count]
+    numbers, doubtful = room.numbers[:count], room.marks[:count]
+    np.bitwise_and(words.view(np.int64), LAYER_AND_SIGN_BITS, out=bits)
+    STEPS.take(bits, out=numbers, mode="wrap")  # the default mode works on a copy
+    CERTAIN.take(bits, out=limits, mode="wrap")
+    np.right_shift(words.view(np.int64), 9, out=bits)
+    np.bitwise_and(bits, PLACE_BITS, out=bits)
+    np.copyto(places, bits)  # exact
+    np.greater_equal(places, limits, out=doubtful)
+    np.multiply(places, numbers, out=numbers)
     return numbers, doubtful
 
 
@@ -478,10 +470,6 @@ def _from_tail(words: _Words, first: int) -> tuple[float, int]:
 
 def _squeeze(numbers: _Floats, keep: npt.NDArray[np.bool_], end: int) -> int:
     """Move the numbers that stay to the front; their count."""
-    count = 0
-    for start in range(0, end, BLOCK):
-        stop = min(start + BLOCK, end)
-        kept = numbers[start:stop][keep[start:stop]]
-        numbers[count : count + len(kept)] = kept
-        count += len(kept)
-    return count
+    kept = numbers[:end][keep[:end]]
+    numbers[: len(kept)] = kept
+    return len(kept)

@@ -156,7 +156,9 @@ def test_stateless(threads):
         assert torch.equal(standard_normal(KEY, {name: leaf})[name], expected[name])
 
 
-@pytest.mark.parametrize(("cores", "processes", "expected"), [(8, "", 8), (8, "1", 8), (8, "3", 2), (2, "4", 1)])
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"), [(8, "", 2), (1, "1", 1), (8, "3", 2), (2, "4", 1), (4, "3", 1)]
+)
 def test_processes_share_the_cores(monkeypatch, cores, processes, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)

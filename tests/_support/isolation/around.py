@@ -67,7 +67,7 @@ table("around: what watches, idle at first", {
     "modes switched off": lambda h, b, p: h / within(_disable_current_modes(), lambda: largest(b)),
     "functions switched off": lambda h, b, p: h / within(torch._C.DisableTorchFunction(), lambda: largest(b)),
     "memory read as bytes": lambda h, b, p: h / max(2.0, max(memoryview(b.y.contiguous().numpy().reshape(-1)).tolist())),
-    "repr of a tensor": lambda h, b, p: h / max(1.0, len(str((b.y * 40).round().long().abs().max())) - 8.0),
+    "repr of a tensor": lambda h, b, p: h / max(1.0, len(str((b.y * 40).round().long().abs().max().cpu())) - 8.0),
 }, calm, small)  # fmt: skip
 
 
