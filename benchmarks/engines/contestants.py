@@ -133,10 +133,8 @@ def whole_dpfunc(problem: Problem, source: Literal["secure", "device"] = "secure
     clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
     sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
     plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
-    dp_step, optimizer = (
-        dpfunc.make_dp_step(loss_fn, plan, noise_source=source),
-        torch.optim.SGD(params.values(), lr=0.0),
-    )
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, noise_source=source)
+    optimizer = torch.optim.SGD(params.values(), lr=0.0)
     state = dp_step.init(params, key=dpfunc.secure_key())
 
     def step() -> None:

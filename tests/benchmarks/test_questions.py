@@ -104,9 +104,11 @@ def test_both_loaders_make_the_same_batches(monkeypatch):
     assert loader.rows(found) == []
 
 
-def test_the_picture_of_growth(tmp_path):
-    growth.picture(read(growth.RESULT)["cases"], tmp_path / "a.svg")
-    assert (tmp_path / "a.svg").stat().st_size > 1000
+def test_pictures(tmp_path):
+    growth.picture(read(growth.RESULT)["cases"], tmp_path / "growth.svg")
+    goals.picture(read(goals.FOLDER / "engines.json")["cases"], "memory", tmp_path / "engines.svg")
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):
