@@ -94,7 +94,6 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.engines
 	$(BIN)/python -m benchmarks.engines --cases layer:lstm --append
-	$(BIN)/python -m benchmarks.engines.plots benchmarks/results/engines.json
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.rows

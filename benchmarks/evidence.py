@@ -31,7 +31,7 @@ from dpfunc.types import Event
 
 sys.path[:0] = [str(ROOT / "tests" / "_support")]
 RESULT = FOLDER / "evidence.json"
-CANARIES, ALPHA, DELTA = 300, 0.05, 1e-5
+CANARIES, DELTA = 300, 1e-5
 
 
 def figures() -> dict[str, Any]:

@@ -9,7 +9,7 @@ step is taken and no model is there. The case `hugging_face` needs the package `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -112,16 +112,6 @@ CASES = {
 }
 
 
-class _Batches:
-    """The draws of a run, drawn when they are needed: what torch calls a batch sampler."""
-
-    def __init__(self, plan: dpfunc.Plan, state: Any) -> None:
-        self._plan, self._state = plan, state
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices.tolist() for indices in self._plan.batches(self._state))
-
-
 def contestant(spec: Spec) -> Contestant:
     """For `measure`: all batches of one of the loaders; CPU seconds until those of `SPANS` are there."""
     case = CASES[spec["case"]]
@@ -130,7 +120,9 @@ def contestant(spec: Spec) -> Contestant:
     plan = dpfunc.Plan(sampling.Poisson(size, batch / size), clipping.Flat(1.0), 1.0, STEPS, 1e-6)
     state = dpfunc.make_dp_step(lambda params, batch: batch, plan).init({"w": torch.zeros(1)}, insecure_key(0))
     both = {
-        "plain": lambda: DataLoader(dataset, batch_sampler=_Batches(plan, state), collate_fn=case.collate),
+        "plain": lambda: DataLoader(
+            dataset, batch_sampler=map(torch.Tensor.tolist, plan.batches(state)), collate_fn=case.collate
+        ),
         "dpfunc": lambda: plan.loader(dataset, state, collate_fn=case.collate),
     }
     if spec["contestant"] == "dpfunc":  # warms up, too

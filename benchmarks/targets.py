@@ -1,19 +1,20 @@
 """Targets beside what was measured: `python -m benchmarks.targets`, which `make bench` runs last.
 
 Nothing is measured here: each target names a number in a committed result file. The table goes into
-docs/performance.md, which says why targets are missed.
+docs/performance.md, which says why targets are missed, and pictures of times and memory beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks import freed_memory, loader, overhead, small_steps
-from benchmarks.engines.contestants import JAX_PRIVACY, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
+from benchmarks import freed_memory, loader, overhead, pictures, small_steps
+from benchmarks.engines.contestants import JAX_PRIVACY, OPACUS, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
 from benchmarks.results import DOCS, FOLDER, fill, markdown, printed, read
 
 PAGE = DOCS / "performance.md"
@@ -98,29 +99,24 @@ def cases_of(found: dict[str, Any], file: str) -> dict[str, Any]:
     return found.get(file, {}).get("cases", {})
 
 
-def judged(found: dict[str, Any]) -> list[tuple[Target, float | None]]:
-    """Each target with its measured value; those of small steps too."""
+def judged(found: dict[str, Any]) -> list[tuple[Target, float | None, list[str]]]:
+    """Each target with its measured value and its row of the table; those of small steps too."""
     targets = list(TARGETS)
     for name, case in cases_of(found, "small_steps").items():
         if name != "chain" and (plain := 1e3 * small_steps.best(case, "plain")) <= SMALL_STEP_MS:
             title, limit = f"{name}: a step of {plain:.1f} ms", SMALL_RATIO * plain + SMALL_ADDED_MS
             number = ("small_steps", name, "auto", "cpu", "best_seconds")
             targets.append(contestant(title, limit, "ms", *number, why="small"))
-    return [(target, target.measured(found)) for target in targets]
+    return [(target, value, row_of(target, value)) for target in targets for value in [target.measured(found)]]
 
 
-def verdict(target: Target, value: float | None) -> str:
-    if value is None or value <= target.limit:
-        return "not measured" if value is None else "met"
-    percent = 100 * (value / target.limit - 1)
-    return f"missed by {percent:.{0 if percent >= 1 else 1}f} %"
-
-
-def rows(found: dict[str, Any]) -> list[list[str]]:
-    def shown(target: Target, value: float | None) -> str:
-        return "" if value is None else f"{value:.3g} {target.unit}".replace("x", "").strip()
-
-    return [[t.title, shown(t, t.limit), shown(t, value), verdict(t, value)] for t, value in judged(found)]
+def row_of(target: Target, value: float | None) -> list[str]:
+    verdict = "met" if value is not None else "not measured"
+    if value is not None and value > target.limit:
+        percent = 100 * (value / target.limit - 1)
+        verdict = f"missed by {percent:.{0 if percent >= 1 else 1}f} %"
+    shown = ["" if v is None else f"{v:.3g} {target.unit}".replace("x", "").strip() for v in (target.limit, value)]
+    return [target.title, *shown, verdict]
 
 
 HEADS = ("target", "at most", "measured", "verdict")
@@ -142,17 +138,17 @@ def number(one: dict[str, Any] | None, kind: str = "time", key: str = "ratio", d
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _timed(case: dict[str, Any]) -> dict[str, Any]:
+def timed_of(case: dict[str, Any]) -> dict[str, Any]:
     return {who: one for who, one in case["contestants"].items() if "time" in one}
 
 
-def _fastest(timed: dict[str, Any], start: str) -> str:
+def fastest(timed: dict[str, Any], start: str) -> str:
     """The fastest contestant whose name begins so; or empty."""
     names = [who for who in timed if who.startswith(start)]
     return min(names, key=lambda who: timed[who]["time"]["ratio"], default="")
 
 
-def _why_not(case: dict[str, Any], start: str) -> str:
+def why_not(case: dict[str, Any], start: str) -> str:
     """Why a library has no figure for a case, in two words."""
     states = [one["status"] for who, one in case["contestants"].items() if who.startswith(start)]
     kinds = ("not installed", "left out", "no step")
@@ -163,47 +159,40 @@ def engine_rows(cases: dict[str, Any]) -> list[list[str]]:
     """Ratios of the default engine, of vmap and of the fastest mode of each peer to the step without privacy."""
     found = []
     for name, case in cases.items():
-        timed = _timed(case)
+        timed = timed_of(case)
         cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
         for who in ("auto", "vmap"):
             cells += [number(timed.get(who)), number(timed.get(who), "memory")]
         for peer in ("opacus-", JAX_PRIVACY):
-            best = _fastest(timed, peer)
+            best = fastest(timed, peer)
             mode = best.removeprefix(peer).lstrip("/") or "vmap"
-            cells.append(f"{number(timed[best])} ({mode})" if best else _why_not(case, peer))
+            cells.append(f"{number(timed[best])} ({mode})" if best else why_not(case, peer))
             cells.append(number(timed.get(best), "memory"))
         found.append(cells)
     return found
 
 
-def _over(timed: dict[str, Any], who: str, base: str) -> str:
-    """Median time over that of another; empty where one of them was not timed."""
-    if who not in timed or base not in timed:
-        return ""
-    return f"{timed[who]['time']['median_seconds'] / timed[base]['time']['median_seconds']:.2f}"
+def jax_section(cases: dict[str, Any]) -> str:
+    """Cases in which JAX Privacy takes part: ratios of times to the plain step of PyTorch, and to that of JAX.
 
-
-def jax_rows(cases: dict[str, Any]) -> list[list[str]]:
-    """Cases in which JAX Privacy takes part: ratios of times to the plain step of PyTorch, and to that of JAX."""
+    Or that JAX Privacy is not installed, if no case has it.
+    """
     found = []
     for name, case in cases.items():
-        timed = _timed(case)
-        best, parts = _fastest(timed, JAX_PRIVACY), _fastest(timed, f"{JAX_PRIVACY}/")
+        timed = timed_of(case)
+        best, parts = fastest(timed, JAX_PRIVACY), fastest(timed, f"{JAX_PRIVACY}/")
+        pairs = [(best, "jax-plain"), *((who, WHOLE_PLAIN) for who in (WHOLE_DPFUNC, fastest(timed, WHOLE_JAX)))]
+        medians = {who: one["time"]["median_seconds"] for who, one in timed.items()}
+        over = [f"{medians[who] / medians[base]:.2f}" if {who, base} <= medians.keys() else "" for who, base in pairs]
         if best:
             size = f" ({parts.partition('/')[2]})" if parts else ""
-            whole = [_over(timed, who, WHOLE_PLAIN) for who in (WHOLE_DPFUNC, _fastest(timed, WHOLE_JAX))]
             times = [number(timed.get(who)) for who in ("jax-plain", JAX_PRIVACY, parts)]
             names = ("plain", "auto", "jax-plain", JAX_PRIVACY, parts)
             mib = [number(timed.get(who), "memory", "peak_mib", 0) for who in names]
-            found.append([name, *times[:2], times[2] + size, _over(timed, best, "jax-plain"), *mib, *whole])
-    return found
-
-
-def jax_section(cases: dict[str, Any]) -> str:
-    """The table; or that JAX Privacy is not installed, if no case has it."""
-    if rows := jax_rows(cases):
-        return markdown(JAX_HEADS, rows)
-    reasons = {_why_not(case, JAX_PRIVACY) for case in cases.values()} or {"not measured"}
+            found.append([name, *times[:2], times[2] + size, over[0], *mib, *over[1:]])
+    if found:
+        return markdown(JAX_HEADS, found)
+    reasons = {why_not(case, JAX_PRIVACY) for case in cases.values()} or {"not measured"}
     return f"JAX Privacy: {', '.join(sorted(reasons))}."
 
 
@@ -234,20 +223,54 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 def section(found: dict[str, Any]) -> str:
     """The section of the page: the targets that are missed, and a word for why, which the page explains."""
-    measured = [(target, value) for target, value in judged(found) if value is not None]
-    met = sum(value <= target.limit for target, value in measured)
-    others = [
-        [*row, target.why] for row, (target, _) in zip(rows(found), judged(found), strict=True) if row[-1] != "met"
-    ]
-    return f"{met} of {len(measured)} measured targets are met; the others:\n\n" + markdown((*HEADS, "why"), others)
+    rows = judged(found)
+    measured, met = sum(value is not None for _, value, _ in rows), sum(row[-1] == "met" for *_, row in rows)
+    others = [[*row, target.why] for target, _, row in rows if row[-1] != "met"]
+    return f"{met} of {measured} measured targets are met; the others:\n\n" + markdown((*HEADS, "why"), others)
+
+
+# Pictures of the engines.
+
+KINDS = {"time": "Time of a step", "memory": "Peak memory over the model"}
+# Of each, the best of its modes is drawn.
+DRAWN = {"Opacus, best mode": (OPACUS, "s", pictures.THEIRS, 9), "dpfunc": (("auto",), "o", pictures.OURS, 6)}
+
+
+def best(case: Mapping[str, Any], modes: Sequence[str], kind: str) -> float | None:
+    """The least time or memory of some contestants over that of the plain step, if it was measured."""
+    ratios = [case["contestants"].get(mode, {}).get(kind, {}).get("ratio") for mode in modes]
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def picture(cases: Mapping[str, Any], kind: str, path: Path) -> None:
+    """A line for each case, with a point for dpfunc and one for the best mode of Opacus; the plain step is at 1."""
+    with pictures.figure(path, f"{KINDS[kind]}, times the plain step", 1.4 + 0.27 * len(cases)) as axes:
+        most = 1.0
+        for label, (modes, marker, color, size) in DRAWN.items():
+            ratios = [best(case, modes, kind) for case in cases.values()]
+            found = {place: ratio for place, ratio in enumerate(ratios) if ratio is not None}
+            most = max([most, *found.values()])
+            axes.plot(list(found.values()), list(found), marker, color=color, label=label, markersize=size)
+        axes.axvline(1.0, color=pictures.PLAIN, linewidth=1, linestyle="--", label="without privacy")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([tick for tick in (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 16) if tick <= 1.1 * most])
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.set_yticks(range(len(cases)), list(cases))
+        axes.invert_yaxis()
+        axes.grid(axis="y", color="0.9")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.06), ncols=2, frameon=False)
 
 
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--page", default=PAGE, type=click.Path(dir_okay=False, path_type=Path), help="Where the table goes.")
 def main(page: Path) -> None:
     found = reports()
-    printed(HEADS, rows(found))
+    printed(HEADS, [row for *_, row in judged(found)])
     fill(page, tables(found))
+    cases = {name: case for name, case in cases_of(found, "engines").items() if not name.startswith("layer:")}
+    for kind in KINDS:
+        picture(cases, kind, page.parent / "results" / f"engines_{kind}.svg")
 
 
 if __name__ == "__main__":

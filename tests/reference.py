@@ -17,15 +17,9 @@ def loop_gradients(loss_fn, params, batch):
         leaf_params = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         loss = loss_fn(leaf_params, row)[0]
         grads = torch.autograd.grad(loss, list(leaf_params.values()), allow_unused=True)
-        results.append(
-            (
-                loss.detach(),
-                {
-                    name: torch.zeros_like(p) if g is None else g.to_dense()
-                    for (name, p), g in zip(leaf_params.items(), grads, strict=True)
-                },
-            )
-        )
+        found = zip(leaf_params.items(), grads, strict=True)
+        dense = {name: torch.zeros_like(p) if grad is None else grad.to_dense() for (name, p), grad in found}
+        results.append((loss.detach(), dense))
     return results
 
 

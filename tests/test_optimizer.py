@@ -25,30 +25,15 @@ def model():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def plan():
-    return dpfunc.Plan(sampling.Poisson(60, 0.2), clipping.Flat(1.0), 1.0, STEPS, delta=1e-3)
+PLAN = dpfunc.Plan(sampling.Poisson(60, 0.2), clipping.Flat(1.0), 1.0, STEPS, delta=1e-3)
 
 
-def made(module):
-    """What a loop needs: forward, parameters, step, state."""
+def made(module, journal=None):
+    """What a loop needs: parameters, step, state."""
     forward, params = dpfunc.functionalize(module)
-
-    def loss_fn(params, batch):
-        x, y = batch
-        return nn.functional.cross_entropy(forward(params, x), y, reduction="none")
-
-    dp_step = dpfunc.make_dp_step(loss_fn, plan(), engine="auto")
+    loss_fn = lambda params, batch: nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
+    dp_step = dpfunc.make_dp_step(loss_fn, PLAN, engine="auto", journal=journal)
     return params, dp_step, replay(dp_step.init(params, KEY))
-
-
-def step(dp_step, params, batch, state, optimizer, scheduler):
-    """One private step of an optimizer and of its schedule; returns the next state."""
-    grads, state, _ = dp_step(params, batch, state)
-    for name, p in params.items():
-        p.grad = grads[name]
-    optimizer.step()
-    scheduler.step()
-    return state
 
 
 OPTIMIZERS = {
@@ -63,28 +48,27 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
     """State of the optimizer and of the schedule are saved with the parameters; the last two steps are repeated."""
 
     def run(folder, stop, resume=False):
-        params, dp_step, state = made(model())
-        saved = None
-        if resume:
-            saved = dpfunc.load(folder, plan=plan(), params=params, data="60", journal=folder / "journal.jsonl")
+        journal = folder / "journal.jsonl"
+        files = {"plan": PLAN, "data": "60", "journal": journal}
+        params, dp_step, state = made(model(), dpfunc.Journal(journal, PLAN))
+        saved = dpfunc.load(folder, params=params, **files) if resume else None
+        if saved:
             params, state = dict(saved.params), saved.state
-        dp_step = dpfunc.make_dp_step(
-            dp_step.clipped_grad.loss_fn, plan(), journal=dpfunc.Journal(folder / "journal.jsonl", plan()),
-            engine="auto",
-        )  # fmt: skip
         optimizer = OPTIMIZERS[kind](list(params.values()))
         rates = [group["lr"] for group in optimizer.param_groups]
         scheduler = OneCycleLR(optimizer, rates, total_steps=STEPS, cycle_momentum=False)
         if saved:
             optimizer.load_state_dict(saved.optimizer_state)
             scheduler.load_state_dict(saved.extra["scheduler"])
-        for batch in plan().loader(dataset(), state):
-            state = step(dp_step, params, batch, state, optimizer, scheduler)
+        for batch in PLAN.loader(dataset(), state):
+            grads, state, _ = dp_step(params, batch, state)
+            for name, p in params.items():
+                p.grad = grads[name]
+            optimizer.step()
+            scheduler.step()
             if state.step == 3:
-                dpfunc.save(
-                    folder, params=params, state=state, plan=plan(), data="60", journal=folder / "journal.jsonl",
-                    optimizer_state=optimizer.state_dict(), extra={"scheduler": scheduler.state_dict()},
-                )  # fmt: skip
+                states = {"optimizer_state": optimizer.state_dict(), "extra": {"scheduler": scheduler.state_dict()}}
+                dpfunc.save(folder, params=params, state=state, **files, **states)
             if state.step == stop:
                 break
         return params, state.ledger

@@ -35,7 +35,7 @@ def check_engines(context: click.Context, option: click.Parameter, text: str) ->
 @click.option("--append", is_flag=True, help="Keep the other cases that the result file holds.")
 @measures(RESULT)
 def main(cases: list[str], layers: bool, engines: list[str], append: bool, settings: Settings, out: Path) -> None:
-    """Measure, print tables, and write the result file after each case; without rounds, keep the times of --append."""
+    """Measure, print tables, and write the result file after each case."""
     old = read(out) if append else {}
     for fact, now in {"versions": versions(), "quick": settings.quick}.items() if old else ():
         if old[fact] != now:

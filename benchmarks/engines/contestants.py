@@ -133,10 +133,8 @@ def whole_dpfunc(problem: Problem, source: Literal["secure", "device"] = "secure
     clip = dpfunc.clipping.Flat(clip_norm=problem.clip_norm)
     sampler = dpfunc.sampling.Poisson(problem.batch_size, 1.0)
     plan = dpfunc.Plan(sampler, clip, noise_multiplier=1.0, num_steps=100_000, delta=1e-3)
-    dp_step, optimizer = (
-        dpfunc.make_dp_step(loss_fn, plan, noise_source=source),
-        torch.optim.SGD(params.values(), lr=0.0),
-    )
+    dp_step = dpfunc.make_dp_step(loss_fn, plan, noise_source=source)
+    optimizer = torch.optim.SGD(params.values(), lr=0.0)
     state = dp_step.init(params, key=dpfunc.secure_key())
 
     def step() -> None:
@@ -158,14 +156,6 @@ OTHERS: dict[str, Callable[[Problem], Contestant]] = {
 }  # fmt: skip
 
 
-def prepare(name: str, problem: Problem) -> Contestant:
-    """Set a contestant up (not JAX); it raises whatever it does where it does not take the module, which is its own."""
-    base, _, size = name.partition("/")
-    if base in ENGINES:
-        return Contestant(clipped_grad_of(problem, base, size or "none"), arrays)
-    return OTHERS[name](problem)
-
-
 def case_of(spec: Spec) -> Case:
     """The case that is named, of the module that has it."""
     return importlib.import_module(spec["cases"]).ALL_CASES[spec["case"]]
@@ -179,7 +169,12 @@ def problem_of(spec: Spec) -> Problem:
 
 
 def contestant(spec: Spec) -> Contestant:
-    return prepare(spec["contestant"].removesuffix(AGAINST), problem_of(spec))
+    """Set one up (not JAX); it raises whatever it does where it does not take the module, which is its own."""
+    name, problem = spec["contestant"].removesuffix(AGAINST), problem_of(spec)
+    base, _, size = name.partition("/")
+    if base in ENGINES:
+        return Contestant(clipped_grad_of(problem, base, size or "none"), arrays)
+    return OTHERS[name](problem)
 
 
 def jax_spec(name: str, problem: Problem, spec: Spec, folder: Path) -> dict[str, Any]:

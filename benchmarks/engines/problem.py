@@ -116,9 +116,23 @@ class Truth:
     sizes: Mapping[float, Mapping[str, float]]
     norms: Sequence[float]
 
-    def error(self, sums: Mapping[str, Tensor] | None, bound: float) -> float:
-        """How far a clipped sum is off; see `relative_error`."""
-        return relative_error(sums, self.sums[bound], self.sizes[bound])
+    def error(self, sums: Mapping[str, Tensor], bound: float) -> float:
+        """The largest relative error of a parameter's clipped sum.
+
+        A sum is measured against the size of its summands (a sum that cancels has no digits left), or against 1 % of
+        the typical size where that is larger (some gradients are zero but for rounding). A missing parameter counts as
+        zero, an unknown one or a value that is not finite as inf.
+        """
+        truth, sizes, worst = self.sums[bound], self.sizes[bound], 0.0
+        if not sums.keys() <= truth.keys():
+            return math.inf
+        typical = math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
+        for name, value in truth.items():
+            difference = float((sums[name].double() - value).norm()) if name in sums else float(value.norm())
+            scale = max(sizes[name], 0.01 * typical)
+            error = difference / scale if scale > 0 else difference
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+        return worst
 
     @staticmethod
     def of(module: nn.Module, problem: Problem, bounds: Sequence[float]) -> Truth:
@@ -139,23 +153,3 @@ class Truth:
                     sizes[bound][name] += factor * float(grad.norm())
         totals = {c: {name: value.cpu() for name, value in total.items()} for c, total in totals.items()}
         return Truth(totals, sizes, norms)
-
-
-def relative_error(sums: Mapping[str, Tensor] | None, truth: Mapping[str, Tensor], sizes: Mapping[str, float]) -> float:
-    """The largest relative error of a parameter's sum.
-
-    A sum is measured against the size of its summands (a sum that cancels has no digits left), or against 1 % of the
-    typical size where that is larger (some gradients are zero but for rounding). A missing parameter counts as zero,
-    an unknown one or a value that is not finite as inf.
-    """
-    sums = sums or {}
-    if not sums.keys() <= truth.keys():
-        return math.inf
-    typical = math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
-    worst = 0.0
-    for name, value in truth.items():
-        difference = float((sums[name].double() - value).norm()) if name in sums else float(value.norm())
-        scale = max(sizes[name], 0.01 * typical)
-        error = difference / scale if scale > 0 else difference
-        worst = max(worst, error if math.isfinite(error) else math.inf)
-    return worst

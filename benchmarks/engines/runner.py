@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -38,13 +38,13 @@ class Settings:
         against: a checkout of dpfunc, whose engines take part as well, in the same rounds.
     """
 
-    rounds: int = 12
-    threads: int = 1
-    memory: bool = True
-    quick: bool = False
-    device: str = "cpu"
-    patience: float = 120.0
-    against: Path | None = None
+    rounds: int
+    threads: int
+    memory: bool
+    quick: bool
+    device: str
+    patience: float
+    against: Path | None
 
 
 class Truths:
@@ -121,17 +121,16 @@ def measures(result: Path, rounds: int = 5) -> Callable[[Callable[..., Any]], Ca
     )  # fmt: skip
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
-        def called(
-            rounds: int, threads: int, memory: bool, patience: float, device: str, against: Path | None, quick: bool,
-            out: Path, **own: Any,
-        ) -> None:  # fmt: skip
-            if device == "cuda" and not torch.cuda.is_available():
+        def called(out: Path, **values: Any) -> None:
+            settings = Settings(**{field.name: values.pop(field.name) for field in fields(Settings)})
+            against = settings.against
+            if settings.device == "cuda" and not torch.cuda.is_available():
                 raise click.UsageError("no GPU is there: leave out --device.")
             if against is not None and not (against / "dpfunc").is_dir():
                 raise click.UsageError(f"{against} is no checkout of dpfunc: it has no folder dpfunc.")
             if against is not None and out == result:
                 raise click.UsageError("A comparison with another dpfunc is no result to keep: name a file with --out.")
-            command(settings=Settings(rounds, threads, memory, quick, device, patience, against), out=out, **own)
+            command(settings=settings, out=out, **values)
 
         for option in reversed(options):
             called = option(called)
@@ -147,19 +146,8 @@ def measure_cases(
     """Measure cases, print a table of each, and write the result file after each; `kept` are records to keep."""
     console, found = Console(width=None if sys.stdout.isatty() else 130), dict(kept or {})
     for case in track(names, "Cases", console=Console(stderr=True)):
-        record = run_case(case, contestants, settings, cases)
-        timed = None if settings.rounds else found.get(case)
-        found[case] = record if timed is None else with_memory_of(timed, record)
+        found[case] = run_case(case, contestants, settings, cases)
         console.print(show(case, found[case]))
         write(out, {"quick": settings.quick, "cases": found}, threads=settings.threads, device=settings.device)
     console.print(f"Written to {out}")
     return read(out)
-
-
-def with_memory_of(known: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """The record of a case with its times, and what a run without times measured: memory is the same on any day."""
-    contestants = dict(known["contestants"])
-    for name, found in measured["contestants"].items():
-        if name in contestants and "memory" in found:
-            contestants[name] = {**contestants[name], "memory": found["memory"]}
-    return {**known, "contestants": contestants}

@@ -10,8 +10,8 @@ share that is found) and calibration error (ECE, 15 bins). Contestants:
 - tuned: the best of a grid (`RATES` x `BOUNDS` x `STEPS`) of private runs on `unit_rows`, chosen by the
   cross-entropy of validation data, which epsilon does not count; then run with other seeds.
 - recipe: `recipe("head", ...)`, nothing chosen.
-- network, normalised: `recipe("full", ...)` on rows of unit variance, one hidden layer; and the rule before,
-  `Automatic` with twice the rate; at epsilon 3 alone.
+- network: `recipe("full", ...)` on rows of unit variance, one hidden layer; at epsilon 3 alone. (The result has the
+  rule before it, too: normalised, `Automatic` with twice the rate.)
 
 All are run in closed form (closed.py), which tests/benchmarks/test_recipes.py compares with the library. The rules were
 chosen on one half of the sets (`chosen_on` in data.py), the other half had no part in them (docs/recipes.md).
@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from benchmarks.recipes.closed import Setting
 from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
 from benchmarks.results import DOCS, FOLDER, fill, keep, markdown, read
 from dpfunc.accounting import calibrate_noise
-from dpfunc.clipping import Flat
 from dpfunc.recipes import Recipe, recipe, unit_rows
 
 RESULT, PAGE, README = FOLDER / "recipes.json", DOCS / "recipes.md", ROOT / "README.md"
@@ -58,7 +57,6 @@ NETWORK_EPSILON = 3.0
 CONTESTANTS = ("constant", "non-private", "Opacus", "tuned", "recipe")
 
 Scores = dict[str, list[float]]
-Predict = Callable[[Tensor], Tensor]
 noise = cache(calibrate_noise)
 
 
@@ -108,10 +106,9 @@ def recipe_of(data: Data, epsilon: float, network: nn.Module | None = None) -> R
 
 def setting_of(found: Recipe) -> Setting:
     """Rate, bound and noise of a recipe."""
-    bound = found.clip.clip_norm if isinstance(found.clip, Flat) else None
     q = found.expected_batch_size / found.dataset_size
     sigma = noise(epsilon=found.epsilon, delta=found.delta, sampling_prob=q, num_steps=found.num_steps)
-    return Setting(found.learning_rate, float(bound) if isinstance(bound, float) else None, sigma)
+    return Setting(found.learning_rate, found.clip.clip_norm, sigma)
 
 
 def by_recipe(data: Data, rows: Part, epsilon: float) -> tuple[list[Tensor], dict[str, Any]]:
@@ -160,9 +157,11 @@ def without_privacy(data: Data, rows: Part) -> Tensor:
     return min(fits, key=lambda weight: float(F.cross_entropy(x @ weight.T, y)))
 
 
-def networks(data: Data, epsilon: float, *, normalised: bool) -> Iterable[Tensor]:
-    """Logits of the test part of networks with the rule of `full`, or with the one before."""
-    rows = Part(spread_rows(data.train.x), data.train.y)
+def networks(data: Data, epsilon: float) -> dict[str, Scores]:
+    """Scores of networks, at one epsilon."""
+    if epsilon != NETWORK_EPSILON:
+        return {}
+    rows, logits = Part(spread_rows(data.train.x), data.train.y), []
     for seed in range(OTHER_SEEDS):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -170,20 +169,9 @@ def networks(data: Data, epsilon: float, *, normalised: bool) -> Iterable[Tensor
             module = nn.Sequential(nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, data.classes))
         found = recipe_of(data, epsilon, module)
         q = found.expected_batch_size / found.dataset_size
-        setting = setting_of(found)
-        if normalised:
-            setting = replace(setting, rate=2 * setting.rate, bound=None)
-        closed.network(module, rows, q, found.num_steps, setting, 3000 + seed)
-        with torch.no_grad():
-            yield module(spread_rows(data.test.x))
-
-
-def whole_networks(data: Data, epsilon: float) -> dict[str, Scores]:
-    """Scores of both kinds of networks."""
-    if epsilon != NETWORK_EPSILON:
-        return {}
-    kinds = {"network": False, "normalised": True}
-    return {name: scores(networks(data, epsilon, normalised=old), data.test.y) for name, old in kinds.items()}
+        closed.network(module, rows, q, found.num_steps, setting_of(found), 3000 + seed)
+        logits.append(module(spread_rows(data.test.x)).detach())
+    return {"network": scores(logits, data.test.y)}
 
 
 def measure(name: str) -> Iterable[dict[str, Any]]:
@@ -208,7 +196,7 @@ def measure(name: str) -> Iterable[dict[str, Any]]:
                 "Opacus": scores([with_one(data.test.x) @ weight.T for weight in by_tutorial(data, epsilon)], y),
                 "tuned": scores([test @ weight.T for weight in tuned], y),
                 "recipe": scores([test @ weight.T for weight in weights], y),
-                **whole_networks(data, epsilon),
+                **networks(data, epsilon),
             },
             "seconds": time.perf_counter() - started,
         }  # fmt: skip
@@ -230,8 +218,8 @@ def line(result: Mapping[str, Any]) -> list[str]:
     """One row of a table in docs/recipes.md: accuracy and cross-entropy of each contestant."""
     facts = [
         f"{result['data']} ({result['kind']})",
-        f"{result['n']}",
-        f"{result['classes']}",
+        str(result["n"]),
+        str(result["classes"]),
         f"{result['rarest']:.3f}",
     ]
     return [*facts, *(cell(result, each) for each in (*CONTESTANTS, "network"))]
@@ -244,38 +232,27 @@ def summary(results: Sequence[Mapping[str, Any]], epsilons: Sequence[float] = EP
     for epsilon in epsilons:
         here = [each for each in results if each["epsilon"] == epsilon]
         for contestant in here[0]["contestants"] if here else ():
-            cells = []
-            for name, digits in (("accuracy", 3), ("balanced", 3), ("cross_entropy", 2), ("calibration", 3)):
-                cells.append(f"{statistics.mean(mean(each, contestant, name) for each in here):.{digits}f}")
-            worse = sum(
-                mean(each, contestant, "cross_entropy") > mean(each, "constant", "cross_entropy") for each in here
-            )
-            cells.append("" if contestant == "constant" else f"{worse} of {len(here)}")
-            lines.append([f"{epsilon:g}", contestant, *cells])
+            cells = [
+                f"{statistics.mean(mean(each, contestant, name) for each in here):.{digits}f}"
+                for name, digits in (("accuracy", 3), ("balanced", 3), ("cross_entropy", 2), ("calibration", 3))
+            ]
+            losses = [[mean(each, who, "cross_entropy") for each in here] for who in (contestant, "constant")]
+            worse = f"{sum(map(gt, *losses))} of {len(here)}"
+            lines.append([f"{epsilon:g}", contestant, *cells, "" if contestant == "constant" else worse])
     return markdown(heads, lines)
-
-
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """At epsilon 3, a row for each data set."""
-    heads = ("data", "n", "classes", "rarest class", *CONTESTANTS, "network")
-    return markdown(heads, [line(each) for each in results if each["epsilon"] == NETWORK_EPSILON])
 
 
 def halves(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Results of the sets on which the rules were chosen, and of those that were kept apart."""
-    return {
-        "dev": [each for each in results if each["chosen_on"]],
-        "apart": [each for each in results if not each["chosen_on"]],
-    }
+    return {half: [each for each in results if each["chosen_on"] == (half == "dev")] for half in ("dev", "apart")}
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of docs/recipes.md."""
-    found = {}
+    """Of docs/recipes.md: at epsilon 3 a row for each data set; means over those that were kept apart."""
+    heads, found = ("data", "n", "classes", "rarest class", *CONTESTANTS, "network"), {}
     for half, here in halves(results).items():
-        found[half] = table(here)
-        found[f"{half} means"] = summary(here)
-    return found
+        found[half] = markdown(heads, [line(each) for each in here if each["epsilon"] == NETWORK_EPSILON])
+    return {**found, "apart means": summary(halves(results)["apart"])}
 
 
 def short(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -16,22 +16,20 @@ from torch.nn import functional as F
 
 from benchmarks.recipes.data import Part
 
-GAMMA = 0.01  # of `clipping.Automatic`
-
 
 @dataclass(frozen=True)
 class Setting:
-    """Of one run: rate of the first step; bound of `Flat`, or None for `Automatic`; noise / bound."""
+    """Of one run: rate of the first step, bound of `Flat`, noise / bound."""
 
     rate: float
-    bound: float | None
+    bound: float
     noise_multiplier: float
     optimizer: Literal["adam", "sgd"] = "adam"
 
 
-def factors(norms: Tensor, bound: float | None) -> Tensor:
-    """Clip factors of `Flat` with a bound, or of `Automatic` with bound 1."""
-    return 1 / (norms + GAMMA) if bound is None else (bound / norms.clamp_min(1e-12)).clamp(max=1.0)
+def factors(norms: Tensor, bounds: Tensor | float) -> Tensor:
+    """Clip factors of `Flat`."""
+    return (bounds / norms.clamp_min(1e-12)).clamp(max=1.0)
 
 
 def head_sums(weights: Tensor, x: Tensor, y: Tensor, bounds: Tensor) -> Tensor:
@@ -43,12 +41,12 @@ def head_sums(weights: Tensor, x: Tensor, y: Tensor, bounds: Tensor) -> Tensor:
     logits = (x @ weights.view(-1, k).T).view(-1, runs, classes)
     delta = logits.softmax(2) - F.one_hot(y, classes)[:, None]
     norms = delta.norm(dim=2) * x.norm(dim=1, keepdim=True)
-    delta *= (bounds / norms.clamp_min(1e-12)).clamp(max=1.0)[..., None]
+    delta *= factors(norms, bounds)[..., None]
     return (delta.view(-1, runs * classes).T @ x).view(runs, classes, k)
 
 
 def head(part: Part, classes: int, q: float, steps: int, settings: Sequence[Setting], seed: int) -> Tensor:
-    """Weights (R, classes, k) of heads that start at zero, one for each setting with `Flat`, all with the same draws.
+    """Weights (R, classes, k) of heads that start at zero, one for each setting, all with the same draws.
 
     With Adam and a rate that falls linearly to 0; or SGD with a constant one, and no momentum.
     """
@@ -94,7 +92,7 @@ def layers(module: nn.Module) -> list[nn.Linear]:
     return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
-def network_sum(module: nn.Module, x: Tensor, y: Tensor, bound: float | None) -> list[Tensor]:
+def network_sum(module: nn.Module, x: Tensor, y: Tensor, bound: float) -> list[Tensor]:
     """Sum of clipped gradients of the cross-entropy: weight and bias of each layer.
 
     The gradient of a linear layer for one row is `delta x^T`, so its squared norm is `|delta|^2 (|x|^2 + 1)`.
@@ -117,17 +115,17 @@ def network_sum(module: nn.Module, x: Tensor, y: Tensor, bound: float | None) ->
     return found
 
 
-def network(module: nn.Module, part: Part, q: float, steps: int, setting: Setting, seed: int) -> nn.Module:
+def network(module: nn.Module, part: Part, q: float, steps: int, setting: Setting, seed: int) -> None:
     """Train in place with Adam and a rate that falls linearly."""
     params = [p for layer in layers(module) for p in (layer.weight, layer.bias)]
     optimizer = torch.optim.Adam(params, lr=setting.rate)
     source, n = torch.Generator().manual_seed(seed), len(part.y)
-    spread = setting.noise_multiplier * (1.0 if setting.bound is None else setting.bound)
     for step in range(steps):
         rows = torch.nonzero(torch.rand(n, generator=source) < q)[:, 0]
         sums = network_sum(module, part.x[rows], part.y[rows], setting.bound)
         for p, total in zip(params, sums, strict=True):
-            p.grad = (total + spread * torch.randn(p.shape, generator=source)) / (q * n)
+            p.grad = (total + setting.noise_multiplier * setting.bound * torch.randn(p.shape, generator=source)) / (
+                q * n
+            )
         optimizer.param_groups[0]["lr"] = setting.rate * (1 - step / steps)
         optimizer.step()
-    return module

@@ -26,9 +26,9 @@ LONGEST = 600  # letters of what an error goes on to list
 Row = dict[str, Any]
 
 
-def run(wanted: Sequence[Case], workers: int, limit: int, engine: str = "auto") -> Iterator[Row]:
+def run(wanted: Sequence[Case], workers: int, limit: int) -> Iterator[Row]:
     """Rows of all cases, as they come; a process that does not answer in time, or dies, is replaced."""
-    spec = {"module": "benchmarks.survey.measure", "limit": limit, "engine": engine, "limit_seconds": limit + GRACE}
+    spec = {"module": "benchmarks.survey.measure", "limit": limit, "limit_seconds": limit + GRACE}
     free: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
     for _ in range(workers):
         free.put(None)
@@ -63,13 +63,11 @@ def saved(path: Path) -> dict[str, Row]:
 
 def save(path: Path, rows: Iterable[Row]) -> None:
     """Write the rows, sorted; what is left out apart."""
-    short = [
-        {name: value[:LONGEST] if isinstance(value, str) else value for name, value in row.items()}
-        for row in sorted(rows, key=lambda row: row["case"])
-    ]
-    counted, left_out = ([row for row in short if ("left_out" in row) == out] for out in (False, True))
-    engines = dict(Counter(row["engine"] for row in counted).most_common())
-    write(path, {"engines": engines, "cases": counted, "left_out": left_out})
+    cut = lambda value: value[:LONGEST] if isinstance(value, str) else value
+    found: dict[str, list[Row]] = {"cases": [], "left_out": []}
+    for row in sorted(rows, key=lambda row: row["case"]):
+        found["left_out" if "left_out" in row else "cases"].append({name: cut(value) for name, value in row.items()})
+    write(path, {"engines": dict(Counter(row["engine"] for row in found["cases"]).most_common()), **found})
 
 
 def shortened(text: str, length: int = 160) -> str:
@@ -136,27 +134,16 @@ shared machine: read ratios as rough.
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path, dir_okay=False), help="The result file.")
 @click.option("--page", "document", default=PAGE, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--append", is_flag=True, help="Keep what --out has of other cases; its page holds both.")
-@click.option("--missing", is_flag=True, help="Only cases that --out does not have; with --append.")
-@click.option("--list", "lists", is_flag=True, help="Print the names of the cases.")
-@click.option("--engine", default="auto", type=click.Choice(["auto", "vmap", "ghost"]), help="Engine to survey.")
-@click.option("--every", default=1, help="Only every so many of the cases.")
-def main(
-    only: str, workers: int, limit: int, out: Path, document: Path, append: bool, missing: bool, lists: bool,
-    engine: str, every: int,
-) -> None:  # fmt: skip
+def main(only: str, workers: int, limit: int, out: Path, document: Path, append: bool) -> None:
     known = cases()
     rows = {name: row for name, row in saved(out).items() if name in known} if append else {}
-    wanted = [case for name, case in known.items() if re.search(only, name)][::every]
-    if missing:
-        wanted = [case for case in wanted if case.name not in rows or "left_out" in rows[case.name]]
-    if lists:
-        return click.echo("\n".join(case.name for case in wanted))
+    wanted = [case for name, case in known.items() if re.search(only, name)]
 
     def keep() -> None:
         save(out, rows.values())
         document.write_text(page(rows.values(), versions()))
 
-    for number, row in enumerate(track(run(wanted, workers, limit, engine), "Cases", total=len(wanted)), 1):
+    for number, row in enumerate(track(run(wanted, workers, limit), "Cases", total=len(wanted)), 1):
         rows[row["case"]] = row
         if number % SAVE_EVERY == 0:
             keep()

@@ -62,7 +62,7 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measure(case: Case, limit: int = 60, engine: str = "auto") -> dict[str, Any]:
+def measure(case: Case, limit: int = 60) -> dict[str, Any]:
     """A line of the table. With "left_out" it is none: the model cannot be built here, or does not run by itself."""
     row, start = case.about, time.perf_counter()
     blamed = "left_out"
@@ -82,7 +82,7 @@ def measure(case: Case, limit: int = 60, engine: str = "auto") -> dict[str, Any]
             blamed = "left_out"
             row["plain_ms"] = milliseconds(plain_step(case, subject, forward, params, pattern))
             blamed = "error"
-            row.update(private(subject, forward, params, row["plain_ms"], engine))
+            row.update(private(subject, forward, params, row["plain_ms"]))
     except OutOfTime:
         row[blamed] = f"took more than {limit} s"
     except Exception as error:  # noqa: BLE001  (any error of a model or of an engine is a finding)
@@ -95,7 +95,7 @@ def measure(case: Case, limit: int = 60, engine: str = "auto") -> dict[str, Any]
 def contestant(spec: Spec) -> Contestant:
     """For `benchmarks.measure`: it answers with the row of a case."""
     known = cases()
-    return Contestant(lambda: None, answer=lambda name: measure(known[name], spec["limit"], spec["engine"]))
+    return Contestant(lambda: None, answer=lambda name: measure(known[name], spec["limit"]))
 
 
 def prepared(case: Case) -> Subject:
@@ -115,12 +115,9 @@ def adapted_layers(module: nn.Module) -> list[str]:
     """Layers that get an adapter: linear ones and convolutions that are large enough, without heads."""
     heads = ("lm_head", "classifier", "score", "head", "proj_out")
     fits = lambda layer: isinstance(layer, nn.Linear | nn.Conv2d) or type(layer).__name__ == "Conv1D"
-    found = [
-        name
-        for name, layer in module.named_modules()
-        if fits(layer) and min(layer.weight.shape[:2]) >= 4 and not name.endswith(heads)
-        if getattr(layer, "groups", 1) == 1
-    ]
+    large = lambda layer: min(layer.weight.shape[:2]) >= 4 and getattr(layer, "groups", 1) == 1
+    layers = module.named_modules()
+    found = [name for name, layer in layers if fits(layer) and large(layer) and not name.endswith(heads)]
     if not found:
         raise LookupError("No layer for an adapter.")
     return found
@@ -165,11 +162,9 @@ def functions(case: Case, subject: Subject, targets: list[str], names: str | Non
     return functionalize(subject.module, names)
 
 
-def private(
-    subject: Subject, forward: Forward, params: Mapping[str, Tensor], plain_ms: float, name: str
-) -> dict[str, Any]:
-    """What an engine does with it: `auto`, or another that says how it computed a step."""
-    loss_fn, engine = subject.loss(forward), getattr(engines, name)()
+def private(subject: Subject, forward: Forward, params: Mapping[str, Tensor], plain_ms: float) -> dict[str, Any]:
+    """What `auto` does with it, and how it computed a step."""
+    loss_fn, engine = subject.loss(forward), engines.auto()
 
     def step() -> None:
         """Per-sample norms and a clipped sum."""
@@ -180,10 +175,9 @@ def private(
     start = time.perf_counter()
     step()
     first_ms, step_ms = 1e3 * (time.perf_counter() - start), milliseconds(step)
-    decision: Any = engine.decision(loss_fn)
+    decision = engine.decision(loss_fn)
     found = {
-        "engine": getattr(decision, "engine", "undecided"),
-        "reason": (getattr(decision, "reason", "") or "nothing").splitlines()[0],
+        "engine": decision.engine, "reason": (decision.reason or "nothing").splitlines()[0],
         "first_ms": round(first_ms, 1), "step_ms": step_ms, "ratio": round(step_ms / plain_ms, 2),
     }  # fmt: skip
     return {**found, **compared(engine, loss_fn, params, subject)}

@@ -18,7 +18,7 @@ from benchmarks.survey.case import BATCH, CLASSES, Batch, Case, Subject, cases_o
 Loss = Callable[..., Tensor]
 Make = Callable[[], Any]
 X, X12, SEQUENCE, Y = randn(BATCH, 6), randn(BATCH, 12), randn(BATCH, 7, 6), classes()
-TOKENS, POINTS, LENGTHS = randn(BATCH, 7, 16), randn(BATCH, 9, 3), torch.tensor([7, 3, 5, 2])
+TOKENS, LENGTHS = randn(BATCH, 7, 16), torch.tensor([7, 3, 5, 2])
 PADDING = torch.arange(7)[None] >= LENGTHS[:, None]
 ADJACENCY = (randn(BATCH, 7, 7) > 0).float() + torch.eye(7)
 head = lambda width: nn.Linear(width, CLASSES)
@@ -146,31 +146,6 @@ def graph(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:
     return net["head"](F.relu(adjacency_BNN @ net["second"](hidden)).mean(1))
 
 
-def graph_attention(net: Any, x_BND: Tensor, adjacency_BNN: Tensor) -> Tensor:
-    hidden = net["first"](x_BND)
-    scores = (hidden @ net["left"].weight[0])[:, :, None] + (hidden @ net["right"].weight[0])[:, None]
-    weights = F.leaky_relu(scores).masked_fill(adjacency_BNN == 0, -1e9).softmax(-1)
-    return net["head"]((weights @ hidden).mean(1))
-
-
-def point_net(net: Any, x_BND: Tensor) -> Tensor:
-    turn = net["turn"](x_BND.max(1).values).view(-1, 3, 3)
-    return net["head"](net["line"]((x_BND @ turn).transpose(1, 2)).amax(2))
-
-
-def capsules(net: Any, x_BD: Tensor) -> Tensor:
-    primary, routes = net["primary"](x_BD).view(-1, 4, 4), net["routes"].weight.view(4, CLASSES, 4, 4)
-    votes = torch.einsum("bnd,nced->bnce", primary, routes)
-    scores = torch.zeros(votes.shape[:3])
-    out = votes.mean(1)
-    for _ in range(2):
-        out = torch.einsum("bnc,bnce->bce", scores.softmax(2), votes)
-        norm = out.norm(dim=-1, keepdim=True)
-        out = out * norm / (1 + norm.square())
-        scores = scores + torch.einsum("bnce,bce->bnc", votes, out)
-    return out.norm(dim=-1)
-
-
 def perceiver(net: Any, x_BTD: Tensor) -> Tensor:
     latents = net["latents"].weight.expand(len(x_BTD), -1, -1)
     latents = latents + net["cross"](latents, x_BTD, x_BTD)[0]
@@ -225,12 +200,6 @@ def early_exit(net: Any, x: Tensor) -> Tensor:
 # Losses of their own.
 
 
-def triplet(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
-    anchor, near, far = call(b["x"]), call(b["near"]), call(b["far"])
-    distance = torch.cdist(anchor[:, None], torch.stack((near, far), 1))[:, 0]
-    return F.relu(distance[:, 0] - distance[:, 1] + 1.0)
-
-
 def factorised(net: Any, user_B: Tensor, items_BK: Tensor) -> Tensor:
     """Bags of items as one row of indices with offsets, as recommenders write it."""
     offsets = torch.arange(len(items_BK)) * items_BK.shape[1]
@@ -280,74 +249,6 @@ def autoencoder(net: Any, x: Tensor, noise: Tensor | None = None) -> Tensor:
 VAE = net_of(lambda: {"encoder": nn.Linear(12, 8), "decoder": nn.Linear(4, 12)}, autoencoder)
 
 
-def quantised(net: Any, x: Tensor) -> Tensor:
-    """The nearest of eight codes, straight through."""
-    z = net["encoder"](x)
-    nearest = net["codes"](torch.cdist(z, net["codes"].weight).argmin(1))
-    through = z + (nearest - z).detach()
-    return (net["decoder"](through) - x).square().mean(1) + (nearest - z.detach()).square().mean(1)
-
-
-class Flow(nn.Module):
-    """Affine couplings; the loss is minus the log likelihood."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 12)) for _ in range(2))
-        self.log_scale = nn.Parameter(torch.zeros(12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = self.log_scale.sum().expand(len(x))
-        x = x * self.log_scale.exp()
-        for part in self.parts:
-            left, right = x.chunk(2, 1)
-            shift, scale = part(left).chunk(2, 1)
-            scale = torch.tanh(scale)
-            x, total = torch.cat((right * scale.exp() + shift, left), 1), total + scale.sum(1)
-        return 0.5 * x.square().sum(1) - total
-
-
-class Masked(nn.Module):
-    """An autoregressive net: a mask on the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
-        self.register_buffer("mask", torch.tril(torch.ones(12, 12), -1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(F.linear(x, self.first.weight * self.mask, self.first.bias))
-        return F.linear(hidden, self.second.weight * self.mask, self.second.bias)
-
-
-def ode(net: Any, x: Tensor) -> Tensor:
-    """Runge-Kutta with fixed steps."""
-    field, step = net["field"], 0.25
-    for _ in range(4):
-        a = field(x)
-        b = field(x + 0.5 * step * a)
-        c = field(x + 0.5 * step * b)
-        x = x + step / 6 * (a + 2 * b + 2 * c + field(x + step * c))
-    return x
-
-
-def wave_net(net: Any, x: Tensor) -> Tensor:
-    """Dilated causal convolutions with gates."""
-    hidden, skips = net["start"](x), torch.zeros(())
-    for i, (gate, out) in enumerate(zip(net["gates"], net["outs"], strict=True)):
-        signal, door = gate(F.pad(hidden, (2**i, 0))).chunk(2, 1)
-        part = out(torch.tanh(signal) * torch.sigmoid(door))
-        hidden, skips = hidden + part, skips + part
-    return net["end"](F.relu(skips))
-
-
-def mixer(net: Any, x: Tensor) -> Tensor:
-    """Tokens and channels in turn."""
-    hidden = net["patch"](x).flatten(2)
-    hidden = hidden + F.gelu(net["tokens"](hidden))
-    return net["channels"](hidden.transpose(1, 2)).mean(1)
-
-
 class Fourier(nn.Module):
     """A layer in the frequencies, complex weights."""
 
@@ -359,24 +260,6 @@ class Fourier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         waves = torch.fft.rfft(x) * torch.view_as_complex(self.weight)
         return torch.fft.irfft(waves, n=x.shape[-1]) + self.line(x)
-
-
-class Gaussian(nn.Module):
-    """A kernel machine: distances to learned centres."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centres, self.widths = nn.Parameter(torch.randn(5, 12)), nn.Parameter(torch.zeros(5))
-        self.out = nn.Linear(5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out((-torch.cdist(x, self.centres).square() * self.widths.exp()).exp())
-
-
-def tuned(net: Any, x: Tensor, z: Tensor) -> Tensor:
-    """Features of an image scaled and shifted by another input."""
-    scale, shift = net["film"](z)[..., None, None].chunk(2, 1)
-    return (1 + scale) * net["conv"](x) + shift
 
 
 def diffusion(call: Loss, b: Mapping[str, Tensor]) -> Tensor:
@@ -427,13 +310,8 @@ NETS: dict[str, Callable[[], Subject]] = {
         b: mean_square(call(b["x"], b["z"]) - b["z"]), x=TOKENS, z=randn(BATCH, 3, 16, seed=7)),
     "graph convolution": on(lambda: {"first": nn.Linear(6, 8), "second": nn.Linear(8, 8), "head": head(8)}, SEQUENCE,
                             graph, a=ADJACENCY),
-    "graph attention": on(lambda: {"first": nn.Linear(6, 8), "left": nn.Linear(8, 1), "right": nn.Linear(8, 1),
-                                   "head": head(8)}, SEQUENCE, graph_attention, a=ADJACENCY),
     "DeepSets": on(lambda: {"inner": linear(6, 8, 8), "outer": linear(8, 8, CLASSES)}, SEQUENCE,
                    lambda net, x: net["outer"](net["inner"](x).sum(1))),
-    "PointNet": on(lambda: {"turn": nn.Linear(3, 9), "line": nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU()),
-                            "head": head(8)}, POINTS, point_net),
-    "capsules": on(lambda: {"primary": nn.Linear(6, 16), "routes": nn.Linear(12, 16, bias=False)}, X, capsules),
     "Perceiver": on(lambda: {"latents": nn.Embedding(3, 16), "cross": nn.MultiheadAttention(16, 2, batch_first=True),
         "own": nn.MultiheadAttention(16, 2, batch_first=True), "head": head(16)}, TOKENS, perceiver),
     "experts, dense": experts(True),
@@ -452,8 +330,6 @@ NETS: dict[str, Callable[[], Subject]] = {
     "Siamese": plain_net(lambda: linear(6, 16, 8), lambda call, b: (
         F.cosine_similarity(call(b["x"]), call(b["other"])) - b["same"]).square(), x=X, other=randn(BATCH, 6, seed=9),
         same=torch.tensor([1.0, 0.0, 1.0, 0.0])),
-    "triplet": plain_net(lambda: linear(6, 16, 8), triplet, x=X, near=randn(BATCH, 6, seed=9),
-                         far=randn(BATCH, 6, seed=10)),
     "matrix factorisation": plain_net(net_of(lambda: {"user": nn.Embedding(9, 4),
         "bag": nn.EmbeddingBag(9, 4, mode="mean"), "bias": nn.Embedding(9, 1)}, factorised), lambda call,
         b: (call(b["user"], b["items"]) - b["rating"]).square(), user=classes(9), items=torch.randint(9, (BATCH, 3),
@@ -472,23 +348,9 @@ NETS: dict[str, Callable[[], Subject]] = {
     "VAE": plain_net(VAE, own, x=X12),
     "VAE, draws in the batch": plain_net(VAE, lambda call, b: call(b["x"], b["noise"]), x=X12,
                                          noise=randn(BATCH, 4, seed=9)),
-    "VQ-VAE": plain_net(net_of(lambda: {"encoder": nn.Linear(12, 4), "codes": nn.Embedding(8, 4),
-                                        "decoder": nn.Linear(4, 12)}, quantised), own, x=X12),
-    "flow": plain_net(Flow, own, x=X12),
-    "masked autoregressive": made(Masked),
-    "neural ODE": made(lambda: {"field": nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))}, ode),
-    "WaveNet": made(lambda: {
-        "start": nn.Conv1d(1, 8, 1), "gates": nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3)),
-        "outs": nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3)), "end": nn.Conv1d(8, 1, 1)},
-        wave_net, randn(BATCH, 1, 16)),
     "coordinates": made(lambda: {"net": nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))},
                         lambda net, x: net["net"](torch.sin(3 * x)), randn(BATCH, 9, 2)),
-    "MLP-Mixer": made(lambda: {"patch": nn.Conv2d(3, 8, 4, 4), "tokens": nn.Linear(4, 4), "channels": nn.Linear(8, 8)},
-                      mixer, images(8)),
     "Fourier layer": made(Fourier, x=randn(BATCH, 4, 8)),
-    "radial basis": made(Gaussian),
-    "FiLM": plain_net(net_of(lambda: {"conv": nn.Conv2d(3, 8, 3), "film": nn.Linear(12, 16)}, tuned),
-                      lambda call, b: mean_square(call(b["x"], b["z"])), x=images(8), z=X12),
 }  # fmt: skip
 TRAINED_TOO = (
     "MLP dropout", "MLP BatchNorm", "CNN BatchNorm", "CNN InstanceNorm", "CNN Dropout2d", "LSTM two layers dropout",

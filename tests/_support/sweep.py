@@ -11,10 +11,8 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from row_programs import alone, credited
@@ -97,8 +95,7 @@ DIFFERING: dict[str, Callable[[], Tensor]] = {
 CONSTANTS = {**ALIKE, **DIFFERING}
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """An argument that is made for each call: of the batch, or a constant."""
 
     name: str
@@ -111,18 +108,18 @@ class Made:
         return LAYOUTS[self.name](x).clone() if self.of_batch else CONSTANTS[self.name]()
 
 
-class Slot(Enum):
-    """Places in a pattern of arguments, filled by draws."""
+batch, constant = partial(Made, of_batch=True), partial(Made, of_batch=False)
+AXES = (0, 1, 2, -1, -2)
+NUMBERS = (0, 1, 2, 4, -1, 0.5)
+EQUATIONS = ("bi,bi->b", "bi,bj->bij", "bi,ci->bc", "bi,ij->bj", "bi->ib", "bij,bjk->bik", "ij->j", "ii->i", "bi,b->bi")
 
-    X = "the batch"
-    Y = "the batch, perhaps in another layout"
-    C = "a constant"
-    AXIS = "an axis"
-    NUMBER = "a number"
-    EQUATION = "an equation of einsum"
-
-
-X, Y, C, AXIS, NUMBER, EQUATION = Slot
+# Places in a pattern of arguments, filled by draws: the batch; it, perhaps in another layout; a constant; ...
+X = lambda rng, layout: batch(layout)
+Y = lambda rng, layout: batch(layout if rng.random() < 0.4 else rng.choice(list(LAYOUTS)))
+C = lambda rng, layout: constant(rng.choice(list(rng.choice([ALIKE, DIFFERING]))))
+AXIS = lambda rng, layout: rng.choice(AXES)
+NUMBER = lambda rng, layout: rng.choice(NUMBERS)
+EQUATION = lambda rng, layout: rng.choice(EQUATIONS)
 PATTERNS: list[tuple[Any, ...]] = [
     (X,), (X,), (X, AXIS), (X, AXIS), (X, AXIS, AXIS), (X, NUMBER), (X, NUMBER, AXIS), (X, AXIS, NUMBER, NUMBER),
     (X, AXIS, AXIS, NUMBER), (X, NUMBER, NUMBER), (X, NUMBER, AXIS, NUMBER), (X, (AXIS, AXIS)), (X, (NUMBER, NUMBER)),
@@ -140,8 +137,6 @@ KEYWORDS: list[dict[str, Any]] = [
     {"reduce": "amax"}, {"reduction": "sum"}, {"bias": C}, {"stride": 1}, {"training": True}, {"accumulate": True},
 ]  # fmt: skip
 
-
-batch, constant = partial(Made, of_batch=True), partial(Made, of_batch=False)
 
 # Names, as regular expressions, whose arguments are seldom drawn by chance -> more patterns.
 FITTING: dict[str, list[tuple[Any, ...]]] = {
@@ -192,9 +187,6 @@ FITTING: dict[str, list[tuple[Any, ...]]] = {
     "(h|v|d|row_|column_)?stack|cat|concat.*|cartesian_prod|block_diag|broadcast_tensors|meshgrid|einsum": [
         ([X, X],), ([X, X], AXIS), ([X, C], AXIS), (X, C), (EQUATION, X, C), (EQUATION, batch("B22"), batch("matrices")), (EQUATION, batch("4B")), (EQUATION, X, X)],
 }  # fmt: skip
-AXES = (0, 1, 2, -1, -2)
-NUMBERS = (0, 1, 2, 4, -1, 0.5)
-EQUATIONS = ("bi,bi->b", "bi,bj->bij", "bi,ci->bc", "bi,ij->bj", "bi->ib", "bij,bjk->bik", "ij->j", "ii->i", "bi,b->bi")
 
 SPACES = {
     "torch": torch,
@@ -234,40 +226,28 @@ def functions() -> dict[str, Callable[..., Any]]:
     return found
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A function and its arguments, with all choices made."""
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any]
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join([*map(repr, self.args), *(f'{k}={v!r}' for k, v in self.kwargs.items())])})"
 
     def __call__(self, x: Tensor) -> Any:
-        return self.function(*filled(self.args, x), **filled(self.kwargs, x))
-
-
-def filled(value: Any, x: Tensor) -> Any:
-    """The arguments, with the tensors that are made of a batch."""
-    return pytree.tree_map(lambda part: part.of(x) if isinstance(part, Made) else part, value)
+        args, kwargs = mapped(lambda part: part.of(x) if isinstance(part, Made) else part, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
 
 
 def drawn(rng: random.Random, pattern: Any, layout: str) -> Any:
-    """A pattern with its slots filled."""
-    draws = {
-        X: lambda: batch(layout),
-        Y: lambda: batch(layout if rng.random() < 0.4 else rng.choice(list(LAYOUTS))),
-        C: lambda: constant(rng.choice(list(rng.choice([ALIKE, DIFFERING])))),
-        AXIS: lambda: rng.choice(AXES),
-        NUMBER: lambda: rng.choice(NUMBERS),
-        EQUATION: lambda: rng.choice(EQUATIONS),
-    }
-    return pytree.tree_map(lambda slot: draws[slot]() if isinstance(slot, Slot) else slot, pattern)
+    """A pattern with its places filled."""
+    return mapped(lambda part: part(rng, layout) if callable(part) else part, pattern)
 
 
+mapped = partial(pytree.tree_map, is_leaf=lambda part: isinstance(part, Made))
 TRIES = 40
 
 
@@ -302,13 +282,12 @@ def loss_of(call: Call) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
     return loss_fn
 
 
-@dataclass
-class Swept:
+class Swept(NamedTuple):
     """What a sweep found: names of functions, outcomes counted, and calls whose rows are wrong."""
 
-    names: set[str] = field(default_factory=set)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+    names: set[str]
+    outcomes: Counter[str]
+    wrong: list[str]
 
 
 def judged(call: Call, seed: int) -> str:
@@ -330,7 +309,7 @@ def judged(call: Call, seed: int) -> str:
 
 def swept(seed: int, count: int, table: dict[str, Callable[..., Any]]) -> Swept:
     """Outcomes of so many calls: for each function in a drawn order one call, if some draws find one that runs."""
-    rng, found, names = random.Random(seed), Swept(), list(table)
+    rng, found, names = random.Random(seed), Swept(set(), Counter(), []), list(table)
     while True:
         rng.shuffle(names)
         for name in names:
@@ -342,7 +321,7 @@ def swept(seed: int, count: int, table: dict[str, Callable[..., Any]]) -> Swept:
                 if outcome:
                     found.names.add(name)
                     found.outcomes[outcome] += 1
-                    found.wrong += [str(call)] if outcome == "wrong" else []
+                    found.wrong.extend([str(call)] if outcome == "wrong" else [])
                     break
             if found.outcomes.total() >= count:
                 return found

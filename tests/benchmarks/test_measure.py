@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,24 +68,8 @@ def test_a_process_answers_and_dies_by_itself(tmp_path):
         process.close()
     with pytest.raises(Failed, match="ModuleNotFoundError: No module named 'absent'"):
         Process({**spec, "module": "absent"})
-
-
-def test_the_variables_of_a_process(monkeypatch):
-    """Freed memory is kept or given back; a process that is too slow is an error."""
-    seen = {}
-
-    def popen(command, env, **rest):
-        seen.update(env)
-        return SimpleNamespace(stdin=open("/dev/null"), stdout=open("/dev/zero"), kill=print, wait=print)
-
-    monkeypatch.setattr(measure.subprocess, "Popen", popen)
-    monkeypatch.setattr(measure.select, "select", lambda *_: ([], [], []))
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    for freed, expected in {"kept": measure.KEEPS, "given back": {}}.items():
-        seen.clear()
-        with pytest.raises(Failed, match="no step within 1 s"):
-            Process({"module": "x", "freed": freed, "limit_seconds": 1})
-        assert {name: value for name, value in seen.items() if name.startswith("MALLOC_")} == expected
+    with pytest.raises(Failed, match="no step within 0 s"):
+        Process({**spec, "limit_seconds": 0})
 
 
 def test_the_meters():

@@ -104,9 +104,11 @@ def test_both_loaders_make_the_same_batches(monkeypatch):
     assert loader.rows(found) == []
 
 
-def test_the_picture_of_growth(tmp_path):
-    growth.picture(read(growth.RESULT)["cases"], tmp_path / "a.svg")
-    assert (tmp_path / "a.svg").stat().st_size > 1000
+def test_pictures(tmp_path):
+    growth.picture(read(growth.RESULT)["cases"], tmp_path / "growth.svg")
+    goals.picture(read(goals.FOLDER / "engines.json")["cases"], "memory", tmp_path / "engines.svg")
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):
@@ -150,14 +152,14 @@ def test_parts_on_a_gpu(tmp_path):
 
 def test_every_target_is_measured_and_what_is_missed_has_a_reason():
     found = goals.judged(goals.reports())
-    assert not [target.title for target, value in found if value is None]
+    assert not [target.title for target, value, _ in found if value is None]
     said, whys = goals.PAGE.read_text("utf-8"), {target.why for target in goals.TARGETS} - {""} | {"small"}
     assert all(f"- **{why}**: " in said for why in whys)
-    assert all(target.why for target, value in found if value > target.limit)
+    assert all(target.why for target, value, _ in found if value > target.limit)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1.5, "met"), (1.65, "missed by 10 %"), (None, "not measured")])
 def test_verdicts(value, expected):
     target = goals.Target("toy", 1.5, "x", "file", ("cases", "private"))
     found = {"file": {"cases": {} if value is None else {"private": value}}}
-    assert goals.verdict(target, target.measured(found)) == expected
+    assert goals.row_of(target, target.measured(found))[-1] == expected

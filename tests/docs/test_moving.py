@@ -8,6 +8,7 @@ import pages
 import pytest
 import torch
 from pages import DOCS
+from tiny_models import word_tokenizer
 from torch import nn
 
 import dpfunc
@@ -152,13 +153,11 @@ def test_our_block_of_linear_regression_runs():
 # The Trainer's own loaders ask for pinned memory on a machine without an accelerator.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 def test_our_block_of_the_trainer_runs(tmp_path, monkeypatch):
-    from tokenizers import Tokenizer, models
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     monkeypatch.chdir(tmp_path)
     words = ["[PAD]", "[EOS]", *"abcdef"]
-    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[EOS]"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", eos_token="[EOS]")
+    tokenizer = word_tokenizer(words, "[EOS]", pad_token="[PAD]", eos_token="[EOS]")
     config = GPT2Config(
         vocab_size=len(words), n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
     )

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import pages
 import torch
 from image_text_models import FAMILIES
 from task_models import MODELS, SoftmaxLoss, build, sentence_model, sentences
@@ -88,6 +89,5 @@ def test_the_code_runs(capsys):
         "scores": torch.rand(4), "classes": torch.tensor([0, 1, 2, 1]), "authors": ["ann", "bob", "ann", "cid"],
         "model": model, "texts": texts,
     }  # fmt: skip
-    for block in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL):
-        exec(compile(block, "models.md", "exec"), names)
+    pages.run(*pages.blocks("guides/models.md"), **names)
     assert capsys.readouterr().out.split("\n")[:3] == ["torch.Size([4])", "torch.Size([4])", "torch.Size([3])"]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
-from pathlib import Path
+from functools import partial
 
+import pages
 import pytest
 import torch
 from launcher import works
+from tiny_models import word_tokenizer
 
 # The Trainer's own loaders ask for pinned memory on a machine without an accelerator.
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "trainer.md").read_text()
-
-
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+blocks = partial(pages.blocks, "guides/trainer.md")
 
 
 def patched(script):
@@ -34,14 +31,11 @@ def patched(script):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with a tiny model under the guide's name, and two tables."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     words = ["[PAD]", "[UNK]", "cheap", "offer", "win", "lunch", "with", "you", "tomorrow", "now"]
-    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
     model = tmp_path / "distilbert" / "distilbert-base-uncased"
-    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(model)
+    word_tokenizer(words, "[UNK]", pad_token="[PAD]").save_pretrained(model)
     torch.manual_seed(0)
     config = DistilBertConfig(vocab_size=len(words), dim=8, n_layers=1, n_heads=2, hidden_dim=16)
     DistilBertForSequenceClassification(config).save_pretrained(model)
@@ -55,19 +49,17 @@ def place(tmp_path, monkeypatch):
 
 
 def execute(script):
-    names = {}
-    exec(compile(script.replace("num_train_epochs=10", "num_train_epochs=1"), "trainer.md", "exec"), names)
-    return names
+    return pages.run(script.replace("num_train_epochs=10", "num_train_epochs=1"))
 
 
 def test_the_ordinary_script_of_the_guide_runs(place):
-    trainer = execute(blocks("python")[0])["trainer"]
+    trainer = execute(blocks()[0])["trainer"]
     assert trainer.state.global_step == 2
     assert (place / "model" / "model.safetensors").exists()
 
 
 def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
-    names = execute(patched(blocks("python")[0]))
+    names = execute(patched(blocks()[0]))
     trainer = names["trainer"]
     assert type(trainer).__name__ == "DPTrainer"
     assert trainer.plan.sampler.expected_batch_size(0) == 256
@@ -79,10 +71,9 @@ def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
 
 
 def test_the_script_over_people_runs(place):
-    script, people = blocks("python")[0], next(block for block in blocks("python") if "CollatePersons" in block)
+    script, people = blocks()[0], next(block for block in blocks() if "CollatePersons" in block)
     setup = script.split("\nargs = ")[0].replace(", Trainer, ", ", ")
-    names = {"authors": [f"p{i % 97}" for i in range(300)]}
-    exec(compile(setup + people, "trainer.md", "exec"), names)
+    names = pages.run(setup + people, authors=[f"p{i % 97}" for i in range(300)])
     trainer = names["trainer"]
     assert trainer.plan.sampler.dataset_size == 97
     trainer.train()
@@ -96,7 +87,7 @@ def test_the_private_script_runs_on_two_processes(place):
     """Also with a head that each process drew differently: all begin with that of the first one."""
     [command] = [block.split() for block in blocks("sh") if "torchrun" in block]
     assert command == ["torchrun", "--nproc-per-node", "2", "train.py"]
-    script = patched(blocks("python")[0]).replace("num_train_epochs=10", "num_train_epochs=1, use_cpu=True")
+    script = patched(blocks()[0]).replace("num_train_epochs=10", "num_train_epochs=1, use_cpu=True")
     (place / "train.py").write_text(script)
     output, _ = works("train.py", cwd=place)
     assert output.count("eval_loss") == 1

@@ -47,13 +47,10 @@ class Family:
     unused: str = "$^"
 
 
-def text(dtype, padding="right"):
+def text(dtype):
     """Ids, mask and classes of samples of several lengths."""
-    rows = survey.text(padding)
+    rows = survey.text()
     return {"ids": rows["input_ids"], "mask": rows["attention_mask"], "y": classes()}
-
-
-text_padded_left = partial(text, padding="left")
 
 
 labelled_text = lambda: {**survey.text(), "labels": classes()}
