@@ -248,11 +248,12 @@ def halves(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, 
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of docs/recipes.md: at epsilon 3 a row for each data set; means over those that were kept apart."""
+    """Of docs/recipes.md: at epsilon 3 a row for each data set; means."""
     heads, found = ("data", "n", "classes", "rarest class", *CONTESTANTS, "network"), {}
     for half, here in halves(results).items():
         found[half] = markdown(heads, [line(each) for each in here if each["epsilon"] == NETWORK_EPSILON])
-    return {**found, "apart means": summary(halves(results)["apart"])}
+        found[f"{half} means"] = summary(here)
+    return found
 
 
 def short(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
