@@ -6,6 +6,8 @@ import ast
 import runpy
 from pathlib import Path
 
+from dpfunc.engines._guards.audit import Audits
+
 house = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "house.py"))
 
 
@@ -15,10 +17,12 @@ def test_complexity_counts_branches_of_a_function_alone():
     assert [house["complexity"](function) for function in house["functions"](tree)] == [5, 2]
 
 
-def test_the_way_of_a_batch_begins_in_the_step():
+def test_the_way_of_a_batch_begins_in_the_step(monkeypatch):
+    monkeypatch.setattr(Audits, "due", lambda *_: 0)  # by time and chance, a later step compares a row
     way = house["way_of_a_batch"]()
     assert "step.py" in way[:2]
     assert "engines/vmap_grad.py" in way
-    assert len(way) <= 25, way
+    # where another test has imported FSDP, each call looks for it
+    assert len(set(way) - {"functional/_fsdp.py"}) <= 25, way
     house["numbers"].__globals__["AROUND"] = ()  # to read all tests takes longer than all else
     assert int(house["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)
