@@ -1,10 +1,8 @@
-"""The arguments of a step: batches as pytrees, their rows and positions; parameters, with their kind and numbers."""
+"""The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -104,24 +102,6 @@ def deal(indices: Tensor, rank: int, size: int) -> Tensor:
     tensor([5, 9])
     """
     return indices[rank::size]
-
-
-_first: ContextVar[int] = ContextVar("dpfunc_first_row", default=0)
-
-
-@contextmanager
-def first_row(position: int) -> Iterator[None]:
-    """Inside, row 0 of a microbatch has this position in its batch."""
-    token = _first.set(position)
-    try:
-        yield
-    finally:
-        _first.reset(token)
-
-
-def positions_of(rows: Sequence[int]) -> list[int]:
-    """Positions in the batch of rows of the microbatch."""
-    return [_first.get() + row for row in rows]
 
 
 def rows(batch: Batch, start: int, stop: int) -> Batch:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, check_params, first_row, pad_rows, rows, signature, tree_map
+from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
@@ -28,6 +28,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._guards.audit import Audits, Credited, audit
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
+from dpfunc.engines._levels import first_row
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.explain import automatic_size

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dpfunc
+from dpfunc.engines._guards.audit import Audits
 
 ROOT = Path(dpfunc.__file__).parent
 REPOSITORY, TESTS = ROOT.parent, Path(__file__).parent
@@ -227,10 +228,12 @@ def test_complexity_counts_branches_of_a_function_alone():
     assert [HOUSE["complexity"](function) for function in HOUSE["functions"](tree)] == [5, 2]
 
 
-def test_the_way_of_a_batch_begins_in_the_step():
+def test_the_way_of_a_batch_begins_in_the_step(monkeypatch):
+    monkeypatch.setattr(Audits, "due", lambda *_: 0)  # by time and chance, a later step compares a row
     way = HOUSE["way_of_a_batch"]()
     assert "step.py" in way[:2]
     assert "engines/vmap_grad.py" in way
-    assert len(way) <= 25, way
+    # where another test has imported FSDP, each call looks for it
+    assert len(set(way) - {"functional/_fsdp.py"}) <= 25, way
     HOUSE["numbers"].__globals__["AROUND"] = ()  # to read all tests takes longer than all else
     assert int(HOUSE["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NoReturn, TypeGuard
@@ -205,6 +206,24 @@ def opened(func: Any) -> Callable[..., Any] | None:
 def _asks_modes(func: FunctionType) -> bool:
     asks = any(name.startswith("has_torch_function") for name in func.__code__.co_names)
     return asks and "__class__" not in func.__code__.co_freevars  # a method that calls `super()` comes back as itself
+
+
+_first: ContextVar[int] = ContextVar("dpfunc_first_row", default=0)
+
+
+@contextmanager
+def first_row(position: int) -> Iterator[None]:
+    """Inside, row 0 of a microbatch has this position in its batch."""
+    token = _first.set(position)
+    try:
+        yield
+    finally:
+        _first.reset(token)
+
+
+def positions_of(rows: Sequence[int]) -> list[int]:
+    """Positions in the batch of rows of the microbatch."""
+    return [_first.get() + row for row in rows]
 
 
 class Stop(BaseException):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import is_dtensor
-from dpfunc.batches import positions_of, take
+from dpfunc.batches import take
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
@@ -32,6 +32,7 @@ from dpfunc.engines._levels import (
     is_row,
     levels,
     opened,
+    positions_of,
     run_backward,
     told_of_transforms,
     transforms_seen,

@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
-from dpfunc.batches import batch_size, positions_of, row_alone, rows, signature, tree_map
+from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
 from dpfunc.engines._guards.loss import RowMemory, refuse_earlier, refuse_kept, refuse_undeclared
-from dpfunc.engines._levels import opened, run_backward, told_of_transforms
+from dpfunc.engines._levels import opened, positions_of, run_backward, told_of_transforms
 from dpfunc.engines._per_sample import Dense, PerSample
 from dpfunc.engines._recurrent import KINDS, NAMES, layer_by_layer
 from dpfunc.errors import UnsupportedModel

@@ -17,11 +17,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, in_lockstep, on_any_process
 from dpfunc._utils.validation import one_of
-from dpfunc.batches import batch_size, positions_of
+from dpfunc.batches import batch_size
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both
+from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both, positions_of
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass

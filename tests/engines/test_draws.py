@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc import clipping, engines
-from dpfunc.batches import first_row
 from dpfunc.clipped import clipped_grad
+from dpfunc.engines._levels import first_row
 from dpfunc.rng import insecure_key, torch_seed
 
 D, ROWS = 4, 7

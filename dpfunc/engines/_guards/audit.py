@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, shard_like
-from dpfunc.batches import batch_size, positions_of, row_alone
+from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines._guards.kept_state import python_state
+from dpfunc.engines._levels import positions_of
 from dpfunc.engines._numerics import COARSE, TOLERANCES, accumulation_dtype, lengths, tolerance_of
 from dpfunc.engines.loop import Alone, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
