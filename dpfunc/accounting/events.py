@@ -149,7 +149,7 @@ def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Ar
     return np.asarray(logs / (orders - 1) * (1 + 1e-12) + 1e-13)
 
 
-def name_of(event: object) -> str:
+def _name_of(event: object) -> str:
     for name, kind in KINDS.items():
         if type(event) is kind:
             return name
@@ -171,7 +171,7 @@ def surplus(events: Iterable[Event], others: Iterable[Event]) -> tuple[Event, ..
 def _counted(events: Iterable[Event]) -> _Counts:
     steps: _Counts = {}
     for event in events:
-        name = name_of(event)
+        name = _name_of(event)
         q, sigma, number, *more = _values(event).values()
         key = (name, q, sigma, *more)
         first, before = steps.get(key, (event, 0))
@@ -189,7 +189,7 @@ def _values(event: Event) -> dict[str, Any]:
 
 
 def to_values(event: Event) -> dict[str, Any]:
-    name = name_of(event)
+    name = _name_of(event)
     return {**({"kind": name} if name else {}), **_values(event)}
 
 

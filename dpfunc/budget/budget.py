@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a budget is shown without torch
     from dpfunc.plan import Plan
     from dpfunc.rng import Key
 
-PLACE_FILE = "privacy_budget.json"
+_PLACE_FILE = "privacy_budget.json"
 _NOTHING = "Nothing was reserved."
 
 
@@ -221,7 +221,7 @@ class Budget:
             )
         if not isinstance(spent, Ledger):
             folder, place = Path(spent), self.account().place(run)
-            replace_file((folder if folder.is_dir() else folder.parent) / PLACE_FILE, json.dumps(signed(place)) + "\n")
+            replace_file((folder if folder.is_dir() else folder.parent) / _PLACE_FILE, json.dumps(signed(place)) + "\n")
         return after
 
     def _names(self) -> tuple[str, str]:

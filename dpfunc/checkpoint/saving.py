@@ -127,7 +127,7 @@ def save(
         encoded = encode("optimizer_state", None if optimizer_state is None else dict(optimizer_state), tensors)
         noise = encode("noise_state", state.noise_state, tensors)
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
-        check_unsharded(tensors, ranks)
+        _check_unsharded(tensors, ranks)
         values = run.state_to_dict(state, run.data_fingerprint(data, state.key), extra)
         return {folder.PLAN: run.plan_to_dict(plan), folder.STATE: {**values, "optimizer": encoded, "noise": noise}}
 
@@ -144,7 +144,7 @@ def save(
     return parent / str(made)
 
 
-def check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+def _check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
     """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only."""
     sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
     if sharded and ranks is None:
@@ -270,7 +270,7 @@ def load(
         new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
         if (file is None) != new_key:
             raise InvalidArgument(_BOTH) if new_key else CheckpointError(_NO_JOURNAL)
-        check_unsharded(params, ranks)
+        _check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
         folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
         if values.get("schema") != run.SCHEMA:

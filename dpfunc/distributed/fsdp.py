@@ -191,7 +191,7 @@ def _replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> Non
 class Managed(NamedTuple):
     """A sharded module as a function, its parameters in parts, and the engine and ranks to train it with."""
 
-    forward: ManagedForward
+    forward: _ManagedForward
     params: dict[str, Tensor]
     engine: ManagedEngine
     ranks: Ranks
@@ -231,14 +231,14 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
             f"The parameters {shorten(sorted(others))} are trained, but fully_shard does not manage them. Call it on "
             "all of the module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize."
         )
-    forward = ManagedForward(module, trained)
+    forward = _ManagedForward(module, trained)
     params = {name: param.detach().clone() for name, param in trained.items()}
     sharding_ranks = dataclasses.replace(ranks, keeps_parts=True)
     return Managed(forward, params, ManagedEngine(forward, sharding_ranks), sharding_ranks)
 
 
 @dataclass(frozen=True)
-class ManagedForward:
+class _ManagedForward:
     """The module as `forward(params, *args)`."""
 
     module: nn.Module = field(repr=False)
@@ -290,7 +290,7 @@ class ManagedForward:
 class ManagedEngine:
     """The engine of two passes over the tensors of a sharded module; see `functionalize_managed`."""
 
-    forward: ManagedForward = field(repr=False)
+    forward: _ManagedForward = field(repr=False)
     ranks: Ranks = field(repr=False)
 
     @cached_property

@@ -28,7 +28,7 @@ from dpfunc.evidence._result import in_certificate
 from dpfunc.types import Adjacency
 
 SCHEMA = "dpfunc.certificate/1"
-FILE = "certificate.json"
+_FILE = "certificate.json"
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _RECORDED = 1e-4  # relative: up to which the epsilon of a record may be below the one that is computed now
 _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opacus has by itself
@@ -36,7 +36,7 @@ _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opa
 _NEEDED = 'Signatures need the package cryptography: pip install "dpfunc[sign]".'
 _MADE = ", without a password: openssl genpkey -algorithm ed25519 -out key.pem"
 
-LAWS = {
+_LAWS = {
     "Poisson": "each unit is in a batch with probability sampling_prob, independently of all others and of other steps",
     "FixedSize": "a fixed number of different units, drawn anew each step, without replacement",
     "CappedPoisson": "as Poisson; if there are more units than the cap, a random subset of that size",
@@ -121,7 +121,7 @@ def certify(
         },
         "mechanism": {
             **{name: getattr(record, name) for name in _SETTINGS},
-            "law": LAWS.get(record.sampler, "as its events claim: a sampler of the user"),
+            "law": _LAWS.get(record.sampler, "as its events claim: a sampler of the user"),
         },
         "steps": _rows(runs),
         "earlier": [to_values(event) for event in earlier.events],
@@ -143,7 +143,7 @@ def certify(
         public, signature = key.public_key().public_bytes_raw().hex(), key.sign(_canonical(values).encode()).hex()
         values["signature"] = {"algorithm": "Ed25519", "public_key": public, "value": signature}
     values["digest"] = _digest(values)
-    path = Path(out or folder / FILE)
+    path = Path(out or folder / _FILE)
     chain.replace_file(path, _canonical(values))
     chain.replace_file(path.with_suffix(".html"), page(values))
     return path
@@ -288,7 +288,7 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "The key of the noise is secret.": how["noise_key"] == SECRET,
         "Noise comes from a cryptographic stream.": how["noise_source"].startswith("AES"),
         "Batches are the draws of the sampler: each was compared.": how["batches"] == COMPARED,
-        "The law of the sampler is one that is proven.": how["sampler"] in LAWS,
+        "The law of the sampler is one that is proven.": how["sampler"] in _LAWS,
         "No row changes the gradient of another.": how["rows"].startswith(("vmap(grad(loss))", "each row")),
         "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + _ROUNDING),

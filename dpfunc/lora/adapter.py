@@ -123,7 +123,7 @@ class LoRA:
                 weight = layer.get_parameter("weight")
                 if not weight.is_floating_point():
                     raise UnsupportedModel(f"The weight of {name} is {weight.dtype}: merge into a model in float.")
-                merged = merged_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"], self.config.scale)
+                merged = _merged_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"], self.config.scale)
                 layer.register_parameter("weight", nn.Parameter(merged, requires_grad=weight.requires_grad))
         return result
 
@@ -217,7 +217,7 @@ def _adapted_copy(
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     wrappers: dict[int, Any] = {}
     for name, layer in layers.items():
-        factors = initial_factors(layer, fold_in(key, "lora", name), config.rank, config.init)
+        factors = _initial_factors(layer, fold_in(key, "lora", name), config.rank, config.init)
         wrappers[id(layer)] = LoRALayer(copy.deepcopy(layer, memo), *factors, config.scale, config.dropout)
     memo.update(wrappers)  # deepcopy takes what its memo holds in place of the original, wherever it is referred to
     adapted: nn.Module = copy.deepcopy(module, memo)
@@ -243,7 +243,7 @@ class LoRALayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """`W + scale * B A`, for models that use the weight without calling the layer (nn.MultiheadAttention)."""
-        return merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
+        return _merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute (`bias`, `in_features`, ...) from the layer itself."""
@@ -277,7 +277,7 @@ def _low_rank(layer: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(F.linear(x, a), b)
 
 
-def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """`W + scale B A` in the layer's form and dtype, added in float32 or better; a quantised weight stays as it is."""
     weight = layer._parameters["weight"]
     if weight is None or not weight.is_floating_point():
@@ -292,7 +292,7 @@ def merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tenso
     return (weight.to(wide) + scale * delta).to(weight.dtype)
 
 
-def initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[Tensor, Tensor]:
+def _initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[Tensor, Tensor]:
     """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised."""
     shape, shape_b = _factor_shapes(layer, rank)
     weight, random = layer.get_parameter("weight"), stream(key)
