@@ -60,15 +60,19 @@ downloads: $(VENV)/dev .cache/dp_accounting/installed
 
 # Tests start many processes, and each would compile the source anew where the environment forbids to keep bytecode.
 # Files begin in the order of tests/conftest.py.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile \
-	--no-loadscope-reorder
+PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Lines of dpfunc that the tests run in their own processes; those of the programs that they start are not seen.
+COVERAGE := -m slipcover --source dpfunc --skip-covered --out build/coverage.txt --fail-under $(if $(ARGS),0,92)
+PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 
 test: check downloads
-	$(PYTEST) -m "not slow" $(ARGS)
+	@mkdir -p build
+	$(PYTHON_TESTS) $(COVERAGE) $(PYTEST) -m "not slow" $(ARGS)
+	@tail -n 2 build/coverage.txt
 
 # only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads
-	$(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
+	$(PYTHON_TESTS) $(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
 
 # apart from the environment: dpfunc does not need it, and it would pin packages that others need
 jax: .cache/jax/installed
