@@ -21,6 +21,7 @@ def test_any_number_of_processes_gives_the_same(case):
     """Eight noisy steps with 1, 2 and 4 processes, where some have no records in some steps."""
     *settings, tolerance = case
     [(expected, ledger, counts)] = run(1, "jobs:train", *settings, False)
+    assert (0 in counts) == (settings[4] < 4)  # some draws have no records at all
     for size in (1, 2, 4):
         found = run(size, "jobs:train", *settings)
         for params, its_ledger, _ in found:
@@ -33,15 +34,6 @@ def test_any_number_of_processes_gives_the_same(case):
         assert all(max(row) - min(row) <= 1 for row in dealt)
         if size == 4 and settings[4] < 4:
             assert any(0 in row and sum(row) for row in dealt)  # some had nothing to do, and took part
-
-
-def test_draws_without_any_record():
-    settings = ("auto", "flat", torch.float64, 2, 0.4)
-    [(expected, ledger, counts)] = run(1, "jobs:train", *settings, False)
-    assert 0 in counts
-    for params, its_ledger, _ in run(2, "jobs:train", *settings):
-        close(params, expected, 1e-12)
-        assert its_ledger == ledger
 
 
 def test_processes_release_the_statistics_of_one():
