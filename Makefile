@@ -62,13 +62,14 @@ downloads: $(VENV)/dev .cache/dp_accounting/installed
 # Files begin in the order of tests/conftest.py.
 PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Lines of dpfunc that the tests run in their own processes; those of the programs that they start are not seen.
-COVERAGE := -m slipcover --source dpfunc --skip-covered --out build/coverage.txt --fail-under $(if $(ARGS),0,92)
+COVERAGE := -m slipcover --source dpfunc --json --out build/coverage.json
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 
 test: check downloads
 	@mkdir -p build
 	$(PYTHON_TESTS) $(COVERAGE) $(PYTEST) -m "not slow" $(ARGS)
-	@tail -n 2 build/coverage.txt
+	$(BIN)/python -m slipcover --merge build/coverage.json --fail-under $(if $(ARGS),0,92) >build/coverage.txt; \
+		result=$$?; tail -n 1 build/coverage.txt; exit $$result
 
 # only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from text_job import at_events, interrupt_at, train, write_job
+from transformers import TrainingArguments
 
-from benchmarks.recipes import trainer as benchmark
 from dpfunc import Event, Ledger, recipes
+from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train import run as train_job
 from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import PadRight
 from dpfunc.train.run import prepare
 
 TRAINING = "training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}"
@@ -113,11 +116,19 @@ def test_adapters_in_the_highest_layer_and_a_rate_for_the_head(here):
 
 @pytest.mark.parametrize("strategy", ["head", "lora"])
 def test_the_trainer_with_the_recipe_is_the_run_of_the_command(here, strategy):
-    """The benchmark of first results compares these two; here: the same plan, rates and schedule."""
+    """`DPTrainer` is told the recipe's name, the budget and what fits into memory: the same plan, rates and schedule."""
     prepared = prepare(read_job("job.yaml", ["--strategy", strategy]))
-    found = []
-    for way in benchmark.WAYS:
-        trainer = benchmark.trainer_of(prepared, way, here / way, prepared.job.privacy.dp_epsilon)
+    job, model, found = prepared.job, copy.deepcopy(prepared.model), []
+    told = PrivacyArguments(
+        dp_epsilon=job.privacy.dp_epsilon, dp_delta=job.privacy.dp_delta, dp_recipe=strategy,
+        dp_physical_batch_size=job.training.physical_batch_size,
+    )  # fmt: skip
+    by_name = DPTrainer(
+        model=model, args=TrainingArguments("by-name", report_to="none", remove_unused_columns=False), privacy=told,
+        loss="text_classification", train_dataset=prepared.records.train,
+        data_collator=PadRight(0, job.data.max_length),
+    )  # fmt: skip
+    for trainer in (train_job.make_trainer(prepared, None), by_name):
         trainer.create_optimizer_and_scheduler(trainer.plan.num_steps)
         settings = {
             tuple(p.shape): [group[name] for name in ("initial_lr", "weight_decay", "betas", "eps")]
