@@ -68,8 +68,8 @@ PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 test: check downloads
 	@mkdir -p build
 	$(PYTHON_TESTS) $(COVERAGE) $(PYTEST) -m "not slow" $(ARGS)
-	$(BIN)/python -m slipcover --merge build/coverage.json --fail-under $(if $(ARGS),0,92) >build/coverage.txt; \
-		result=$$?; tail -n 1 build/coverage.txt; exit $$result
+	@$(BIN)/python -m slipcover --merge build/coverage.json --out build/coverage.json \
+		--fail-under $(if $(ARGS),0,92) >build/coverage.txt; result=$$?; tail -n 1 build/coverage.txt; exit $$result
 
 # only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads
