@@ -27,6 +27,9 @@ BASE = "torch.randn float32"
 LAYOUTS = {
     "flat, 1e7": {"w": torch.zeros(10**7)},
     "LoRA, 200 x 32768": {f"layer.{i}.lora": torch.zeros(32768) for i in range(200)},
+    "LoRA factors": {
+        f"{i}.{n}": torch.zeros(shape) for i in range(112) for n, shape in (("A", (8, 2048)), ("B", (2048, 8)))
+    },
 }
 
 
