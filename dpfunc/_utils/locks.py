@@ -1,7 +1,5 @@
 """Exclusive use of files and folders. A lock ends with its process, however that ends: nothing stale is left."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

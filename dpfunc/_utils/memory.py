@@ -1,7 +1,5 @@
 """Errors about exhausted memory, which torch does not tell apart from others on a CPU."""
 
-from __future__ import annotations
-
 import re
 
 import torch

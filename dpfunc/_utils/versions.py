@@ -1,7 +1,5 @@
 """Versions in use, and checks for what some versions of torch lack, made before anything is spent."""
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """Results on stdout: tables, lines in terminals that are too narrow for a table, or JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

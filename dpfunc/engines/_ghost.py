@@ -24,11 +24,9 @@ class Source(Protocol):
 
     def leaves(self, params: Params) -> dict[str, Tensor]:
         """The tensors that stand for these parameters, by name."""
-        ...
 
     def reduced(self, name: str, total: Tensor) -> Tensor:
         """The part of the weighted sum of a parameter that this process keeps; may communicate."""
-        ...
 
 
 @dataclass

@@ -27,20 +27,16 @@ class PerSampleGrad(Protocol):
 
     def dense(self) -> Tensor:
         """Form all gradients in memory: (B, *shape)."""
-        ...
 
     def sq_norms(self) -> Tensor:
         """Squared L2 norm of each sample's gradient: (B,)."""
-        ...
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """`sum_i factors_B[i] * grad_i`; a factor of 0 removes its row, also one that is not finite."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        ...
 
 
 def _flat(grads_B: Tensor) -> Tensor:  # (B,) is (B, 1): a parameter may be a number

@@ -51,8 +51,6 @@ class Noise(Protocol):
 
     def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
         """Events of the steps start..stop-1, run-length encoded: the privacy that they cost."""
-        ...
 
     def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
         """The mechanism of a step with this noise multiplier; `source` as in `noise.gaussian`."""
-        ...

@@ -1,7 +1,5 @@
 """Classes and probabilities of new records, from a model of a table or of images that `dpfunc train` left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
