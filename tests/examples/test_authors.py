@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_the_group_as_one_is_exact_without_subsampling(example):
     one, half = (dpfunc.epsilon(plan(1.0, sigma, 3).ledger(), 1e-5, "rdp").epsilon for sigma in (8.0, 4.0))
     assert example.group_as_one(plan(1.0, 8.0, 3), 1) == pytest.approx(one)
     assert example.group_as_one(plan(1.0, 8.0, 3), 2) == pytest.approx(half)
+
+
+def test_group_privacy_is_consistent(example):
+    """epsilon' = bound / k holds at the delta' that the lemma asks for; where there is none, the bound is infinite."""
+    private, k = plan(0.05, 2.0, 50), 3
+    one = example.group_privacy(private.ledger(), 1e-5, k) / k
+    delta = 1e-5 * math.expm1(one) / math.expm1(k * one)
+    assert 0.99 * one < dpfunc.epsilon(private.ledger(), delta, "rdp").epsilon <= one
+    assert math.isinf(example.group_privacy(private.ledger(), 1e-5, 10**4))
 
 
 def test_bounds_of_groups_are_not_below_the_truth(example):

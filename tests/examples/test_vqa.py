@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scripts import ran, smoke_run, written
+from scripts import names, ran, smoke_run, written
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "vqa"
@@ -143,6 +143,14 @@ def test_a_record_is_an_image_with_its_questions(data):
     assert data.train.question.shape == (20, PER_IMAGE)
     train, held_out = ({image.numpy().tobytes() for image in part.pixels} for part in (whole.train, whole.validation))
     assert not train & held_out
+
+
+def test_without_images_nothing_of_them_is_left():
+    example, parts = names(FOLDER / "train.py"), ("train", "validation", "test")
+    rows = {"features": torch.ones(2, 4, 80), "question": torch.ones(2, 3)}
+    hidden = example.blind(example.task_of(None, {}, dict.fromkeys(parts, rows)))
+    assert not any(getattr(hidden, part)["features"].any() for part in parts)
+    assert torch.equal(hidden.test["question"], rows["question"])
 
 
 def test_the_results_in_the_document_are_those_of_the_file():

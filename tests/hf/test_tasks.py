@@ -62,8 +62,14 @@ def test_T3_labels_stay_and_all_else_goes_to_the_model(task):
     assert calls[-1]["decoder_input_ids"] is MASK  # given ones are taken
 
 
+def peft_gpt2():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(zoo.gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("make", [zoo.gpt2, zoo.opt, zoo.llama])
+@pytest.mark.parametrize("make", [zoo.gpt2, zoo.opt, zoo.llama, peft_gpt2])
 def test_T3_padding_of_the_batch_does_not_matter(make, side):
     """A sample's loss and norms are those of the sample cut to its own length: no collator makes position_ids."""
     torch.manual_seed(0)
