@@ -397,6 +397,16 @@ def one_fails(place, engine):
     return found, step, spent, seconds
 
 
+def one_fails_with_parts():
+    """One process fails, twice, where the model is whole and its parameters are parts."""
+    forward, params = built("full", mesh_of())
+
+    def fails(p, b):
+        raise ValueError("the rows of one process")
+
+    return one_step(forward, params, distributed.data_parallel(), loss_fn=fails if dist.get_rank() else None, steps=2)
+
+
 def one_begins_with_nan(whole):
     """The first state of a run where the parameters of one process have NaN: what each sees, after how long."""
     ranks = distributed.data_parallel() if whole else ranks_of(mesh_of())

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfunc.accounting import Ledger, epsilon
-from dpfunc.accounting._losses import part_masses, point
+from dpfunc.accounting._losses import MEANS, loss_of, part_masses, point
+from dpfunc.accounting._prv import Grid, discretize
 from dpfunc.accounting._rdp import loss_tail
 from dpfunc.types import Event
 
@@ -21,6 +22,21 @@ def test_tails_hold(q, sigma, prob):
             ends = np.array([-np.inf, *point(q, sigma, np.array([-level, level]), direction), np.inf])
             middle, ahead, _ = part_masses(sigma, ends, direction)
             assert max((1 - q) * middle[::2] + q * ahead[::2]) <= prob
+
+
+@pytest.mark.parametrize("direction", MEANS)
+@pytest.mark.parametrize(("q", "sigma"), [(0.01, 0.8), (0.3, 2.0), (1.0, 3.0)])
+def test_the_law_on_a_grid_has_the_mean_of_the_loss(q, sigma, direction):
+    """Which is KL(P, Q), here by a plain sum: with another mean, the error of the grid would add up over the steps."""
+    x = np.linspace(-12 * sigma, 1 + 12 * sigma, 40_001)
+    parts = [np.exp(-(((x - mean) / sigma) ** 2) / 2) for mean in (0.0, MEANS[direction][0])]
+    density = ((1 - q) * parts[0] + q * parts[1]) / sigma / (2 * np.pi) ** 0.5
+    loss = loss_of(q, sigma, x, direction)
+    grid = Grid(200, 1.2 * float(np.abs(loss).max()) / 200, 0.01, 1e-8)
+    mass, shift = discretize(q, sigma, direction, grid)
+    assert mass.sum() == pytest.approx(1.0, abs=1e-12)
+    divergence = float(np.sum(loss * density) * (x[1] - x[0]))
+    assert float(mass @ grid.losses()) + shift == pytest.approx(divergence, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dpfunc.accounting import Ledger, RunCount
 from dpfunc.accounting.record import GUESSABLE, NEIGHBOURS, search_cost
 from dpfunc.cli.main import main
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.types import Event
+from dpfunc.types import ADJACENCIES, Event
 
 SEARCH = search_cases.RECORD
 WITHOUT_NOISE = {"epsilon": math.inf, "epsilon_rdp": math.inf, "ledger": Ledger((Event(1.0, 0.0, 10),))}
@@ -36,6 +36,7 @@ def test_a_record_reads_back_exactly(name):
     assert type(written).from_json(text) == written
     json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert json.loads(text)["neighbours"] == NEIGHBOURS["add_remove"]
+    assert NEIGHBOURS.keys() == set(ADJACENCIES)
 
 
 def without(name):

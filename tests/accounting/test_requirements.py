@@ -33,6 +33,7 @@ def test_the_numbers_belong_together():
     assert need.guarantee == epsilon(run, need.delta)
     assert 2.99 <= need.guarantee.epsilon <= 3.0
     assert "larger batches cost MORE" in " ".join(need.guidance)
+    assert all(c.noise_per_step == pytest.approx(c.noise_multiplier / c.batch_size) for c in need.choices)
     assert [choice.noise_multiplier for choice in need.choices] == sorted(c.noise_multiplier for c in need.choices)
 
 

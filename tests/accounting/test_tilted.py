@@ -135,8 +135,16 @@ def test_lost_mass_is_refused():
 
 
 @pytest.mark.parametrize("direction", ["remove", "add", "replace"])
-def test_what_is_beyond_the_last_cell_counts(direction):
+def test_what_is_beyond_the_cells_counts(direction):
+    """On both sides: no mass is lost, and delta is never below the closed form."""
     assert atoms(0.1, 1.0, np.linspace(-9.5, 2.0, 200), direction).infinite > 1e-3
+    for low, high in ((-9.5, 2.0), (-1.0, 9.5), (-9.5, 10.5)):
+        found = atoms(0.1, 1.0, np.linspace(low, high, 60), direction)
+        assert found.mass.min() >= 0
+        assert found.mass.sum() + found.infinite == pytest.approx(1.0, abs=1e-12)
+        for value in (0.0, 0.01, 0.3):
+            delta = float(found.mass @ np.maximum(-np.expm1(value - found.loss), 0.0)) + found.infinite
+            assert delta >= one_step_delta(0.1, 1.0, direction, value) * (1 - 1e-9)
     base = sampled_losses([(0.01, 1.0, 1000)], "remove", 1e-5)
     aim = make_aim(base, 1.83, 7.5, 6.5, math.log(1e-5))
     laws = discrete_laws(base, aim)

@@ -104,9 +104,12 @@ def test_a_peer_that_does_not_run_is_an_error():
         judged("gpt2", ["opacus-ghost"])
 
 
-@pytest.mark.parametrize(("scale", "forgotten"), [(1.0, "nothing"), (1.001, "nothing"), (0.999, "nothing"), (1, "1.w")])
+@pytest.mark.parametrize(
+    ("scale", "forgotten"),
+    [(1.0, "nothing"), (1.001, "nothing"), (0.999, "nothing"), (math.nan, "nothing"), (1, "1.w")],
+)
 def test_a_wrong_contestant_is_caught(scale, forgotten, monkeypatch):
-    """Sums that are a little off, or a parameter that is forgotten."""
+    """Sums that are a little off or no numbers, or a parameter that is forgotten."""
 
     class Faulty:
         def __call__(self, loss_fn, params, batch):

@@ -95,7 +95,7 @@ def test_places_without_a_budget(tmp_path, path):
 
 
 def test_a_file_that_cannot_be_written(path, tmp_path, monkeypatch):
-    """Another process has it for too long, or the folder is not there. Nothing was reserved, and it can be read."""
+    """Another process has it for too long, the disk is full, or the folder is not there. Nothing was reserved."""
     monkeypatch.setattr(_store, "_WAIT", 0.1)
     before = Budget(path).account()
     with closing(sqlite3.connect(path)) as other:
@@ -103,6 +103,14 @@ def test_a_file_that_cannot_be_written(path, tmp_path, monkeypatch):
         with pytest.raises(NotWritten, match="locked"):
             Budget(path, run="d", spender="ana").reserve(steps(1), "d", unit="one patient")
         assert Budget(path).account() == before
+
+    def fill(connection):
+        connection.exec_driver_sql("pragma max_page_count = 1")
+        connection.exec_driver_sql("create table one_page_more (number integer)")
+
+    with pytest.raises(NotWritten, match="full"):
+        _store._in_transaction(str(path), fill, mode="rw")
+    assert Budget(path).account() == before
     with pytest.raises(NotWritten, match="unable to open"):
         Budget(tmp_path / "nowhere" / "budget.db").create(**FACTS)
 

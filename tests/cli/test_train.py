@@ -34,7 +34,7 @@ from dpfunc.cli._train import _interruptible
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train._config_file import read_job
 from dpfunc.train._model import load_base, load_processing
-from dpfunc.train.config import SECTIONS
+from dpfunc.train.config import SECTIONS, STRATEGIES
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +192,13 @@ def test_every_key_is_in_the_guide_with_its_default():
             shown = "required" if key.default is dataclasses.MISSING else f"`{key.default}`"
             shown = {"`None`": "", "`True`": "`true`", "`False`": "`false`"}.get(shown, shown)
             assert f"| `{key.name}` | {shown} |" in guide, f"{section}.{key.name}"
+
+
+def test_the_guide_has_the_strategies_of_each_task():
+    table = GUIDE.read_text().partition("| task | strategies |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()]
+    found = {task: tuple(re.findall(r"`(\w+)`", cell)) for tasks, cell in rows for task in tasks.split(", ")}
+    assert found == STRATEGIES
 
 
 # Searches, with real runs

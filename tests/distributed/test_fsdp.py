@@ -171,6 +171,15 @@ def test_replicas_of_parts():
     check(run(4, "fsdp_jobs:train_with", "full", "auto", hsdp=True), expected("full", "loop"))
 
 
+def test_an_error_of_one_process_with_parts_aborts_the_step_on_all():
+    """And processes stay in step: when they try again they see the same."""
+    for (found, step, spent, _), kind in zip(
+        run(2, "fsdp_jobs:one_fails_with_parts"), ("StepAborted", "ValueError"), strict=True
+    ):
+        assert [each[0] for each in found] == [kind, kind]
+        assert (step, spent) == (0, 0)
+
+
 def test_replicas_that_differ_are_found():
     """One entry of one part, in one of its two replicas."""
     for [(kind, text)], step, spent in run(4, "fsdp_jobs:one_replica_differs"):
