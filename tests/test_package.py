@@ -108,10 +108,17 @@ def test_the_wheel_says_what_it_is(built):
 
 
 def test_the_first_screen_says_how_to_install(built):
-    """From a clone or the wheel that was built here; each extra that a page names is one of the package."""
+    """From a clone or the wheel that was built here, for which versions; each extra that a page names is one of the package."""
     first = "\n".join((ROOT / "README.md").read_text().splitlines()[:25])
     assert re.search(r'^    pip install "\.\[hf\]"', first, re.MULTILINE)
     assert f'pip install "{built[1].name}[hf]"' in first
+    versions = [line.replace(">=", " ") for line in PROJECT["dependencies"] if line.startswith("torch>=")]
+    versions += [
+        PROJECT["requires-python"].replace(">=", "Python "),
+        *re.findall(r"3\.\d+", str(PROJECT["classifiers"])),
+    ]
+    assert len(versions) > 3
+    assert [version for version in versions if version not in first] == []
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     extras = re.findall(r"(?:dpfunc|\.|\.whl)\[(\w+)\]['\"`]", "".join(page.read_text() for page in pages))
     assert len(extras) >= 7

@@ -183,6 +183,10 @@ def test_a_smaller_share_of_the_records():
     assert head(dataset_size=1, sampling_prob=0.1).expected_batch_size == 1
 
 
+def test_rows_of_norm_1_are_the_default():
+    assert head() == head(feature_norm=1.0)
+
+
 @pytest.mark.parametrize("strategy", ["head", "lora"])
 def test_the_arguments_of_a_trainer_are_the_same(strategy):
     from transformers import TrainingArguments

@@ -11,8 +11,8 @@ from scipy import stats
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.sampling import FixedSize, Poisson, Shuffled
-from dpfunc.types import Capped, Event
+from dpfunc.sampling import CappedPoisson, FixedSize, InOrder, Poisson, RandomAllocation, Shuffled
+from dpfunc.types import ADJACENCIES, Capped, Event
 
 KEY = insecure_key(0)
 every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
@@ -76,6 +76,14 @@ def test_shuffled_is_not_accounted_as_poisson():
     assert Shuffled(10_000, 100).events(0, 100, 1.0) == (Event(1.0, 1.0, 1),)
     assert Poisson.of_batch_size(10_000, 100).events(0, 100, 1.0) == (Event(0.01, 1.0, 100),)
     assert FixedSize(10_000, 100).events(0, 100, 1.0) == (Capped(1.0, 1.0, 100, 10_000, 100),)
+
+
+def test_which_neighbours_a_sampler_covers():
+    """With a fixed batch size, or a cut, one record more changes the batches of others."""
+    assert Poisson(10, 0.1).adjacencies == ADJACENCIES
+    assert RandomAllocation(10, 2).adjacencies == ("add_remove", "zero_out")
+    for sampler in (CappedPoisson(10, 0.1, 5), FixedSize(10, 5), Shuffled(10, 5), InOrder(10, 5)):
+        assert sampler.adjacencies == ("zero_out", "replace_one")
 
 
 @every_sampler

@@ -172,7 +172,7 @@ WEIGHTS = {"v": torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), "
 @pytest.mark.parametrize("engine", [auto, vmap, ghost])
 @pytest.mark.parametrize("kind", ["tuple", "tensor"])
 def test_persons_of_tuples_and_tensors(kind, engine):
-    """The gradient of a person is the mean over the own rows, taken one after the other, clipped as a whole."""
+    """The gradient of a person is the mean over the own rows, taken one after the other, clipped as a whole if it is long."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(11, 4, generator=generator), torch.randint(3, (11,), generator=generator)
     persons = group_by_person(list("abbcccddddd"), max_texts=3, key=KEY)
@@ -183,10 +183,10 @@ def test_persons_of_tuples_and_tensors(kind, engine):
         own = (x[rows], y[rows]) if kind == "tuple" else x[rows]
         grads = torch.func.grad(lambda params, own=own: records_loss(params, own).mean())(WEIGHTS)
         norm = torch.sqrt(sum(g.square().sum() for g in grads.values()))
-        total = {name: value + grads[name] * min(1.0, 0.5 / float(norm)) for name, value in total.items()}
-    got, _ = clipped_grad(mean_over_texts(records_loss), WEIGHTS, batch, clipping.Flat(0.5), engine=engine())
+        total = {name: value + grads[name] * min(1.0, 1.2 / float(norm)) for name, value in total.items()}
+    got, _ = clipped_grad(mean_over_texts(records_loss), WEIGHTS, batch, clipping.Flat(1.2), engine=engine())
     for name, expected in total.items():
-        torch.testing.assert_close(got.sums[name], expected, rtol=5e-4, atol=1e-5)
+        torch.testing.assert_close(got.sums[name], expected, rtol=5e-4, atol=1e-4)
 
 
 ONE = group_by_person(["a"], max_texts=1, key=KEY)

@@ -11,6 +11,7 @@ import pytest
 from text_job import TOPICS, run, trained, write_job
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.train._run_folder import trained_on
 from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
 
 ACCOUNTING = "privacy_accounting.json"
@@ -185,6 +186,7 @@ def test_nothing_is_overwritten(here):
 
 def test_the_training_table_is_no_file_of_prompts(here, monkeypatch):
     """Its responses would be written beside an epsilon that does not cover them."""
+    assert trained_on(Path("run")) == Path.cwd() / "mails.jsonl"  # also from another folder
     table, copy = here / "mails.jsonl", here / "copy.jsonl"
     for file in (table, copy):
         file.write_text('{"prompt": "a", "response": "b"}\n')

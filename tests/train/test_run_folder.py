@@ -109,7 +109,7 @@ def test_a_folder_in_which_something_may_have_been_released_is_not_used(here, ea
     result = train("--output_dir", tmp_path / "used", "--insecure-seed", 3)
     assert result.exit_code == 1
     assert said in result.stderr
-    assert ("--spent" in result.stderr) == ("--spent" in said)
+    assert (f"--spent {tmp_path}/used/{JOURNAL}" in result.stderr) == ("--spent" in said)
     assert files(tmp_path) == before
 
 

@@ -297,6 +297,7 @@ def draw_elsewhere(records):
         *[({"data_name": name}, "Give a text as data_name") for name in (3, "", b"hash")],
         *[({"unit": unit}, "one row of a batch is") for unit in (3, " ", "one\nperson")],
         ({"model": "gpt2"}, "model to be a module"),
+        ({"loss": "sequence_clasification"}, "task to be one of"),
     ],
 )
 def test_what_is_no_private_run_is_refused(tmp_path, options, message):
