@@ -35,7 +35,9 @@ def commands(results: Path, pages: Path) -> dict[str, list[str]]:
     python, engines = sys.executable, results / "engines_gpu.json"
     measure = ["--device", "cuda", "--cases", CASES, "--engines", CONTESTANTS, "--rounds", "7", "--out", str(engines)]
     # only files with such tests: to collect all takes as long as these tests
-    files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "import devices" in file.read_text()]
+    files = [
+        str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "from devices import" in file.read_text()
+    ]
     rows = ["--device", "cuda", "--programs", "200", "--out", str(results / "rows_gpu.json")]
     return {
         "tests": [python, "-m", "pytest", "-m", "cuda", *files],
