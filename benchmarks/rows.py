@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -61,6 +61,7 @@ def programs(seeds: Sequence[int], device: str) -> Found:
 
 def records(seeds: Sequence[int], device: str) -> Found:
     """How far a record moves the clipped sum of random losses, of the sensitivity, and in which way it changes."""
+    from devices import default_of
     from row_programs import batch_of, made
 
     found: Found = []
@@ -73,7 +74,7 @@ def records(seeds: Sequence[int], device: str) -> Found:
         # a removed record leaves the place of the others as it is: their random numbers are those of their places
         ways = {"removed": (batch, left, 1), "replaced": (torch.where(left[:, None], batch, others), left | True, 2)}
         try:
-            with nullcontext() if device == "cpu" else torch.device(device):
+            with default_of(device):
                 whole, _ = clipped_grad(program, params, batch, **options)
                 for way, (rows, mask, times) in ways.items():
                     other, _ = clipped_grad(program, params, rows, **options, mask_B=mask)

@@ -145,7 +145,7 @@ class Journal:
 
     @property
     def file(self) -> Path:
-        """The absolute path."""
+        """Path of the file, the same wherever the process goes."""
         return Path(self.path)
 
     def __call__(self, after: StepState) -> None:

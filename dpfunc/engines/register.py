@@ -78,7 +78,8 @@ def register_rule(
 def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Mapping[str, Any]) -> None:
     batch = {name: example[name] for name in rule.needs[parameter]}
     output = op(*example.values())
-    weights = torch.linspace(0.5, 2.0, output[0].numel(), device=output.device).to(output).reshape(output.shape[1:])
+    weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype, device=output.device)
+    weights = weights.reshape(output.shape[1:])
 
     def loss_fn(params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         values = {**example, **batch, **params}

@@ -64,7 +64,7 @@ class Replay:
 
     @property
     def holds(self) -> bool:
-        """Nothing was found."""
+        """True if nothing moved that may not, or by more than it may."""
         return not self.moved
 
     def save(self, path: Path | str, source: Path | str, plan: Plan) -> None:

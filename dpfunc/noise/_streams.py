@@ -66,7 +66,7 @@ Room = tuple["Scratch", Words]
 
 
 def room_for(size: int) -> Room:
-    """New memory."""
+    """Memory for one tile of up to this size, or for smaller ones together, and a stream."""
     return scratch(words_for(size) + len(_BETWEEN)), Words()
 
 
@@ -174,11 +174,12 @@ def _groups(found: Iterable[tuple[str, Tile]], most: int) -> Iterator[list[tuple
     group: list[tuple[str, Tile]] = []
     total = 0
     for name, each in found:
-        total += words_for(each.needed) + len(_BETWEEN)
-        if group and total > words_for(most):
+        own = words_for(each.needed) + len(_BETWEEN)
+        if group and total + own > words_for(most):
             yield group
-            group, total = [], words_for(each.needed) + len(_BETWEEN)
+            group, total = [], 0
         group.append((name, each))
+        total += own
     if group:
         yield group
 

@@ -297,7 +297,7 @@ def _record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str
 
 
 def _parts(row: Row, data: DataSection) -> tuple[str, str]:
-    """Prompt and response."""
+    """Prompt and response of a row: from their columns, or the prompt from its template."""
     prompt = row[data.prompt_column] if data.prompt_column else (data.prompt_template or "").format(**row)
     return prompt, row[data.response_column or data.text_column]
 

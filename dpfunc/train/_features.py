@@ -61,7 +61,7 @@ class TableFeatures:
 
     @property
     def size(self) -> int:
-        """Number of features."""
+        """Number of features of a row: of its numbers, marks of missing ones, and a place for each category."""
         each = 3 if self.missing == "feature" else 2
         return each * len(self.numbers) + sum(len(values) + 1 for values in self.categories.values())
 
@@ -124,7 +124,7 @@ class ScatteringFeatures:
 
     @property
     def size(self) -> int:
-        """Number of features."""
+        """Number of features of an image: channels at each place of the reduced grid."""
         return (1 if self.grey else 3) * CHANNELS * (self.height // STRIDE) * (self.width // STRIDE)
 
     def encode(self, image: Any) -> Tensor:

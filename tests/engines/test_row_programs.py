@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
+from devices import default_of
 from row_programs import alone, batch_of, credited, made
 from torch.utils import _pytree as pytree
 
@@ -32,7 +31,7 @@ def seeded(program, params, batch, seed):
 def judged(seed, device="cpu"):
     """Outcome of a program, in a word, and how far it is off."""
     own, at_hand = (pytree.tree_map(lambda leaf: leaf.to(device), batch_of(n)) for n in (seed, seed + 10**6))
-    with nullcontext() if device == "cpu" else torch.device(device):
+    with default_of(device):
         return _judged(seed, made(seed), *own, at_hand[1])
 
 

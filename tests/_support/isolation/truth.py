@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+from devices import default_of
 from reference import loop_gradients
 from torch.utils import _pytree as pytree
 
@@ -118,7 +119,7 @@ def outcomes(loss: Loss, engine: str, device: str = "cpu") -> list[Outcome]:
     for step, (rows, expected) in enumerate(zip(built.batches, sums, strict=True)):
         try:
             params, rows = pytree.tree_map(lambda leaf: leaf.clone().to(device), (built.params, rows))
-            with seeded(SEED), nullcontext() if device == "cpu" else torch.device(device):
+            with seeded(SEED), default_of(device):
                 clipped, _ = prepared(params, rows, key=fold_in(insecure_key(7), step))
             found.append(Outcome(step, off=_off(loss, clipped.sums, expected, clip_norm)))
         except (UnsupportedModel, InvalidArgument) as error:
