@@ -115,7 +115,8 @@ class Budget:
         Args:
             planned: the plan of the run; or the ledger of all its steps; or, of a private search, the cost of all
                 charges and the search together: it takes all that is left, since its own cost is no ledger.
-            key: of the run, which tells it from another one of the same name; or a text that no other run has.
+            key: of the run, which tells it from another one of the same name; or a text that no other run has: two
+                processes of one spender with the same text and plan are taken for one run that goes on.
             unit: what the run protects; must be that of the budget.
             before: what the run counts as spent, for `spent()`; None: what the plan does, or all charges.
 
@@ -144,7 +145,7 @@ class Budget:
         def decide(account: Account) -> tuple[Event | None, BudgetEntry | tuple[Account, float]]:
             self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
             entry, others = account.entries.get(run), account.charged(without=run)
-            if entry is not None and _is_there(entry, token, ledger):
+            if entry is not None and _is_there(entry, spender, token, ledger):
                 return None, entry
             known = entry.before if entry is not None else others if before is None else before
             if isinstance(planned, Guarantee):
@@ -250,15 +251,16 @@ def _store() -> Any:
     return _store
 
 
-def _is_there(entry: BudgetEntry, token: str, planned: Ledger) -> bool:
+def _is_there(entry: BudgetEntry, spender: str, token: str, planned: Ledger) -> bool:
     """True if a run has its reservation; False if it was settled, and goes on. Another run of that name is an error."""
     settled = entry.state == SETTLE
-    if entry.token != token or entry.planned != planned or (settled and token.startswith("text ")):
+    other = token.startswith("text ") if settled else entry.spender != spender  # who settles may be somebody else
+    if other or entry.token != token or entry.planned != planned:
         raise LedgerConflict(
-            f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key or "
-            "plan, or is settled. Two runs of one name would be counted once: choose another name, or resume that run. "
-            "One that was killed before its first step, and has lost its key, is settled by dpfunc budget settle "
-            f"--unused. {_NOTHING}"
+            f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key, plan "
+            f"or spender ({entry.spender!r}), or is settled. Two runs of one name would be counted once: choose another "
+            "name, or resume that run as its spender. One that was killed before its first step, and has lost its key, "
+            f"is settled by dpfunc budget settle --unused. {_NOTHING}"
         )
     return not settled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from dpfunc.accounting import Ledger
 from dpfunc.budget import Budget, BudgetEntry
 from dpfunc.checkpoint.journal import read_spent
 from dpfunc.cli._output import json_option, print_json, print_rows, print_values
-from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 _file = click.Path(exists=True, path_type=Path)
@@ -100,12 +100,11 @@ def reserve(
     Example: dpfunc budget reserve mails.db scan -q 0.01 -s 1.1 -t 1000 --unit "one person"
     """
     there = Budget(url, run, spender)
-    account = there.account()
-    if run in account.entries:
-        raise InvalidArgument(f"Expected a run that is not in the budget, got {run!r}, which is. Nothing was reserved.")
-    planned = Ledger((Event(sampling_prob, sigma, steps),), account.facts.adjacency)
-    entry = there.reserve(planned, f"by hand: {run}", unit=unit)
-    print_values("The run in the budget", _described(entry, account.facts.delta), as_json)
+    facts = there.account().facts
+    planned = Ledger((Event(sampling_prob, sigma, steps),), facts.adjacency)
+    # a text of this call alone: inside of the transaction it tells two people who take one name at once
+    entry = there.reserve(planned, f"by hand: {run}, {secrets.token_hex(8)}", unit=unit)
+    print_values("The run in the budget", _described(entry, facts.delta), as_json)
 
 
 @budget.command()

@@ -151,6 +151,57 @@ def main(url, folder, kills, cuts):
     }))  # fmt: skip
 
 
+def raced(url, way, folder, processes=8):
+    """(exit code, output) of so many processes that reserve one name at once, in one of `WAYS`."""
+    folder.mkdir()
+    command = [sys.executable, __file__, "race", url, way, str(folder), str(processes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [(code, (folder / str(number)).read_text()) for number, code in enumerate(json.loads(done.stdout))]
+
+
+def race(url, way, folder, processes):
+    """Forks of a process that has imported all; they begin when the last one is there."""
+    Budget(url).account()
+    waiting, begin = os.pipe()
+    pids = [fork_racer(url, way, folder / str(number), number, (waiting, begin)) for number in range(processes)]
+    os.close(waiting)
+    os.close(begin)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
+def fork_racer(url, way, output, number, pipe):
+    pid = os.fork()
+    if pid:
+        return pid
+    os.close(pipe[1])
+    os.read(pipe[0], 1)  # until nobody holds the other end
+    for file in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), file)
+    try:
+        WAYS[way](url, number)
+    except BaseException as error:  # noqa: BLE001  (a fork must not go on)
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def by_command(url, number):
+    from dpfunc.cli.main import main
+
+    facts = ["--unit", "one patient", "-q", "1", "-s", "50", "-t", "10", "--spender", "ana"]
+    main(["budget", "reserve", url, "one name", *facts], standalone_mode=False)
+
+
+WAYS = {
+    "commands": by_command,
+    "keys": lambda url, number: Budget(url, "one name", "ana").reserve(steps(10), f"run {number}", unit="one patient"),
+    "persons with one script": lambda url, number: Budget(url, "one name", f"person {number}").reserve(
+        steps(10), "a text", unit="one patient"
+    ),
+}
+
+
 def killed(url, folder, kills, cuts=False):
     folder.mkdir()
     command = [sys.executable, __file__, url, str(folder), str(kills), str(cuts)]
@@ -192,5 +243,7 @@ def check(found):
     return where
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "race":
+    race(sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
+elif __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True")

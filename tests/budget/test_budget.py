@@ -169,11 +169,13 @@ def test_facts_are_checked(tmp_path, wrong):
 
 
 def test_two_runs_of_one_name_are_not_one(tmp_path):
-    budget = of(made(tmp_path), "a")
+    budget = of(made(tmp_path, spenders=["ana", "ben"]), "a")
     budget.reserve(steps(10), "a", unit=UNIT)
     for planned, key in ((steps(10), "b"), (steps(11), "a"), (steps(10), dpfunc.insecure_key(0))):
-        with pytest.raises(LedgerConflict, match="another key or plan"):
+        with pytest.raises(LedgerConflict, match="another key, plan or spender"):
             budget.reserve(planned, key, unit=UNIT)
+    with pytest.raises(LedgerConflict, match="spender \\('ana'\\)"):  # two people, who have one script
+        replace(budget, spender="ben").reserve(steps(10), "a", unit=UNIT)
     budget.settle(steps(10))
     with pytest.raises(LedgerConflict, match="or is settled"):  # a text says nothing of which run it is
         budget.reserve(steps(10), "a", unit=UNIT)

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from budget_jobs import FACTS, check, killed, steps
+from budget_jobs import FACTS, WAYS, check, killed, raced, steps
 
 from dpfunc.budget import Budget, _store
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
@@ -171,6 +171,19 @@ def url(server, request):
         connection.exec_driver_sql(f"create database {name}")
     engine.dispose()
     return server.format(name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["SQLite", pytest.param("PostgreSQL", marks=on_a_server)])
+def test_one_name_is_reserved_once(kind, way, tmp_path, request):
+    """By eight processes at once: one succeeds, and the others are told that the name is taken."""
+    url = str(tmp_path / "budget.db") if kind == "SQLite" else request.getfixturevalue("url")
+    Budget(url).create(**{**FACTS, "spenders": ["ana", *(f"person {number}" for number in range(8))]})
+    found = raced(url, way, tmp_path / "told")
+    taken = "Expected a run that is not in the budget, got run='one name'"
+    assert sorted((code, taken in output) for code, output in found) == [(0, False)] + [(1, True)] * 7, found
+    account = Budget(url).account()
+    assert (account.number, account.charged()) == (1, steps(10))
 
 
 @pytest.mark.slow  # 200 processes
