@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
 from dpfunc._utils.processes import digest, local
@@ -266,17 +267,18 @@ def check_journal(state: StepState, journal: object) -> None:
         )
 
 
-def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | None) -> None:
-    """Check that a batch has as many samples as the plan's sampler drew for this step, or for this process of it."""
-    drawn = len(plan.draw(state, state.step, ranks))
-    if drawn != real_samples:
+def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | None) -> Tensor:
+    """The draw of this step, or of this process, if a batch has as many samples."""
+    drawn = plan.draw(state, state.step, ranks)
+    if len(drawn) != real_samples:
         call = "state" if ranks is None else "state, ranks"
         raise errors.SamplingMismatch(
-            f"Expected the batch that the plan's sampler drew for step {state.step}, with {drawn} samples, got "
+            f"Expected the batch that the plan's sampler drew for step {state.step}, with {len(drawn)} samples, got "
             f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
             f"plan.loader(dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
             "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
         )
+    return drawn
 
 
 def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
@@ -334,6 +336,13 @@ _STATELESS = (
     "nobody adds them up. In a loop, pass the state on: begin with state = dp_step.init(params, dpfunc.secure_key()), "
     "then grads, state, unreleased = dp_step(params, batch, state). Nothing was spent."
 )
+_GIVEN_AGAIN = (
+    "Expected a batch of this step's own draw, got the tensors of an earlier step, for which the plan's sampler drew "
+    "other records. Epsilon holds for a new draw in each step: an optimizer that takes two gradients of one batch "
+    "(sharpness-aware steps), a list of batches that is run through again, and the first rows of the data each time "
+    "have another law. Take the batch of each step from plan.batches(state) or plan.loader(dataset, state). To use all "
+    "records in each step, plan with sampling_prob=1. Nothing was spent."
+)
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
     "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
@@ -348,10 +357,29 @@ _WITHOUT_GRADIENT = (
 _logger = logging.getLogger("dpfunc.step")
 
 
+_REMEMBERED = 100  # batches that are still in memory
+
+
+class _Given(NamedTuple):
+    """The tensors of a batch that a step was given, without keeping them, and the records that were drawn for it."""
+
+    memory: list[StorageWeakRef]
+    written: list[object]  # the counters of writes in place
+    seen: list[Tensor]  # some numbers: the counters miss writes by numpy, and into `tensor.data`
+    drawn: Tensor
+
+    def repeats(self, earlier: _Given) -> bool:
+        """True for unchanged tensors although other records were drawn; only then are numbers read from a device."""
+        if earlier.written != self.written or torch.equal(earlier.drawn, self.drawn):
+            return False
+        return all(torch.equal(one, other) for one, other in zip(earlier.seen, self.seen, strict=True))
+
+
 class Calls:
     """Earlier calls of one private step, by which usual mistakes are found; no result depends on them."""
 
     def __init__(self) -> None:
+        self._given: dict[tuple[object, ...], _Given] = {}
         self._stateless, self._compared, self._without_gradient = False, False, 0
         self._first: dict[str, tuple[ReferenceType[Tensor], int, Tensor]] | None = None
 
@@ -367,6 +395,23 @@ class Calls:
         """Refuse a second call without a state, which would be a second run."""
         if self._stateless:
             raise errors.InvalidArgument(_STATELESS)
+
+    def refuse_given_again(self, tensors: Sequence[Tensor], drawn: Tensor) -> None:
+        """Refuse the tensors of an earlier step, unless the same records were drawn again; then note them.
+
+        Memory that is gone, or was written since, is another batch. The same records in other memory are not seen.
+
+        Guarantees:
+            tests/test_state.py::test_tensors_of_an_earlier_step_are_refused.
+        """
+        memory = [StorageWeakRef(local(tensor).untyped_storage()) for tensor in tensors]
+        place = tuple((own.cdata, *_layout(tensor)) for own, tensor in zip(memory, tensors, strict=True))
+        written = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        given = _Given(memory, written, [_some(tensor) for tensor in tensors], drawn)
+        alive = {at: each for at, each in self._given.items() if not any(own.expired() for own in each.memory)}
+        if place in alive and given.repeats(alive[place]):
+            raise errors.SamplingMismatch(_GIVEN_AGAIN)
+        self._given = dict([*alive.items(), (place, given)][-_REMEMBERED:])
 
     def warn_if_nothing_changed(self, params: Params) -> None:
         """Log, at the second call, that nothing was written into the parameters since the first. A copy is another."""
@@ -391,3 +436,14 @@ def _head(tensor: Tensor) -> Tensor:
     """The first numbers: torch's counter of writes in place misses those into `tensor.data`."""
     own = local(tensor).detach()
     return own[(0,) * (own.ndim - 1)][:8] if own.ndim and own.numel() else own
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """A copy of a few numbers that are spread over a tensor, at most 8 on each axis."""
+    own = local(tensor).detach()
+    some = own[tuple(slice(None, None, -(-size // 8) or 1) for size in own.shape)]
+    return some.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # NaN equals itself

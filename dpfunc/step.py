@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
@@ -128,7 +129,9 @@ class DPStep:
             states.check_state(state, self.plan, self._plan_digest)
             states.check_journal(state, self.journal)
             if self.verify_batch:
-                states.check_draw(self.plan, state, size if real_B is None else int(real_B.sum()), self.ranks)
+                real = size if real_B is None else int(real_B.sum())
+                drawn = states.check_draw(self.plan, state, real, self.ranks)
+                self._calls.refuse_given_again(tree_leaves(batch if mask_B is None else (batch, mask_B)), drawn)
         if self.ranks is None or self.ranks.writes:
             self._calls.warn_if_nothing_changed(params)
         return Rows(batch, real_B, size)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import linear_loss, params
+from cases import as_batch, linear_loss, params, random_rows
 from run_cases import DATA, PLAN, Run, start, steps
 
-from dpfunc import Journal, make_dp_step, secure_key, take
+from dpfunc import Journal, make_dp_step, sampling, secure_key, take
 from dpfunc import state as state_module
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
-from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, StateReused
+from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, SamplingMismatch, StateReused
 from dpfunc.noise import Gaussian
 from dpfunc.rng import fingerprint
 from dpfunc.state import replay
@@ -195,3 +195,60 @@ def test_a_loop_over_a_run_that_has_ended_is_said():
         assert [each.filename for each in said] == [__file__]
     last = end._replace(step=7)
     assert len(list(PLAN.batches(last))) == len(list(PLAN.loader(records, last))) == 1
+
+
+RECORDS = as_batch(random_rows(0, 40))
+LISTED = [take(RECORDS, torch.arange(i, i + 4)) for i in range(0, 40, 4)]
+BUFFERS = {name: torch.zeros(40, *leaf.shape[1:]) for name, leaf in RECORDS.items()}
+
+
+def in_buffers(write):
+    """The draw, written into the same memory each time."""
+
+    def batch(step, drawn):
+        own = {name: buffer[: len(drawn)] for name, buffer in BUFFERS.items()}
+        for name, leaf in take(RECORDS, drawn).items():
+            write(own[name], leaf)
+        return own
+
+    return batch
+
+
+def whole_with_mask(step, drawn):
+    return RECORDS, torch.zeros(40, dtype=torch.bool).index_fill(0, drawn, True)
+
+
+FOUR, SOME, ALL = sampling.FixedSize(40, 4), sampling.Poisson(40, 0.2), sampling.Poisson(40, 1.0)
+GIVEN = {  # sampler, batch of a step and its draw, steps that are taken
+    "the same tensors": (FOUR, lambda step, drawn: LISTED[0], 1),
+    "in a dictionary of its own": (FOUR, lambda step, drawn: dict(LISTED[0]), 1),
+    "views of the same": (FOUR, lambda step, drawn: {n: x.detach().view_as(x) for n, x in LISTED[0].items()}, 1),
+    "the first rows": (FOUR, lambda step, drawn: {name: leaf[:4] for name, leaf in RECORDS.items()}, 1),
+    "each batch twice": (FOUR, lambda step, drawn: LISTED[step // 2], 1),
+    "a list that is run through again": (FOUR, lambda step, drawn: LISTED[step % 3], 3),
+    "drawn": (SOME, lambda step, drawn: take(RECORDS, drawn), 8),
+    "all records each time": (ALL, lambda step, drawn: RECORDS, 8),
+    "all records, which ones by a mask": (SOME, whole_with_mask, 8),
+    "in order, for two epochs": (sampling.InOrder(40, 10), lambda s, drawn: {n: x[drawn[0] : drawn[-1] + 1] for n, x in RECORDS.items()}, 8),
+    "written by torch": (FOUR, in_buffers(lambda buffer, new: buffer.copy_(new)), 8),
+    "written unseen": (SOME, in_buffers(lambda buffer, new: buffer.data.copy_(new)), 8),
+    "written by numpy": (FOUR, in_buffers(lambda buffer, new: buffer.numpy().__setitem__(slice(None), new.numpy())), 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_tensors_of_an_earlier_step_are_refused(name):
+    """Same-batch sharpness-aware steps and batches in a list are no draws; memory that holds a new draw is one."""
+    sampler, batch, expected = GIVEN[name]
+    plan = dataclasses.replace(PLAN, sampler=sampler, adjacency="zero_out", num_steps=8, allow_large_delta=True)
+    dp_step = make_dp_step(linear_loss, plan)
+    state = dp_step.init(params(), secure_key())
+    for number, drawn in enumerate(plan.batches(state)):
+        given = batch(number, drawn)
+        own, mask_B = given if isinstance(given, tuple) else (given, None)
+        if number == expected:
+            with pytest.raises(SamplingMismatch, match="got the tensors of an earlier step.*Nothing was spent"):
+                dp_step(params(), own, state, mask_B=mask_B)
+            break
+        state = dp_step(params(), own, state, mask_B=mask_B).state
+    assert state.step == expected
