@@ -361,18 +361,11 @@ _REMEMBERED = 100  # batches that are still in memory
 
 
 class _Given(NamedTuple):
-    """The tensors of a batch that a step was given, without keeping them, and the records that were drawn for it."""
+    """A batch that a step was given: its memory, without keeping it, some of its numbers, and what was drawn for it."""
 
     memory: list[StorageWeakRef]
-    written: list[object]  # the counters of writes in place
-    seen: list[Tensor]  # some numbers: the counters miss writes by numpy, and into `tensor.data`
+    some: list[Tensor]  # the counters of writes in place miss those by numpy, and into `tensor.data`
     drawn: Tensor
-
-    def repeats(self, earlier: _Given) -> bool:
-        """True for unchanged tensors although other records were drawn; only then are numbers read from a device."""
-        if earlier.written != self.written or torch.equal(earlier.drawn, self.drawn):
-            return False
-        return all(torch.equal(one, other) for one, other in zip(earlier.seen, self.seen, strict=True))
 
 
 class Calls:
@@ -405,11 +398,11 @@ class Calls:
             tests/test_state.py::test_tensors_of_an_earlier_step_are_refused.
         """
         memory = [StorageWeakRef(local(tensor).untyped_storage()) for tensor in tensors]
-        place = tuple((own.cdata, *_layout(tensor)) for own, tensor in zip(memory, tensors, strict=True))
-        written = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-        given = _Given(memory, written, [_some(tensor) for tensor in tensors], drawn)
+        place = tuple((own.cdata, *_place(tensor)) for own, tensor in zip(memory, tensors, strict=True))
+        given = _Given(memory, [_some(tensor) for tensor in tensors], drawn)
         alive = {at: each for at, each in self._given.items() if not any(own.expired() for own in each.memory)}
-        if place in alive and given.repeats(alive[place]):
+        before = alive.get(place, given)
+        if not torch.equal(before.drawn, drawn) and all(map(torch.equal, before.some, given.some)):
             raise errors.SamplingMismatch(_GIVEN_AGAIN)
         self._given = dict([*alive.items(), (place, given)][-_REMEMBERED:])
 
@@ -438,8 +431,10 @@ def _head(tensor: Tensor) -> Tensor:
     return own[(0,) * (own.ndim - 1)][:8] if own.ndim and own.numel() else own
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a tensor is in its memory, and how often torch has written there."""
+    written = 0 if tensor.is_inference() else tensor._version
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, written
 
 
 def _some(tensor: Tensor) -> Tensor:
