@@ -14,20 +14,29 @@ from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Batch, Params
 
-_SHARED = "Keep what is the same for all samples out of the batch: close over it in loss_fn."
+_ROWS = (
+    "If it belongs to the records, make a tensor of it with one row a record (collate_fn of plan.loader; lists of "
+    "different lengths filled up to one length, with a mask): what loss_fn reads beside the batch is not clipped. Only "
+    "what is public and the same for all records may be a constant of loss_fn."
+)
+COMPLEX = (
+    "Of complex numbers train the real ones: torch.view_as_real(weight) is the parameter, and "
+    "torch.view_as_complex(weight) is what the module or loss computes with."
+)
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def batch_size(batch: Batch) -> int:
     """The length B of axis 0, on which all leaves agree."""
     values = pytree.tree_leaves(batch)
-    sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim and _dense(value) else None for value in values}
+    sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim and dense(value) else None for value in values}
     if len(sizes) != 1 or None in sizes:
         _refuse(batch)
     return int(values[0].shape[0])
 
 
-def _dense(value: Tensor) -> bool:
+def dense(value: Tensor) -> bool:
+    """True for a tensor with rows of one shape: neither sparse nor nested."""
     return value.layout is torch.strided and not value.is_nested
 
 
@@ -40,24 +49,37 @@ def _refuse(batch: Batch) -> NoReturn:
     for path, leaf in leaves:
         name = "batch" + pytree.keystr(path)
         if not isinstance(leaf, Tensor):
-            advice = "Make tensors of texts in the collate_fn of plan.loader." if isinstance(leaf, str) else _SHARED
+            advice = "Make tensors of texts in the collate_fn of plan.loader." if isinstance(leaf, str) else _ROWS
             raise InvalidArgument(
                 f"Expected every leaf of the batch to be a tensor, got {name} of type {type(leaf).__name__}. {advice}"
             )
-        if not _dense(leaf):
+        if not dense(leaf):
             kind = "a nested tensor" if leaf.is_nested else f"one of layout {leaf.layout}"
             raise InvalidArgument(
                 f"Expected every leaf of the batch to be a dense tensor, got {name}, {kind}. Fill rows up to one "
                 "length in the collate_fn, with a mask; or call .to_dense()."
             )
         if leaf.ndim == 0:
-            raise InvalidArgument(f"Expected axis 0 of {name} to be the samples, got a 0-dimensional tensor. {_SHARED}")
+            raise InvalidArgument(f"Expected axis 0 of {name} to be the samples, got a 0-dimensional tensor. {_ROWS}")
         sizes[name] = leaf.shape[0]
     listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
     raise InvalidArgument(
         f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}. Where a processor puts "
         "the images of all samples into one tensor, give each sample rows of its own, as image_text_collator does."
     )
+
+
+def refuse_list_of_rows(batch: Batch, size: int) -> None:
+    """Refuse a list of as many tensors as there are rows: each may be a record's own, or a column of all of them."""
+    parts = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
+    )
+    if lists := [name for name, part in parts if size > 1 and isinstance(part, list) and len(part) == size]:
+        raise InvalidArgument(
+            f"Expected axis 0 of each tensor to be the records, got batch[{lists[0]!r}], a list of {size} tensors, in "
+            f"a batch of {size} records: each tensor may be one record's. Make one tensor of them, torch.stack(list), "
+            "with a mask if their lengths differ; or a tuple, if each has a row of every record. Nothing was spent."
+        )
 
 
 tree_map: Callable[[Callable[[Tensor], Tensor], Batch], Batch] = pytree.tree_map
@@ -142,7 +164,7 @@ def check_named(params: Params) -> None:
         if not param.is_floating_point():
             raise InvalidArgument(
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
-                "Leave it out of params: it cannot be trained by gradients."
+                f"{COMPLEX if param.is_complex() else 'Leave it out of params: it cannot be trained by gradients.'}"
             )
 
 

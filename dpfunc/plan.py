@@ -341,6 +341,9 @@ class Plan:
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         data_name: str | None = None,
     ) -> DataLoader[Any]:
@@ -351,7 +354,9 @@ class Plan:
             state: of the run, also a resumed one; the first batch is that of its step.
             ranks: of the run; the loader then gives the records of this process, and all processes must call it.
             collate_fn: list of records -> pytree of tensors with one row a record. None: torch's `default_collate`.
-            num_workers, pin_memory, prefetch_factor, multiprocessing_context: as in `torch.utils.data.DataLoader`.
+            num_workers, pin_memory, prefetch_factor, persistent_workers, timeout, worker_init_fn,
+                multiprocessing_context: as in `torch.utils.data.DataLoader`, whose other arguments (`sampler`,
+                `shuffle`, `drop_last`, ..) say who is in a batch: here the plan does.
             data_name: with ranks, a name of the data set (a version, a hash) that is compared instead of its records.
 
         Returns:
@@ -400,6 +405,7 @@ class Plan:
             Draws(self.sampler, state.key, steps, len(_steps_left(state)), *place, state.num_records),
             Collate(collate),
             num_workers=num_workers, pin_memory=pin_memory, prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers, timeout=timeout, worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
         )  # fmt: skip
 

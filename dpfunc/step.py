@@ -17,7 +17,7 @@ from dpfunc._utils.processes import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
-from dpfunc.batches import batch_size, check_named, own_digest, refuse_narrow_range
+from dpfunc.batches import batch_size, check_named, own_digest, refuse_list_of_rows, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
@@ -124,6 +124,8 @@ class DPStep:
         check_named(params)
         refuse_narrow_range(params)
         size = batch_size(batch)
+        if getattr(self.plan.sampler, "batch_size", None) == size:
+            refuse_list_of_rows(batch, size)
         real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
         if state is not None:
             states.check_state(state, self.plan, self._plan_digest)
@@ -131,7 +133,8 @@ class DPStep:
             if self.verify_batch:
                 real = size if real_B is None else int(real_B.sum())
                 drawn = states.check_draw(self.plan, state, real, self.ranks)
-                self._calls.refuse_given_again(tree_leaves(batch if mask_B is None else (batch, mask_B)), drawn)
+                if len(drawn) < self.plan.sampler.dataset_size:  # else each step has all records
+                    self._calls.refuse_given_again(tree_leaves(batch if mask_B is None else (batch, mask_B)), drawn)
         if self.ranks is None or self.ranks.writes:
             self._calls.warn_if_nothing_changed(params)
         return Rows(batch, real_B, size)

@@ -369,7 +369,7 @@ BAD_STEPS = {
     "sparse leaf": (linear_loss, params(), {**GOOD, "t": torch.eye(4).to_sparse()}, r"dense tensor, got batch\['t'\], one of layout"),
     "nested leaf": (linear_loss, params(), {**GOOD, "t": nested(2)}, r"dense tensor, got batch\['t'\], a nested tensor"),
     "jagged leaf": (linear_loss, params(), {**GOOD, "t": nested(2, layout=torch.jagged)}, r"dense tensor, got batch\['t'\], a nested"),
-    "leaf that is no tensor": (linear_loss, params(), {**GOOD, "t": [1.0]}, r"batch\['t'\]\[0\] of type float"),
+    "leaf that is no tensor": (linear_loss, params(), {**GOOD, "t": [1.0]}, r"batch\['t'\]\[0\] of type float.*with one row a record.*loss_fn reads beside the batch is not clipped"),
     "empty pytree": (linear_loss, params(), {}, "at least one tensor"),
     "NaN parameter": (
         linear_loss, {**params(), "head.weight": torch.full((4,), math.nan)}, GOOD, "NaN or inf in head.weight",
@@ -377,6 +377,10 @@ BAD_STEPS = {
     "integer parameter": (
         linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.long)}, GOOD,
         r"Expected params\['head.weight'\] to have a floating dtype, got torch.int64",
+    ),
+    "complex parameter": (
+        linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.complex64)}, GOOD,
+        r"floating dtype, got torch.complex64. .*torch.view_as_real\(weight\).*torch.view_as_complex",
     ),
     "float16 parameter": (
         linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.float16)}, GOOD,
@@ -441,6 +445,21 @@ def test_bad_init():
     two = make_dp_step(linear_loss, plan(clip=clipping.Flat({"a": 1.0}, groups=clipping.PerLayer())))
     with pytest.raises(InvalidArgument, match="Expected clip_norm to name the groups"):
         two.init(params(), secure_key())
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_with_a_tensor_for_each_record_is_refused(kind):
+    """Of fixed batches: a list of 4 tensors of 4 rows is read as 4 columns; a tuple says that it is meant."""
+    the_plan = plan(sampler=sampling.FixedSize(100, 4), adjacency="zero_out")
+    dp_step = make_dp_step(linear_loss, the_plan)
+    state, batch = dp_step.init(params(), secure_key()), {**GOOD, "boxes": kind(torch.zeros(4, 2) for _ in range(4))}
+    if kind is list:
+        with pytest.raises(
+            InvalidArgument, match=r"got batch\['boxes'\], a list of 4 tensors, in a batch of 4 records"
+        ):
+            dp_step(params(), batch, state)
+    else:
+        assert dp_step(params(), batch, state).state.step == 1
 
 
 def test_processes_that_join_after_the_step_was_made_are_seen(monkeypatch):

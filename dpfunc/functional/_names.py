@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpfunc._utils.validation import shorten
+from dpfunc.batches import COMPLEX
 from dpfunc.errors import InvalidArgument
 
 BIASES = r"(^|\.)bias$"
@@ -47,7 +48,8 @@ def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str
         if is_lazy(named[name]):
             raise InvalidArgument(f"Expected parameters with a shape, got lazy {name!r}. Run the model once before.")
         if not named[name].is_floating_point():
-            raise InvalidArgument(f"Expected floating parameters, got {named[name].dtype} for {name!r}. Leave it out.")
+            advice = COMPLEX if named[name].is_complex() else "Leave it out."
+            raise InvalidArgument(f"Expected floating parameters, got {named[name].dtype} for {name!r}. {advice}")
     return {name: named[name] for name in chosen}
 
 

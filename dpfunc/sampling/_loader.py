@@ -133,6 +133,7 @@ def without_rows(batch: Batch) -> Batch:
 def data_loader(
     dataset: Any, draws: Draws, collate: Collate, *, num_workers: int = 0, pin_memory: bool = False,
     persistent_workers: bool = False, prefetch_factor: int | None = None, multiprocessing_context: Any = None,
+    timeout: float = 0, worker_init_fn: Callable[[int], None] | None = None,
 ) -> DataLoader[Any]:  # fmt: skip
     """The draws as batches; workers change neither their order nor their random numbers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
@@ -141,8 +142,8 @@ def data_loader(
     generator = torch.Generator(default if default.type == "cuda" else "cpu").manual_seed(seed)
     return DataLoader(
         Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
-        persistent_workers=persistent_workers, prefetch_factor=prefetch_factor,
-        multiprocessing_context=multiprocessing_context, generator=generator,
+        persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, timeout=timeout,
+        worker_init_fn=worker_init_fn, multiprocessing_context=multiprocessing_context, generator=generator,
     )  # fmt: skip
 
 

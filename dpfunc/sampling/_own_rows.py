@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from dpfunc.batches import dense
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, cpu_generators, cpu_seeds
 from dpfunc.types import Batch
@@ -134,7 +135,9 @@ def _row_of(batch: Batch | None, row: int) -> dict[str, Tensor | None]:
     """A row of each leaf, by name; None for leaves that have no such row."""
 
     def part(leaf: object) -> Tensor | None:
-        return leaf[row].clone() if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) > row else None
+        if not isinstance(leaf, Tensor) or not dense(leaf):  # the step says what it cannot take
+            return None
+        return leaf[row].clone() if leaf.ndim and len(leaf) > row else None
 
     leaves = [] if batch is None else pytree.tree_leaves_with_path(batch)
     return {f"batch{pytree.keystr(path)}": part(leaf) for path, leaf in leaves}
@@ -191,6 +194,8 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 def _as_tensor(value: Any, numbers: bool) -> Any:
     """An array of numbers, or if wanted a list of them, as a tensor; anything else as it is."""
+    if isinstance(value, Tensor) and not dense(value):
+        return value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     alike = numbers and isinstance(value, (list, tuple)) and len({*map(type, value)}) == 1

@@ -208,6 +208,32 @@ def test_what_is_no_data_set_of_the_plan_is_refused(name):
         call(plan_of())
 
 
+def test_what_changes_no_draw_is_passed_on():
+    options = {"num_workers": 1, "persistent_workers": True, "timeout": 60.0, "worker_init_fn": torch.manual_seed}
+    loader = plan_of().loader(Dicts(), at(3), **options)
+    assert {name: getattr(loader, name) for name in options} == options
+
+
+JAGGED = torch.nested.nested_tensor_from_jagged
+
+
+def test_batches_that_are_not_dense_are_named_by_the_step():
+    """Sparse and nested batches, and sparse records, pass the check of rows; the step says what to do."""
+    made = {
+        "sparse": lambda records: torch.stack(records).to_sparse(),
+        "a nested tensor": lambda records: JAGGED(torch.cat(records), lengths=torch.full((len(records),), 3)),
+    }
+    records = Subset([torch.ones(3).mul(i + 1.0).to_sparse() for i in range(N)], range(N))
+    plan = plan_of(sampler=sampling.Poisson(N, 0.5))
+    dp_step, params, state = begun(plan)
+    for name, collate in made.items():
+        batch = next(
+            iter(plan.loader(records, state, collate_fn=lambda r, make=collate: make([x.to_dense() for x in r])))
+        )
+        with pytest.raises(InvalidArgument, match=f"dense tensor, got batch, .*{name}"):
+            dp_step(params, batch, state)
+
+
 def test_an_empty_draw_needs_a_batch_of_rows():
     nobody = plan_of(sampler=sampling.Poisson(N, 1e-9))
     with pytest.raises(InvalidArgument, match=r"batch\['text'\]\[0\] of type str.*collate_fn"):
