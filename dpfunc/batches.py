@@ -40,6 +40,13 @@ def dense(value: Tensor) -> bool:
     return value.layout is torch.strided and not value.is_nested
 
 
+def filled(value: Tensor) -> Tensor:
+    """A tensor with all of its zeros; rows of a nested one are filled up with them."""
+    if dense(value):
+        return value
+    return value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
+
+
 def _refuse(batch: Batch) -> NoReturn:
     """Raise the error of a batch whose leaves are not tensors that agree."""
     leaves = pytree.tree_leaves_with_path(batch)

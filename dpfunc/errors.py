@@ -57,6 +57,10 @@ class NoGradientWarning(UserWarning):
     """Several batches had no finite gradient but zero: budget was spent on noise. Computed from private data."""
 
 
+class RecordsWarning(UserWarning):
+    """Records come several times, or a loss uses more of them than its own row. Computed from private data."""
+
+
 class NoiseWarning(UserWarning):
     """The noise that the budget asks for hides what is to be learnt, as public facts alone say."""
 

@@ -12,6 +12,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sampling._own_rows import check_reading, check_rows
 from dpfunc.sampling._records import read
+from dpfunc.sampling._repeated import refuse_repeated, warn_of_equal
 from dpfunc.sampling.base import Sampler
 from dpfunc.types import Batch
 
@@ -86,6 +87,8 @@ class Records(Dataset[Any]):
     def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[Drawn, Any]]:
         with torch_seed(drawn[0].key, accelerators=False):
             records = read(self.dataset, [each.record for each in drawn])
+        if drawn[0].checked:
+            warn_of_equal(records, len(self))
         if drawn[0].checked and hasattr(self.dataset, "__getitems__"):
             row = _checked_row(drawn[0].key, len(records))
             check_reading(self.dataset, drawn[row].record, records[row], drawn[0].key)
@@ -148,7 +151,7 @@ def data_loader(
 
 
 def check_readable(dataset: Any, name: str = "dataset") -> int:
-    """Check that records of a data set can be read by index: no loader, stream or dictionary. Their number."""
+    """Check that records can be read by index, each once: no loader, stream or dictionary. Their number."""
     kind = type(dataset).__name__
     if dataset is None:
         raise InvalidArgument(f"Expected {name} to be given, got {name}=None.")
@@ -171,6 +174,7 @@ def check_readable(dataset: Any, name: str = "dataset") -> int:
             "or, in your own loop, read it in its order, which has another cost: sampling.InOrder, see "
             "docs/guides/loop.md."
         )
+    refuse_repeated(dataset, name)
     return len(dataset)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dpfunc.batches import dense
+from dpfunc.batches import dense, filled
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, cpu_generators, cpu_seeds
 from dpfunc.types import Batch
@@ -194,8 +194,8 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 def _as_tensor(value: Any, numbers: bool) -> Any:
     """An array of numbers, or if wanted a list of them, as a tensor; anything else as it is."""
-    if isinstance(value, Tensor) and not dense(value):
-        return value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
+    if isinstance(value, Tensor):
+        return filled(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     alike = numbers and isinstance(value, (list, tuple)) and len({*map(type, value)}) == 1

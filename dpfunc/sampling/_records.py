@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dpfunc.batches import filled
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
 from dpfunc.types import Batch
@@ -121,7 +122,7 @@ def _(value: Sequence[Any], state: hashlib.blake2b) -> None:
 
 @_contents.register
 def _(value: Tensor, state: hashlib.blake2b) -> None:
-    _update(state, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    _update(state, filled(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     state.update(f"{value.dtype}{tuple(value.shape)}".encode())
 
 

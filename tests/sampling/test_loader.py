@@ -239,7 +239,7 @@ def test_an_empty_draw_needs_a_batch_of_rows():
     with pytest.raises(InvalidArgument, match=r"batch\['text'\]\[0\] of type str.*collate_fn"):
         next(iter(nobody.loader(range(N), at(0), collate_fn=lambda records: {"text": [str(r) for r in records]})))
     with pytest.raises(InvalidArgument, match="one row from one record, got 2 rows"):
-        next(iter(nobody.loader([torch.zeros(2, 3)] * N, at(0), collate_fn=torch.cat)))
+        next(iter(nobody.loader([torch.zeros(2, 3) for _ in range(N)], at(0), collate_fn=torch.cat)))
 
 
 def test_another_order_has_another_name():
