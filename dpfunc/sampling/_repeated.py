@@ -49,9 +49,11 @@ def _is_table(dataset: Any) -> bool:
 def _origins(dataset: Any, chosen: _Places) -> Iterator[tuple[Hashable, _Places]]:
     """Where the chosen records of a data set come from: objects by identity, and places in them."""
     if isinstance(dataset, Subset):
-        yield from _origins(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[chosen] % len(dataset.dataset))  # type: ignore[arg-type]  # that has a length
+        inner: Any = dataset.dataset  # a class of torch that does not say that it has a length
+        yield from _origins(inner, np.asarray(dataset.indices, dtype=np.int64)[chosen] % len(inner))
     elif isinstance(dataset, ConcatDataset):
-        yield from _parts(dataset.datasets, [len(part) for part in dataset.datasets], chosen)  # type: ignore[arg-type]
+        parts: list[Any] = dataset.datasets
+        yield from _parts(parts, [len(part) for part in parts], chosen)
     elif _is_table(dataset):
         picked = dataset._indices  # of select(), if it has left others out; no public name
         chosen = chosen if picked is None else picked.column(0).to_numpy().astype(np.int64)[chosen]
