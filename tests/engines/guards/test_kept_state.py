@@ -5,20 +5,26 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import logging
+import os
 import random
 import types
+import warnings
 from collections import deque
+from collections.abc import Iterable
 from contextvars import ContextVar
 
 import numpy as np
 import pytest
 import torch
+from keepers import KEEPERS
 from torch import nn
 from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
+from dpfunc.engines._guards.kept_state import python_state
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
@@ -181,17 +187,17 @@ SWITCHES = ["dict", "class", "attribute of a submodule", "itertools.count"]
 # Steps with and without one record.
 
 
-def batch(size, seed, large=False):
-    """Rows with gradients that point the same way; the first is much larger than the others if `large`."""
+def batch(size, seed, large=False, at=0):
+    """Rows with gradients that point the same way; one of them is much larger than the others if `large`."""
     x = torch.rand(size, D, generator=torch.Generator().manual_seed(seed)) + 0.5
     if large:
-        x[0] *= 100
+        x[at] *= 100
     return x
 
 
-def steps(large=1):
-    """Batches of steps that follow each other; one of them has a large first row."""
-    return [batch(size, seed, seed == large) for seed, size in enumerate((8, 8, 8, 9))]
+def steps(large=1, at=0):
+    """Batches of steps that follow each other; one of them has a large row."""
+    return [batch(size, seed, seed == large, at) for seed, size in enumerate((8, 8, 8, 9))]
 
 
 def linear(p, x, flipped=False):
@@ -218,13 +224,14 @@ def released(make, engine, batches, size=None):
     return found
 
 
-def refused(make, engine, batches=None, size=None, step=1):
-    """True if a step was refused, of which each is taken with and without the first record of one.
+def refused(make, engine, batches=None, size=None, step=1, at=0):
+    """True if a step was refused, of which each is taken with and without one record of one.
 
     Checks those that both release: the bound is allowed in that step, nothing in the others.
     """
     batches = steps() if batches is None else batches
-    other = [rows[1:] if number == step else rows for number, rows in enumerate(batches)]
+    without = torch.arange(len(batches[step])) != at
+    other = [rows[without] if number == step else rows for number, rows in enumerate(batches)]
     whole = released(make, engine, batches, size)
     pairs = enumerate(zip(whole, released(make, engine, other, size), strict=True))
     off = [float((one - two).norm()) - (n == step) for n, (one, two) in pairs if one is not None and two is not None]
@@ -295,6 +302,102 @@ def test_what_an_error_would_keep_is_compared_as_well():
         return loss_fn
 
     assert refused(make, "auto")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support:UserWarning", "ignore:torch.quantize_per_tensor:UserWarning"
+)
+@pytest.mark.parametrize("place", KEEPERS)
+def test_a_change_of_what_is_kept_is_seen_wherever_it_is(place):
+    value, change = KEEPERS[place]()
+    loss_fn = lambda p, x: (value(), change())
+    value()  # what Python makes of an object when it is first asked is no change
+    before = python_state(loss_fn)
+    assert python_state(loss_fn) == before
+    change()
+    assert python_state(loss_fn) != before
+
+
+FIRST, MIDDLE, LAST = 0, 4, 7
+ORDERS = [
+    (place, ("auto", "loop", "vmap", "loop", "ghost")[number % 5], (FIRST, MIDDLE, LAST)[number % 3])
+    for number, place in enumerate(KEEPERS)
+]
+
+
+@pytest.mark.parametrize(("place", "engine", "at"), ORDERS)
+def test_a_latch_is_refused_wherever_it_is_kept_and_the_large_record_stands(place, engine, at):
+    """The latch is set before the losses are computed: those of the large record itself are as later ones."""
+
+    def make():
+        value, change = KEEPERS[place]()
+
+        def loss_fn(p, x):
+            if bool((x > 20).any()) and not value():
+                change()
+            return linear(p, x, value() > 0)
+
+        return loss_fn
+
+    assert refused(make, engine, steps(at=at), at=at)
+
+
+LARGEST = [0.0]
+
+
+def running(kept, found):
+    """The largest number so far."""
+    kept[0] = max(kept[0], float(found))
+    return kept[0]
+
+
+def function_that_keeps(forward, backward):
+    """A custom function whose passes may keep what they see, in a global, an attribute or a default."""
+
+    backward = backward or (lambda cls, x, kept=[0.0]: 10 / (1 + running(kept, x.abs().max())))
+
+    class Keeping(torch.autograd.Function):
+        largest = 0.0
+
+        @staticmethod
+        def forward(x):
+            return x * forward(Keeping, x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[0])
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * backward(Keeping, ctx.saved_tensors[0])
+
+    LARGEST[0] = 0.0
+    return lambda p, x: Keeping.apply(linear(p, x).sqrt() * x.norm())
+
+
+def of_class(cls, x):
+    cls.largest = max(cls.largest, float(x.abs().max()))
+    return 10 / (1 + cls.largest)
+
+
+def as_it_is(cls, x):
+    return 1.0
+
+
+FUNCTIONS = {
+    "class, forward": (of_class, as_it_is),
+    "class, backward": (as_it_is, of_class),
+    "global, forward": (lambda cls, x: 10 / (1 + running(LARGEST, x.abs().max())), as_it_is),
+    "global, backward": (as_it_is, lambda cls, x: 10 / (1 + running(LARGEST, x.abs().max()))),
+    "default, backward": (as_it_is, None),
+}
+
+
+@pytest.mark.parametrize("at", [FIRST, LAST])
+@pytest.mark.parametrize("where", FUNCTIONS)
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_custom_functions_that_keep_the_largest_number(engine, where, at):
+    assert refused(lambda: function_that_keeps(*FUNCTIONS[where]), engine, steps(at=at), at=at)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -579,6 +682,82 @@ def test_calls_may_be_counted_where_no_loss_depends_on_it():
     assert all(sums is not None for sums in released(lambda: loss_fn, "auto", steps()))
     assert set(calls) == {1}, "each over a batch of one"
     assert len(calls) <= 12, "one pass a step, and the audits"
+
+
+def cached(kept):
+    return lambda p, x: (
+        linear(p, x) * kept.setdefault(x.shape[1:], torch.ones(())) * (2.0 if bool((x > 1e9).any()) else 1.0)
+    )
+
+
+@functools.lru_cache
+def mask_of(length):
+    return torch.ones(length)
+
+
+@functools.singledispatch
+def doubled(x):
+    return 2 * x
+
+
+class Scratch(nn.Module):
+    """Keeps its last activations, as many models do, and its length; no loss reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.layer = None, nn.Linear(D, D)
+
+    def forward(self, x):
+        self.last = x
+        return x
+
+
+class Lazy:
+    @functools.cached_property
+    def mask(self):
+        return torch.ones(D)
+
+
+def read(x):
+    """1, after numbers of the rows were read."""
+    return 2.0 if bool((x > 1e9).any()) else 1.0
+
+
+GENERATOR, HUGE = torch.Generator().manual_seed(1), list(range(300_000))
+HONEST = {
+    "cache by shape": lambda: cached({}),
+    "lru_cache of masks": lambda: lambda p, x: linear(p, x * mask_of(x.shape[1])) * read(x),
+    "singledispatch": lambda: lambda p, x: linear(p, doubled(x)) * read(x),
+    "cached property": lambda: (lambda lazy: lambda p, x: linear(p, x * lazy.mask) * read(x))(Lazy()),
+    "last activations kept": lambda: (lambda net: lambda p, x: linear(p, net(x)) * read(x))(Scratch()),
+    "table by length": lambda: (lambda f: lambda p, x: f(p, x) * read(x))(growing_table()),
+    "isinstance of an abstract class": lambda: lambda p, x: linear(p, x) * (read(x) if isinstance(x, Iterable) else 2.0),
+    "large list": lambda: lambda p, x: linear(p, x) * read(x) * HUGE[1],
+    "large tensor": lambda: (lambda t: lambda p, x: linear(p, x) * read(x) * t[0, 1])(torch.ones(3000, 100)),
+    "large array": lambda: (lambda t: lambda p, x: linear(p, x) * read(x) * float(t[0, 1]))(np.ones((3000, 100))),
+    "frozen model": lambda: (lambda net: lambda p, x: linear(p, x) * read(x) + 0 * net(x).sum(1))(nn.Linear(D, 600).eval()),
+    "lstm": lambda: (lambda net: lambda p, x: linear(p, x) * read(x) + 0 * net(x[None])[0][0].sum(1))(nn.LSTM(D, 3)),
+    "transformer layer": lambda: (lambda net: lambda p, x: linear(p, x) * read(x) + 0 * net(x[None])[0].sum(1))(nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0).eval()),
+    "batch norm in eval": lambda: (lambda net: lambda p, x: linear(p, net(x)) * read(x))(nn.BatchNorm1d(D).eval()),
+    "logger": lambda: lambda p, x: (logging.getLogger("honest").debug("%s", x.shape), linear(p, x) * read(x))[1],
+    "autocast": lambda: (lambda layer: lambda p, x: linear(p, x) * read(x) + 0 * layer(x))(torch.autocast("cpu", enabled=False)(lambda x: x.sum(1))),
+    "generator that nobody draws from": lambda: lambda p, x: linear(p, x) * read(x) * (1 + 0 * GENERATOR.initial_seed()),
+    "environment": lambda: lambda p, x: linear(p, x) * read(x) * (1.0 if os.environ.get("NOT_SET") is None else 2.0),
+    "globals": lambda: lambda p, x: globals()["linear"](p, x) * read(x),
+    "checkpoint": lambda: lambda p, x: torch.utils.checkpoint.checkpoint(linear, p, x, use_reentrant=False) * read(x),
+    "warnings": lambda: lambda p, x: (warnings.catch_warnings(), linear(p, x) * read(x))[1],
+    "random numbers of torch": lambda: lambda p, x: linear(p, x) * read(x) + 0 * torch.rand(()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_honest_losses_are_computed(engine, name):
+    with torch.random.fork_rng(devices=[]):
+        calm = steps(large=None)
+        found = released(HONEST[name], engine, calm)
+    assert all(sums is not None for sums in found)
+    assert all(float(sums.norm()) > 0.5 * len(rows) for sums, rows in zip(found, calm, strict=True))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(D, 3), nn.LSTM(D, 3)], ids=lambda layer: type(layer).__name__)
