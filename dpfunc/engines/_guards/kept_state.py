@@ -244,7 +244,7 @@ def _bits(tensor: Tensor) -> int:
 
 def _hides(kind: Any) -> bool:
     """True for classes of C, or of libraries, that say what a copy of their objects needs."""
-    own = {getattr(kind, name, None) for name in _COPYING} - {getattr(object, name, None) for name in _COPYING}
+    own = [each for name in _COPYING if (each := getattr(kind, name, None)) is not getattr(object, name, None)]
     known = issubclass(kind, _SEEN) or str(kind.__module__).startswith(_UNWRITABLE)
     return not known and any(not isinstance(each, FunctionType) or _of_library(each) for each in own)
 
