@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Below, Levels, Pass, apply_node, below_both, inside, is_row, of_rows
+from dpfunc.engines._levels import Below, Levels, Node, Pass, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import Dense, Late
 from dpfunc.engines._reads import Handler, any_row
@@ -93,20 +93,22 @@ class _Call:
         return use
 
 
-class _Credited(torch.autograd.Function):
+class _Credited(Node):
     """The node of an operation with a rule, or with a gradient in closed form."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, given: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # torch would keep the output, to know its shape
-        ctx.call = call
-        ctx.kept = call.keeps_input
-        if ctx.kept:
-            ctx.save_for_backward(given)
+    def forward(call: _Call, anchor: Tensor, given: Tensor) -> Tensor:
         values_B = of_rows(given)
         with Below():
             out = call.run(values_B)  # type: ignore[arg-type]  # a row, by `operation`
         return call.owner.levels.row(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)  # torch would keep the output, to know its shape
+        ctx.call, _, given = inputs
+        if ctx.call.keeps_input:
+            ctx.save_for_backward(given)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -114,7 +116,7 @@ class _Credited(torch.autograd.Function):
         owner = call.owner
         owner.backward_node()
         grad_B, input_grad = owner.levels.all_rows(grad), None
-        x = of_rows(ctx.saved_tensors[0]) if ctx.kept else None
+        x = of_rows(ctx.saved_tensors[0]) if call.keeps_input else None
         with Below(), torch._C.DisableTorchFunction():
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
@@ -217,12 +219,16 @@ def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
 _TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.transpose, torch.transpose)  # type: ignore[attr-defined]  # of C
 
 
-class _Source(torch.autograd.Function):
+class _Source(Node):
     """The start of a native graph that does not hold its value: a leaf would keep the input of each layer alive."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+    def forward(anchor: Tensor, value: Tensor) -> Tensor:
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep nothing."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -242,6 +248,7 @@ class Kernel:
     wanted: Sequence[bool]
     starts: Sequence[Any] = ()
     ends: Sequence[Any] = ()
+    again: bool = False
 
     def build(self, values: Sequence[Tensor]) -> Results:
         """The results with their graph, which is held by its edges, not by its values."""
@@ -267,31 +274,34 @@ class Kernel:
         return wanted
 
 
-class Native(torch.autograd.Function):
+class Native(Node):
     """The node around a native graph."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.kernel = kernel
+    def forward(kernel: Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
-        ctx.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        kernel.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         values = [of_rows(value) for value in inputs]
-        if ctx.again:
-            ctx.save_for_backward(*inputs)
-        with below_both(), torch.set_grad_enabled(not ctx.again):
+        with below_both(), torch.set_grad_enabled(not kernel.again):
             found = kernel.build(values)  # type: ignore[arg-type]  # rows
         made = tuple(kernel.owner.levels.row(value) for value in found)
         return made if len(made) > 1 else made[0]
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.kernel, _, *given = inputs
+        if ctx.kernel.again:
+            ctx.save_for_backward(*given)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         kernel: Kernel = ctx.kernel
         kernel.owner.backward_node()
-        values = [of_rows(value) for value in ctx.saved_tensors] if ctx.again else []
+        values = [of_rows(value) for value in ctx.saved_tensors]
         grads_B = [None if grad is None else kernel.owner.levels.all_rows(grad) for grad in grads]
         with below_both():
-            if ctx.again:
+            if kernel.again:
                 with torch.enable_grad():
                     kernel.build(values)  # type: ignore[arg-type]  # rows
             with torch._C.DisableTorchFunction():
@@ -332,14 +342,17 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
 
 
-class Tap(torch.autograd.Function):
+class Tap(Node):
     """A value below both levels, whose gradient goes to the rule of the operation that gave it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:
-        ctx.credit = credit
-        ctx.mark_dirty(value)  # no view: steps of a layer are written into
+    def forward(value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:
         return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        value, _, ctx.credit = inputs
+        ctx.mark_dirty(value)  # no view: steps of a layer are written into
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -400,12 +413,11 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 _NONE = 0  # torch's number of the reduction "none"
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Node):
     """Losses of all positions, (B, n, ...) of logits (B, n, C, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, over: Levels, ignored: int, logits: Tensor, target: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
+    def forward(over: Levels, ignored: int, kept: list[Any], logits: Tensor, target: Tensor) -> Tensor:
         logits_B, target_B = of_rows(logits), of_rows(target)
         with Below():
             x, classes = logits_B.flatten(0, 1), target_B.flatten(0, 1)  # type: ignore[union-attr]  # rows
@@ -415,21 +427,25 @@ class _CrossEntropy(torch.autograd.Function):
             run = torch.ops.aten.nll_loss_forward if x.ndim == 2 else torch.ops.aten.nll_loss2d_forward
             losses, weight = run(log_probs, classes, None, _NONE, ignored)
             losses = losses.reshape(target_B.shape)  # type: ignore[union-attr]  # rows
-        ctx.over, ctx.kept = over, (log_probs, classes, None, _NONE, ignored, weight)
-        ctx.given = logits_B.shape, logits_B.dtype  # type: ignore[union-attr]  # rows
+        kept += (log_probs, classes, None, _NONE, ignored, weight)
         return over.row(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.over, _, ctx.kept, logits, _ = inputs
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         log_probs, classes, *_ = ctx.kept
-        shape, dtype = ctx.given
         grad_B = ctx.over.all_rows(grad)
         with Below(), torch._C.DisableTorchFunction():
             run = torch.ops.aten.nll_loss_backward if log_probs.ndim == 2 else torch.ops.aten.nll_loss2d_backward
             of_log = run(grad_B.reshape(classes.shape), *ctx.kept)
             found = torch.ops.aten._log_softmax_backward_data(of_log, log_probs, 1, log_probs.dtype)
-            found = found.to(dtype).reshape(shape)
-        return None, None, ctx.over.row(found), None
+            found = found.to(ctx.dtype).reshape(len(grad_B), *ctx.shape)
+        return None, None, None, ctx.over.row(found), None
 
 
 def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -443,7 +459,7 @@ def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[s
     of_classes = target.dtype == torch.int64 and logits.ndim > 1 and target.shape == logits.shape[:1] + logits.shape[2:]
     if not of_classes or not logits.requires_grad:
         return NotImplemented
-    losses = apply_node(_CrossEntropy, over, ignored, logits, target)
+    losses = apply_node(_CrossEntropy, over, ignored, [], logits, target)
     return _REDUCTIONS[bound.get("reduction", "mean")](losses, target != ignored)
 
 

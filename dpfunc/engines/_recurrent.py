@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, credit_use
-from dpfunc.engines._levels import Below, Pass, apply_node, inside, of_rows
+from dpfunc.engines._levels import Below, Node, Pass, apply_node, inside, of_rows
 from dpfunc.engines._numerics import Costs, exact, matrix
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
 from dpfunc.engines._reads import Handler, read
@@ -208,23 +208,30 @@ Credit = Callable[[str, Rule, Sequence[Any], Tensor], None]
 """Gets the name of an operation on parameters, its rule, its arguments, and the gradient of its result (T, B, ...)."""
 
 
-class _Direction(torch.autograd.Function):
+class _Direction(Node):
     """A layer in one direction: outputs (T, B, P) and, for an LSTM, the last cell (B, H)."""
 
     @staticmethod
     def forward(
-        ctx: Any, kind: Kind, weights: Weights, credit: Credit, anchor: Tensor, x_TBd: Tensor, *firsts: Tensor
-    ) -> tuple[Tensor, ...]:
+        kind: Kind, weights: Weights, credit: Credit, kept: list[Tensor | None], anchor: Tensor, x_TBd: Tensor,
+        *firsts: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         bias, further = weights.inputs_bias, weights.state_bias if kind.adds else None
         bias = bias if bias is None or further is None else bias + further
         with torch._C.DisableTorchFunction():
             gates_TBG = F.linear(x_TBd, weights.inputs, bias)
-            own, ctx.around = _like(weights, gates_TBG.dtype), (kind, weights, credit)
+            own = _like(weights, gates_TBG.dtype)
             with torch.autocast(x_TBd.device.type, enabled=False):
                 walked = kind.walk(gates_TBG, own, *(first.to(gates_TBG.dtype) for first in firsts))
-        ctx.save_for_backward(x_TBd, walked.inner_TBH, walked.states_TBP, *walked.kept)
+        kept += (x_TBd, walked.inner_TBH, walked.states_TBP, *walked.kept)
         results = (walked.states_TBP[1:], walked.cell_BH)
         return tuple(result.clone() for result in results if result is not None)  # the loss may write into them
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *ctx.around, kept = inputs[:4]
+        ctx.save_for_backward(*kept)
+        kept.clear()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -241,8 +248,8 @@ class _Direction(torch.autograd.Function):
                 credit("linear", _LINEAR, (before_TBP, weights.state, biases[1]), found.states_TBG)
             if weights.proj is not None:
                 credit("linear", _LINEAR, (inner_TBH, weights.proj), found.outputs_TBP)
-            x_grad = (found.inputs_TBG @ own.inputs).to(x_TBd.dtype) if ctx.needs_input_grad[4] else None
-        return None, None, None, None, x_grad, *found.firsts
+            x_grad = (found.inputs_TBG @ own.inputs).to(x_TBd.dtype) if ctx.needs_input_grad[5] else None
+        return None, None, None, None, None, x_grad, *found.firsts
 
 
 def _like(weights: Weights, dtype: torch.dtype) -> Weights:
@@ -264,7 +271,7 @@ def layers(
             own, turned = params[place * each : (place + 1) * each], place % directions
             weights, firsts = Weights(*own[:2], *no_biases, *own[2:]), (state[place] for state in states)
             out, *cell = apply_node(
-                _Direction, kind, weights, credit, ANCHOR, x_TBd.flip(0) if turned else x_TBd, *firsts
+                _Direction, kind, weights, credit, [], ANCHOR, x_TBd.flip(0) if turned else x_TBd, *firsts
             )
             lasts.append((out[-1], *cell))
             outputs.append(out.flip(0) if turned else out)

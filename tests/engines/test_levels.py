@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpfunc.engines._levels import (
     Below,
+    Node,
     apply_node,
     below_both,
     inside,
@@ -158,13 +159,16 @@ def test_custom_functions_run_below_both_levels():
         assert torch.equal(grad, torch.full_like(X, 3.0))
 
 
-class Node(torch.autograd.Function):
+class Five(Node):
     @staticmethod
-    def forward(ctx, over, x):
+    def forward(over, x):
         with Below():
             value = 2 * of_rows(x)
-        ctx.save_for_backward(x)
         return over.row(value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx, grad):
@@ -175,7 +179,7 @@ class Node(torch.autograd.Function):
 def test_a_node_has_its_own_derivative_at_the_level_of_gradients():
     with levels(3) as over:
         leaf = over.leaf(W)
-        loss = apply_node(Node, over, over.row(X) * leaf).sum()
+        loss = apply_node(Five, over, over.row(X) * leaf).sum()
         (grad,) = run_backward(loss, (leaf,))
         assert torch.allclose(of_rows(grad), 5 * X)
     assert not torch._C._functorch.get_single_level_autograd_function_allowed()
