@@ -250,8 +250,9 @@ class Kernel:
     ends: Sequence[Any] = ()
     again: bool = False
 
-    def build(self, values: Sequence[Tensor]) -> Results:
-        """The results with their graph, which is held by its edges, not by its values."""
+    def build(self, values: Sequence[Tensor], again: bool) -> Results:
+        """The results with their graph, which is held by its edges, not by its values; `again` in the backward pass."""
+        self.again = again
         given = [
             apply_node(_Source, ANCHOR, value.detach()) if wanted else value.detach()
             for value, wanted in zip(values, self.wanted, strict=True)
@@ -280,10 +281,10 @@ class Native(Node):
     @staticmethod
     def forward(kernel: Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
-        kernel.again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         values = [of_rows(value) for value in inputs]
-        with below_both(), torch.set_grad_enabled(not kernel.again):
-            found = kernel.build(values)  # type: ignore[arg-type]  # rows
+        with below_both(), torch.set_grad_enabled(not again):
+            found = kernel.build(values, again)  # type: ignore[arg-type]  # rows
         made = tuple(kernel.owner.levels.row(value) for value in found)
         return made if len(made) > 1 else made[0]
 
@@ -303,7 +304,7 @@ class Native(Node):
         with below_both():
             if kernel.again:
                 with torch.enable_grad():
-                    kernel.build(values)  # type: ignore[arg-type]  # rows
+                    kernel.build(values, True)  # type: ignore[arg-type]  # rows
             with torch._C.DisableTorchFunction():
                 found = kernel.back(grads_B)
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
