@@ -6,17 +6,18 @@ from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
     from dpfunc.evidence._neighbours import Replay, replay
-    from dpfunc.evidence._one_run import Audit, audit, plot
+    from dpfunc.evidence._one_run import Audit, audit, largest_bound, plot
     from dpfunc.evidence.canaries import Canaries, coins, exposure, loss_drops
     from dpfunc.evidence.certificate import certify, check
 
 __all__ = [
-    "Audit", "Canaries", "Replay", "audit", "certify", "check", "coins", "exposure", "loss_drops", "plot", "replay",
+    "Audit", "Canaries", "Replay", "audit", "certify", "check", "coins", "exposure", "largest_bound",
+    "loss_drops", "plot", "replay",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
     _HOMES = {
         "canaries": "Canaries coins exposure loss_drops", "certificate": "certify check",
-        "_neighbours": "Replay replay", "_one_run": "Audit audit plot",
+        "_neighbours": "Replay replay", "_one_run": "Audit audit largest_bound plot",
     }  # fmt: skip
     __getattr__ = lazy(__name__, _HOMES)

@@ -3,6 +3,7 @@ a Python file, as `dpfunc verify` and `dpfunc audit` take it.
 """
 
 import dataclasses
+import logging
 import runpy
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Replay, Step, replay
-from dpfunc.evidence._one_run import Audit
+from dpfunc.evidence._noise_seen import NoiseSeen, seen_noise
+from dpfunc.evidence._one_run import Audit, largest_bound
 from dpfunc.evidence._one_run import audit as bound
 from dpfunc.evidence._result import audit_values, replay_values
-from dpfunc.evidence._watch import Tape, WatchedSampler, settings_of
+from dpfunc.evidence._watch import Running, Tape, WatchedSampler, settings_of
 from dpfunc.evidence.canaries import Canaries, behind, coins
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in
@@ -29,6 +31,7 @@ from dpfunc.state import StepState
 from dpfunc.step import DPStep, StepResult
 from dpfunc.types import Batch, Params
 
+_log = logging.getLogger("dpfunc")
 Score = Literal["sum", "spread"]
 
 
@@ -60,7 +63,18 @@ class Planted:
         reads = torch.stack(self.reads)
         scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
         claim = plan.ledger(len(self.reads))
-        return bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
+        found = bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
+        noise = plan.noise.differs() if isinstance(plan.noise, NoiseSeen) else ""
+        return dataclasses.replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
+
+    def foretell(self, plan: Plan) -> None:
+        """Log, before the run, the largest bound that so many canaries can give: guesses cannot refute more."""
+        most, most_gaussian = largest_bound(self.count, delta=plan.delta)
+        _log.warning(
+            "An audit with %d canaries shows at most epsilon >= %.3g at delta=%g, %.3g if the noise is Gaussian. A "
+            "claim above that is not refuted by guesses; more canaries show more.",
+            self.count, most, plan.delta, most_gaussian,
+        )  # fmt: skip
 
 
 def planted_plan(plan: Plan, planted: Planted) -> Plan:
@@ -71,7 +85,9 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
     larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
     out = torch.arange(m, device="cpu") if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
-    return dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings)
+    planted.foretell(plan)
+    own = dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings)
+    return seen_noise(own)
 
 
 @dataclass(frozen=True)
@@ -176,13 +192,13 @@ def read_script(path: Path) -> Script:
     if functions:
         return Script(dp_step, data, init, step, canaries)
 
-    def begin(dp_step: Any, data: Batch, key: Key) -> tuple[Any, Any]:
+    def begin(dp_step: Any, data: Batch, key: Key) -> Running:
         rest = iter(train(dp_step, data, key))
-        return rest, next(rest)
+        return Running(rest, next(rest))
 
-    def go_on(dp_step: Any, data: Batch, carry: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    def go_on(dp_step: Any, data: Batch, carry: Running) -> Running | None:
         try:
-            return carry[0], next(carry[0])
+            return Running(carry.rest, next(carry.rest))
         except StopIteration:
             return None
 

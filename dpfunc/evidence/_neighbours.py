@@ -2,20 +2,25 @@
 first run in each later one; so everything else must be the same bit for bit: number of steps, rates, files, lines.
 """
 
+import functools
 import io
 import json
 import logging
+import os
 import re
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +44,7 @@ Loop = Callable[[Any, int, Tape], None]
 _OF_SENSITIVITY, _OF_SUM = 1e-3, 3e-6
 _SUM = "the clipped sum"
 _SHOWN = 8
+_DIGITS = 10  # a number that is written with more was computed
 _KEPT = 8  # one record of so many stays where most are left out: a row must be the same in a small batch
 
 
@@ -92,10 +98,56 @@ class Rows:
     rows: tuple[Any, ...] = field(repr=False)
 
 
-def left_in(folder: Path, lines: str) -> dict[str, object]:
+def left_in(folder: Path, lines: str, elsewhere: Iterable[Path] = ()) -> dict[str, object]:
+    """What a run leaves: lines, files in its folder, and files that it has opened elsewhere to write them."""
     left: dict[str, object] = {f"line {n} of what it prints": line for n, line in enumerate(lines.splitlines())}
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return left | {f"file {path.relative_to(folder)}": str(digest(path.read_bytes())) for path in files}
+    inside = {path: str(path.relative_to(folder)) for path in folder.rglob("*")}
+    files = inside | {path: str(path) for path in elsewhere if folder not in path.parents}
+    return left | {f"file {name}": str(digest(path.read_bytes())) for path, name in files.items() if path.is_file()}
+
+
+# Python takes no such listener away again, so there is one; it notes nothing while no replay runs.
+_opened: list[set[Path]] = []
+
+
+@functools.cache
+def _listen() -> None:
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and _opened and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            for known in _opened:
+                known.add(Path(os.path.abspath(args[0])))
+
+    sys.addaudithook(note)
+
+
+@contextmanager
+def files_written() -> Iterator[set[Path]]:
+    """Files that Python code opens to write inside; what C code opens is not seen (torch.save, for one)."""
+    _listen()
+    found: set[Path] = set()
+    _opened.append(found)
+    try:
+        yield found
+    finally:
+        _opened.remove(found)
+
+
+@contextmanager
+def _of_descriptors() -> Iterator[Callable[[], str]]:
+    """What is written to the process's own output inside, past the streams of Python."""
+    read: list[bytes] = []
+    with tempfile.TemporaryFile() as file:
+        before = [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        length = partial(os.fstat, file.fileno())
+        try:
+            yield lambda: (read[0] if read else os.pread(file.fileno(), length().st_size, 0)).decode(errors="replace")
+        finally:
+            read.append(os.pread(file.fileno(), length().st_size, 0))
+            for number, own in zip((1, 2), before, strict=True):
+                os.dup2(own, number)
+                os.close(own)
 
 
 @contextmanager
@@ -105,10 +157,10 @@ def lines_of() -> Iterator[Callable[[], str]]:
     handler = logging.StreamHandler(text)
     root.addHandler(handler)
     try:
-        with redirect_stdout(text), redirect_stderr(text), warnings.catch_warnings():
+        with _of_descriptors() as more, redirect_stdout(text), redirect_stderr(text), warnings.catch_warnings():
             for known in (InsecureKeyWarning, RunWarning, NoGradientWarning):
                 warnings.simplefilter("ignore", known)  # one run with a test's key; alike records may give NaN
-            yield text.getvalue
+            yield lambda: text.getvalue() + more()
     finally:
         root.removeHandler(handler)
 
@@ -143,7 +195,10 @@ def replay(
 
     Guarantees:
         faults are found (tests/evidence/test_neighbours.py::test_faults_are_found), loops without fault hold
-        (test_loops_that_hold). Not compared: time, memory, and what is kept outside of carry, files and lines.
+        (test_loops_that_hold); what cannot be compared is named (test_what_cannot_be_compared_is_named); dropout is no
+        fault (test_dropout_is_no_fault). Not compared: time, memory, files that C code writes elsewhere than in the
+        folder of the run, and what is kept outside of carry, files and lines: tensors that the functions take from
+        outside are named.
 
     >>> import dpfunc
     >>> from dpfunc import clipping, sampling
@@ -170,7 +225,10 @@ def replay(
 
 
 def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: int, tape: Tape) -> None:
-    with tempfile.TemporaryDirectory() as folder, chdir(folder), lines_of() as lines, cpu_seeds(key):
+    with (
+        tempfile.TemporaryDirectory() as folder, chdir(folder), lines_of() as lines, cpu_seeds(key),
+        files_written() as elsewhere,
+    ):  # fmt: skip
         own = watched(dp_step, tape)
         carry = init(own, data, key)
         tape.seen.append(described(carry))
@@ -180,7 +238,38 @@ def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: 
             except BudgetExhausted:  # the plan's last step was taken: an end like None
                 carry = None
             tape.seen.append({"the end of the loop": carry is None, **described(carry)})
-        tape.seen.append(left_in(Path(folder), lines()))
+        outside = {f"{name}, made outside of init and step": object() for name in _made_before(init, step)}
+        tape.seen.append(left_in(Path(folder).resolve(), lines(), elsewhere) | outside)
+
+
+def _made_before(*functions: Any) -> set[str]:
+    """Names of tensors, arrays and computed numbers that functions take from outside: no run makes them anew.
+
+    A mean of all records at the level of the module is one; whether it is made of records, nobody can see.
+    """
+    todo, done, found = [each for each in functions if isinstance(each, FunctionType)], set[int](), set[str]()
+    while todo:
+        own = todo.pop()
+        if id(own) in done:
+            continue
+        done.add(id(own))
+        cells = zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)
+        closed = {name: getattr(cell, "cell_contents", None) for name, cell in cells}
+        read = {name: own.__globals__[name] for name in _names(own.__code__) & own.__globals__.keys()}
+        near = [each for each in read.values() if getattr(each, "__globals__", None) is own.__globals__]
+        todo += [each for each in (*closed.values(), *near) if isinstance(each, FunctionType)]
+        found |= {name for name, value in (closed | read).items() if _may_be_of_records(value)}
+    return found
+
+
+def _may_be_of_records(value: object) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, float) and len(repr(value)) > _DIGITS)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of globals that code reads, and functions inside of it."""
+    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> Replay:
@@ -227,7 +316,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
     return Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
-        tuple(sorted(unsteady - {_SUM})[:_SHOWN]),
+        tuple(sorted({_what(one) for one in unsteady - {_SUM}})[:_SHOWN]),
     )  # fmt: skip
 
 

@@ -49,7 +49,9 @@ class Audit:
         tries: numbers of guesses that were tried, for which both bounds and the verdict are corrected.
         best: the guesses of the bound epsilon, or of the most correct ones where the bound is 0.
         claim: epsilon of the claim; None without one.
-        exceeds: the claim is refuted at this confidence; None without a claim.
+        exceeds: the claim is refuted at this confidence, or the noise is not what is claimed; None without a claim.
+        noise: how the noise of the run differs from what its plan claims, in words; empty where it was not seen to. The
+            audit of a loop or a job compares it where it is added, which finds far less than guesses can.
 
     >>> Audit(0.0, 0.0, 1e-5, 0.95, 100, 10, Guesses(5, 5, 6), claim=1.0, exceeds=False)
     Audit(epsilon >= 0, 0 if Gaussian, at delta=1e-05, confidence 0.95; 6 of 10 guesses right; claim 1 is not refuted)
@@ -64,9 +66,11 @@ class Audit:
     best: Guesses
     claim: float | None = None
     exceeds: bool | None = None
+    noise: str = ""
 
     def __repr__(self) -> str:
         verdict = "" if self.claim is None else f"; claim {self.claim:.4g} is {'' if self.exceeds else 'not '}refuted"
+        verdict += f"; {self.noise}" if self.noise else ""
         return (
             f"Audit(epsilon >= {self.epsilon:.4g}, {self.epsilon_gaussian:.4g} if Gaussian, at delta={self.delta:g}, "
             f"confidence {self.confidence:g}; {self.best.correct} of {self.best.total} guesses right{verdict})"
@@ -151,6 +155,26 @@ def _tried(inside: Array, outside: Array, guesses: str | Sequence[tuple[int, int
     both = np.concatenate([inside, outside])
     from_top, from_bottom = _right(-both, was_in), _right(both, 1.0 - was_in)
     return [Guesses(a, b, int(from_top[a] + from_bottom[b])) for a, b in pairs]
+
+
+def largest_bound(num_canaries: int, *, delta: float, confidence: float = 0.95) -> tuple[float, float]:
+    """The largest bounds that an audit can give: those of a run in which every guess is right.
+
+    Args:
+        num_canaries: in and out together, >= 2. delta, confidence: as in `audit`, each in (0, 1).
+
+    Returns:
+        `(epsilon, epsilon_gaussian)` of such an `Audit`; public facts, to be known before a run is paid for.
+
+    Guarantees:
+        no audit of so many canaries gives more (tests/evidence/test_one_run.py::test_no_audit_gives_more).
+
+    >>> [round(bound, 2) for bound in largest_bound(100, delta=1e-5)]
+    [2.92, 5.57]
+    """
+    inside = integer("num_canaries", num_canaries, minimum=2) // 2
+    found = audit(np.ones(inside), np.zeros(num_canaries - inside), delta=delta, confidence=confidence)
+    return found.epsilon, found.epsilon_gaussian
 
 
 def _right(order: Array, was: Array) -> Array:

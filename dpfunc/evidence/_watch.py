@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import pickle
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import checksum
 from dpfunc.batches import tree_map
+from dpfunc.engines._levels import rows_at
 from dpfunc.noise import Mechanism, Noise
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -121,10 +127,25 @@ class WatchedStep(DPStep):
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None
     ) -> StepResult:
-        self.tape.draws.append(torch.zeros(0, device="cpu") if state is None else self.plan.draw(state, state.step))
+        drawn = torch.zeros(0, device="cpu") if state is None else self.plan.draw(state, state.step)
+        self.tape.draws.append(drawn)
         real = batch if mask_B is None else tree_map(lambda leaf: leaf[mask_B.to(leaf.device)], batch)
         self.tape.rows.append(_digests_of_rows(real))
-        return super().__call__(params, batch, state, mask_B=mask_B)
+        alone = mask_B is None and len(self.tape.rows[-1]) == len(drawn)
+        with _as_before(self.tape, drawn) if alone else nullcontext():
+            return super().__call__(params, batch, state, mask_B=mask_B)
+
+
+def _as_before(tape: Tape, drawn: Tensor) -> AbstractContextManager[None]:
+    """Inside, each record draws its dropout as in the first run, where another place of it would be another mask.
+
+    A place says nothing of records: masks by place have the same law. But two sums are compared for the same masks.
+    """
+    step = len(tape.draws) - 1
+    if tape.forced is None or step >= len(tape.forced.draws):
+        return nullcontext()
+    place_of = {record: place for place, record in enumerate(tape.forced.draws[step].tolist())}
+    return rows_at([place_of.get(record, len(place_of) + record) for record in drawn.tolist()])
 
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
@@ -163,9 +184,20 @@ def _real(values: Tensor, real: Tensor) -> Tensor:
     return values if values.is_floating_point() else values[values != _IGNORED]
 
 
-def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, object]:
-    """Place -> what can be compared, of all that a loop carries; values that are marked private are left out."""
-    if isinstance(value, Unreleased) or deep > _DEEP:
+class Running(NamedTuple):
+    """A plain loop that is under way, and what it has yielded, which alone is compared."""
+
+    rest: Any
+    has: Any
+
+
+def described(value: object, place: str = "loop", above: tuple[int, ...] = ()) -> dict[str, object]:
+    """Place -> what can be compared, of all that a loop carries; values that are marked private are left out.
+
+    What cannot be compared has a value that is equal to nothing, so that a run on the same data differs in it, and the
+    result of the replay names it.
+    """
+    if isinstance(value, Unreleased) or id(value) in above:
         return {}
     if isinstance(value, Tensor):
         return {place: checksum([("", value)])}
@@ -173,26 +205,61 @@ def described(value: object, place: str = "loop", deep: int = 0) -> dict[str, ob
         return {place: repr(value)}
     if isinstance(value, Key):
         return {place: fingerprint(value)}
-    parts = _parts(value).items()
-    return {at: part for name, inner in parts for at, part in described(inner, f"{place}{name}", deep + 1).items()}
+    parts = _parts(value)
+    if parts is None or len(above) > _DEEP:
+        return {f"{place} of type {type(value).__name__}": _pickled(value)}
+    inside = (*above, id(value))
+    return {
+        at: part for name, inner in parts.items() for at, part in described(inner, f"{place}{name}", inside).items()
+    }
 
 
-def _parts(value: Any) -> Mapping[str, object]:
+def _pickled(value: object) -> object:
+    """A digest of an object without parts, such as an array or a date; where there is none, equal to nothing."""
+    try:
+        return hashlib.blake2b(pickle.dumps(value), digest_size=12).digest()
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError):
+        return object()
+
+
+def _parts(value: Any) -> Mapping[str, object] | None:
     for kinds, parts in _KINDS:
         if isinstance(value, kinds):
             return parts(value)
-    if callable(value) or not hasattr(value, "__dict__"):
-        return {}
-    return {f".{name}": part for name, part in vars(value).items()}
+    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    own = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return {f".{name}": part for name, part in own.items()} if own else None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of the slots of a class, as its objects have them."""
+    names = vars(kind).get("__slots__", ())
+    own = kind.__name__.lstrip("_")
+    every = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(f"_{own}{n}" if n.startswith("__") and not n.endswith("__") else n for n in every if n != "__dict__")
+
+
+def _of_function(own: FunctionType) -> Mapping[str, object]:
+    """What a function keeps: the values that it closes over, its defaults and its attributes."""
+    cells = own.__closure__ or ()
+    closed = {f" over {name}": cell for name, cell in zip(own.__code__.co_freevars, cells, strict=True)}
+    kept = {name: getattr(cell, "cell_contents", None) for name, cell in closed.items()}
+    return {**kept, ".__defaults__": own.__defaults__, ".__kwdefaults__": own.__kwdefaults__, **vars(own)}
 
 
 _Kind: TypeAlias = type[Any] | tuple[type[Any], ...]
-_KINDS: tuple[tuple[_Kind, Callable[[Any], Mapping[str, object]]], ...] = (
+_KINDS: tuple[tuple[_Kind, Callable[[Any], Mapping[str, object] | None]], ...] = (
+    (Running, lambda own: {"": own.has}),
+    ((DPStep, Plan), lambda own: {}),  # of the replay itself: they hold its tape
+    ((type, ModuleType), lambda own: {"": own.__name__}),
+    (FunctionType, _of_function),
+    ((MethodType, BuiltinFunctionType), lambda own: {"": own.__name__, ".__self__": own.__self__}),
+    (functools.partial, lambda own: {".func": own.func, ".args": own.args, ".keywords": own.keywords}),
     ((nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler), lambda own: _parts(own.state_dict())),
     (torch.Generator, lambda own: {".state": own.get_state()}),
     (StepState, lambda own: _parts({**own._asdict(), "ledger": own.ledger.to_json()})),
     (Mapping, lambda own: {f"[{name!r}]": part for name, part in own.items()}),
-    ((list, tuple), lambda own: {"": len(own), **{f"[{number}]": part for number, part in enumerate(own)}}),
+    ((list, tuple, deque), lambda own: {"": len(own), **{f"[{number}]": part for number, part in enumerate(own)}}),
     ((set, frozenset), lambda own: {"": repr(sorted(map(repr, own)))}),
 )
-"""What has parts that `vars` does not give -> its parts, by their place."""
+"""What has parts that are no attributes -> its parts, by their place."""

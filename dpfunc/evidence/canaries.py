@@ -54,7 +54,9 @@ class Canaries:
 
     @classmethod
     def draw(cls, params: Params, count: int, key: Key, *, norm: float = 100.0) -> Canaries:
-        """Draw coordinates, no two alike, and coins.
+        """Draw coordinates, no two alike and equally many in each parameter as far as it has them, and coins.
+
+        So a parameter that is not clipped, or has no noise, is seen also where it has few of all coordinates.
 
         Args:
             params: of the run, or some of them: per-sample gradients of these are formed, (B, *shape) each.
@@ -65,17 +67,20 @@ class Canaries:
         >>> Canaries.draw({"w": torch.zeros(4, 4)}, 10, insecure_key(0))
         Canaries(norm=100.0)
         """
-        sizes = torch.tensor([param.numel() for param in params.values()], device="cpu")
-        total, number = int(sizes.sum()), integer("count", count, minimum=1)
+        total, number = sum(param.numel() for param in params.values()), integer("count", count, minimum=1)
         if number > total:
             raise fail(f"count <= {total}, the number of coordinates of params", "count", count)
         draws = stream(fold_in(check_key(key), "coordinates"))
-        flat = torch.from_numpy(draws.choice(total, number, replace=False, shuffle=False))
-        ends = sizes.cumsum(0)
-        owner = torch.searchsorted(ends, flat, right=True)
-        names = [*params]
-        own = tuple(names[i] for i in owner.tolist())
-        return cls(own, flat - (ends - sizes)[owner], coins(number, key), positive("norm", norm))
+        found: dict[str, Tensor] = {}
+        left = number
+        for place, name in enumerate(sorted(params, key=lambda name: params[name].numel())):
+            size = params[name].numel()
+            share = min(size, left // (len(params) - place))  # the last one takes what smaller ones could not
+            found[name] = torch.from_numpy(draws.choice(size, share, replace=False, shuffle=False))
+            left -= share
+        own = tuple(name for name in params for _ in range(len(found[name])))
+        positions = torch.cat([found[name] for name in params])
+        return cls(own, positions, coins(number, key), positive("norm", norm))
 
     def extend(self, data: Batch) -> tuple[Batch, Tensor]:
         """The data set with the canaries behind it: `(data, number)`, where number is that of the canary, or -1.

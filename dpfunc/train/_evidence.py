@@ -22,7 +22,7 @@ from dpfunc.checkpoint._folder import newest_key
 from dpfunc.checkpoint.journal import Taken, read_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence._canary_run import Planted, PlantedStep, Score, planted_plan
-from dpfunc.evidence._neighbours import Replay, Rows, compare, left_in, lines_of
+from dpfunc.evidence._neighbours import Replay, Rows, compare, files_written, left_in, lines_of
 from dpfunc.evidence._one_run import Audit
 from dpfunc.evidence._result import audit_values, replay_values
 from dpfunc.evidence._watch import Tape, WatchedStep, described, settings_of, watched_plan
@@ -104,11 +104,11 @@ class _JobLoop:
 
         shutil.rmtree(self.folder, ignore_errors=True)
         watch = _Watch(lambda plan: watched_plan(plan, tape), begin, steps, tape)
-        with lines_of() as lines, cpu_seeds(self.key):
+        with lines_of() as lines, cpu_seeds(self.key), files_written() as elsewhere:
             trainer = _train(self.prepared, data, self.key, watch)
         record = json.loads((self.folder / RECORD_FILE).read_bytes())  # whose date and digest are those of a day
         public = {name: record[name] for name in sorted({*record} - {"date", "digest"})}
-        tape.seen.append(left_in(self.folder, lines()) | {f"file {RECORD_FILE}": str(public)})
+        tape.seen.append(left_in(self.folder, lines(), elsewhere) | {f"file {RECORD_FILE}": str(public)})
         if tape.forced is None:
             found = read_steps(self.folder / files.JOURNAL, missing="empty")
             self.journal = found.get(fingerprint(self.key), {})

@@ -1,9 +1,15 @@
 """Runs with canaries and loops that a replay takes, with and without faults; tables for tests and `python -m benchmarks.evidence`."""
 
 import dataclasses
+import functools
+import os
+import tempfile
+from collections import deque
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import dpfunc
@@ -107,6 +113,56 @@ def kept(carry, batch, seen):
     return carry
 
 
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self, mean):
+        self.mean = mean
+
+
+def carried(make):
+    """A fault: the loop carries what is made of the mean of its batch, in a form of its own."""
+    return faulty(after=lambda carry, batch, seen: {**carry, "kept": make(batch["x"].mean())})
+
+
+def elsewhere(write):
+    """A fault: a file with the number of records, in another folder than that of the run."""
+
+    def after(carry, batch, seen):
+        write(Path(tempfile.gettempdir()) / f"dpfunc-{os.getpid()}.txt", str(len(batch["y"])))
+        return carry
+
+    return faulty(after=after)
+
+
+def by_descriptor(path, text):
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.write(handle, text.encode())
+    os.close(handle)
+
+
+# what carries a private number -> step, and words of what moves
+CARRIED = {
+    "an array of numpy": (carried(lambda mean: np.full(3, float(mean))), "['kept']"),
+    "a number of numpy": (carried(lambda mean: np.float32(mean)), "['kept']"),
+    "an object array": (carried(lambda mean: np.array([float(mean), "a"], dtype=object)), "['kept']"),
+    "a deque": (carried(lambda mean: deque([mean])), "['kept'][0]"),
+    "a slot": (carried(Slotted), "['kept'].mean"),
+    "a slot of a base class": (carried(type("Derived", (Slotted,), {})), "['kept'].mean"),
+    "a closure": (carried(lambda mean: lambda x: x * mean), "over mean"),
+    "a default": (carried(lambda mean: eval("lambda x, y=y: x", {"y": float(mean)})), "__defaults__"),
+    "a partial function": (carried(lambda mean: functools.partial(max, float(mean))), ".args"),
+    "a method": (carried(lambda mean: [float(mean)].copy), "['kept']"),
+    "a date": (carried(lambda mean: datetime.fromtimestamp(abs(float(mean)) * 1e9)), "['kept']"),
+    "bytes that change": (carried(lambda mean: bytearray(np.float32(mean))), "['kept']"),
+    "a generator of numpy": (carried(lambda mean: np.random.default_rng(int(1e9 * abs(float(mean))))), "['kept']"),
+    "a file elsewhere": (elsewhere(Path.write_text), "dpfunc-"),
+    "a file elsewhere, by its descriptor": (elsewhere(by_descriptor), "dpfunc-"),
+    "lines by the descriptor of the output": (
+        faulty(after=lambda carry, batch, seen: os.write(1, f"{len(batch['y'])} records\n".encode()) and carry), "prints"
+    ),
+}  # fmt: skip
+
 # fault -> step, and words of what moves
 FAULTS = {
     "batch statistics": (faulty(lambda x, data, carry: x - x.mean(0)), "rows of other records"),
@@ -139,6 +195,25 @@ class Less(Gaussian):
 
     def mechanism(self, noise_multiplier, allocation, source):
         return gaussian(noise_multiplier * self.factor, allocation=allocation, source=source)
+
+
+@dataclass(frozen=True)
+class OnHalf(Gaussian):
+    """Noise on the first half of each parameter alone; with a larger one the total variance is that of the claim."""
+
+    factor: float = 1.0
+
+    def mechanism(self, noise_multiplier, allocation, source):
+        init, add, _ = gaussian(noise_multiplier * self.factor, allocation=allocation, source=source)
+
+        def halved(clipped, state, key):
+            sums = {name: value.clone() for name, value in clipped.sums.items()}
+            values, state = add(clipped, state, key)
+            for name, value in values.items():
+                value.flatten()[value.numel() // 2 :] = sums[name].flatten()[value.numel() // 2 :]
+            return values, state
+
+        return Mechanism(init, halved)
 
 
 @dataclass(frozen=True)

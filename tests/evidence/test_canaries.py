@@ -68,3 +68,18 @@ def test_exposure():
     assert float((bits >= 3).double().mean()) == pytest.approx(1 / 8, abs=0.01)
     with pytest.raises(InvalidArgument, match="lists of numbers"):
         exposure([1.0], [])
+
+
+def test_each_parameter_has_its_canaries():
+    """A bias of 8 numbers beside a matrix of 10,000 had none; a part that is not clipped was not seen there."""
+    params = {"w": torch.zeros(100, 100), "b": torch.zeros(8), "v": torch.zeros(300)}
+    canaries = Canaries.draw(params, 600, dpfunc.insecure_key(0))
+    counts = {name: canaries.names.count(name) for name in params}
+    assert counts == {"b": 8, "v": 296, "w": 296}
+    assert len({*zip(canaries.names, canaries.positions.tolist(), strict=True)}) == 600
+    assert all(
+        0 <= place < params[name].numel()
+        for name, place in zip(canaries.names, canaries.positions.tolist(), strict=True)
+    )
+    everything = Canaries.draw(params, 10_308, dpfunc.insecure_key(1))
+    assert {name: everything.names.count(name) for name in params} == {n: p.numel() for n, p in params.items()}

@@ -1,14 +1,17 @@
 """Loops of files: both forms are read, the loop sees its own records only, and what is planted is found or not."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
+from evidence_loops import Less, OnHalf, Reused
 
 import dpfunc
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence import replay
+from dpfunc.evidence import largest_bound, replay
 from dpfunc.evidence._canary_run import Planted, audit_loop, read_script
+from dpfunc.noise import Gaussian
 
 HEAD = """
 import torch
@@ -92,6 +95,37 @@ def test_the_loop_sees_its_own_records(tmp_path, space):
     drawn = torch.cat(seen).unique() - 60
     assert plan.sampler.dataset_size == 360
     assert bool(planted.present[drawn[drawn >= 0]].all()) if space else int(drawn.max()) < 0
+
+
+NOISES = {
+    "as claimed": (Gaussian(), ""),
+    "0.9 of it": (Less(factor=0.9), "of what is claimed"),
+    "1.1 of it": (Less(factor=1.1), "of what is claimed"),
+    "none": (Less(), "is 0 of what"),
+    "on half of each parameter": (OnHalf(), "0.7"),
+    "on half, with the variance of all": (OnHalf(factor=2**0.5), "another law"),
+    "the same in each step": (Reused(), "not independent"),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_that_is_not_claimed_is_found(tmp_path, name):
+    """By the guesses alone it was found in 0 of 10 runs with 0.9, 0.8, and on half of each parameter."""
+    own = script(tmp_path, LOOP)
+    noise, words = NOISES[name]
+    plan = dataclasses.replace(own.dp_step.plan, noise=noise)
+    for seed in range(2):
+        own = dataclasses.replace(own, dp_step=dataclasses.replace(own.dp_step, plan=plan))
+        found, *_ = audited(own, 1000 + 10 * [*NOISES].index(name) + seed)
+        assert words in found.noise, found
+        assert bool(words) == bool(found.noise) == found.exceeds, found
+        assert found.noise in repr(found)
+
+
+def test_what_canaries_can_show_is_said_before(tmp_path, caplog):
+    audited(script(tmp_path, LOOP), 72, count=40)
+    most, _ = largest_bound(40, delta=1e-3)
+    assert f"40 canaries shows at most epsilon >= {most:.3g}" in caplog.records[0].getMessage()
 
 
 def test_bad_loops(tmp_path):

@@ -1,10 +1,23 @@
 """Replays: planted faults are found, and loops without fault hold."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
-from evidence_loops import FAULTS, init, left_out, loss_fn, make_step, momentum, records, step, take_step
+from evidence_loops import (
+    CARRIED,
+    FAULTS,
+    faulty,
+    init,
+    left_out,
+    loss_fn,
+    make_step,
+    momentum,
+    records,
+    step,
+    take_step,
+)
 
 import dpfunc
 from dpfunc import clipping, sampling
@@ -19,6 +32,59 @@ def test_faults_are_found(fault):
     found = replay(make_step(), init, faulty, records(0), candidates=2, key=dpfunc.insecure_key(0))
     assert not found.holds
     assert any(words in moved for moved in found.moved), found
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_what_carries_private_numbers_is_found(kind):
+    """Before, only tensors, numbers, lists and attributes were compared, and files in the folder of the run."""
+    loop, words = CARRIED[kind]
+    found = replay(make_step(), init, loop, records(8), steps=2, candidates=1, key=dpfunc.insecure_key(0))
+    assert any(words in moved for moved in found.moved), found
+
+
+@pytest.mark.parametrize("made", [lambda: iter([1]), lambda: threading.Lock(), object])
+def test_what_cannot_be_compared_is_named(made):
+    loop = faulty(after=lambda carry, batch, seen: {**carry, "kept": made()})
+    found = replay(make_step(), init, loop, records(9), steps=2, candidates=1)
+    assert found.holds or made is object, found
+    assert any("['kept']" in what for what in found.not_compared) or found.holds
+
+
+MEAN, RATE, SMALL = torch.zeros(4), 0.1, 1 / 3
+
+
+def test_what_is_made_outside_of_the_loop_is_named():
+    """A mean of all records at the level of the module is the same in each run, and no sum moves by it."""
+    local = torch.ones(4)
+    loop = faulty(lambda x, data, carry: RATE * (x - MEAN - local) * SMALL)
+
+    def outer(dp_step, data, carry):
+        return loop(dp_step, data, carry) if MEAN is not local else None
+
+    found = replay(make_step(), init, outer, records(10), steps=2, candidates=1)
+    assert found.holds, found
+    named = {what.partition(",")[0] for what in found.not_compared}
+    assert named == {"MEAN", "SMALL", "local"}, found
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_dropout_is_no_fault(adjacency):
+    """Masks go by place; without one record those of others would be masks of other records (the sum moved by 1.6)."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(32, 2))
+    forward, params = dpfunc.functionalize(module)
+
+    def dropped(params, batch):
+        return torch.nn.functional.cross_entropy(forward(params, batch["x"]), batch["y"], reduction="none")
+
+    plan = dataclasses.replace(make_step().plan, adjacency=adjacency)
+    dp_step = dpfunc.make_dp_step(dropped, plan)
+
+    def begin(dp_step, data, key):
+        own = {name: value.detach().clone() for name, value in params.items()}
+        return {"params": own, "state": dp_step.init(own, key), "rate": 0.1}
+
+    found = replay(dp_step, begin, step, records(11), steps=3, candidates=2)
+    assert found.holds, found
 
 
 @pytest.mark.parametrize("loop", [step, momentum])

@@ -7,7 +7,7 @@ from scipy.stats import norm
 
 from dpfunc.accounting import Ledger
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence import audit, plot
+from dpfunc.evidence import audit, largest_bound, plot
 from dpfunc.evidence._one_run import Guesses, grid
 from dpfunc.types import Event
 
@@ -87,3 +87,17 @@ def test_plot(tmp_path):
     assert (tmp_path / "audits.png").stat().st_size > 1000
     with pytest.raises(InvalidArgument, match="finite claims"):
         plot([audit(scores, scores, delta=1e-5)], tmp_path / "no.png")
+
+
+@pytest.mark.parametrize("count", [2, 7, 100, 1000])
+def test_no_audit_gives_more(count):
+    """Of scores that tell all canaries apart, and of others."""
+    most = largest_bound(count, delta=1e-5)
+    rng = np.random.default_rng(count)
+    for shift in (100.0, 3.0, 0.0):
+        inside = count // 2
+        found = audit(rng.normal(shift, 1.0, inside), rng.normal(0.0, 1.0, count - inside), delta=1e-5)
+        assert found.epsilon <= most[0] * 1.001
+        assert found.epsilon_gaussian <= most[1] * 1.001
+    if count >= 1000:
+        assert most[0] > 4
