@@ -102,7 +102,7 @@ NOISES = {
     "0.9 of it": (Less(factor=0.9), "of what is claimed"),
     "1.1 of it": (Less(factor=1.1), "of what is claimed"),
     "none": (Less(), "is 0 of what"),
-    "on half of each parameter": (OnHalf(), "0.7"),
+    "on half of each parameter": (OnHalf(), "of what is claimed"),
     "on half, with the variance of all": (OnHalf(factor=2**0.5), "another law"),
     "the same in each step": (Reused(), "not independent"),
 }
