@@ -104,7 +104,7 @@ def read_records(job: Job, processing: Any) -> Records:
         train, persons = _by_person(job, train, unit)
     _check_trainable(job, train, len(train if persons is None else persons), len(train) + len(held_out), processing)
     trained_on, evaluated_on = (
-        tuple(_record_of(job, processing, row, _folder(job, file)) for row in rows)
+        tuple(record_of(job, processing, row, _folder(job, file)) for row in rows)
         for rows, file in ((train, data.train), (held_out, data.eval or data.train))
     )
     return Records(trained_on, evaluated_on, persons, seen)
@@ -278,7 +278,7 @@ def _read_once(image: Path, changed: int, size: int) -> None:
     check_readable(image)
 
 
-def _record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
+def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
     """Make the record of a row: token ids and labels, or what the collator of images takes."""
     data = job.data
     if job.task in ("causal_lm", "seq2seq"):

@@ -34,6 +34,7 @@ from dpfunc.rng import Key, cpu_seeds, fingerprint, insecure_key
 from dpfunc.state import replay as repeated
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._saved import save_model
 from dpfunc.train.run import Prepared, make_trainer, prepare
 
 _DATA = "records of a replay"  # the data set has no name and no digest: it is another one in each run
@@ -113,7 +114,8 @@ class _JobLoop:
             found = read_steps(self.folder / files.JOURNAL, missing="empty")
             self.journal = found.get(fingerprint(self.key), {})
             if trainer._run.state.step == trainer._run.state.limit:
-                trainer.model.save_pretrained(self.folder.with_name(folders.MODEL))
+                prepared = self.prepared
+                save_model(self.folder.with_name(folders.MODEL), prepared.job, trainer.model, prepared.processing)
                 self.weights = _weights(self.folder.parent)
 
 

@@ -27,7 +27,7 @@ from dpfunc.hf.vision_language._images import opened
 from dpfunc.recipes import Head, unit_rows
 from dpfunc.rng import Key, torch_seed
 from dpfunc.train.config import Job
-from dpfunc.train.tables import Row, Table, number_of
+from dpfunc.train.tables import Row, Table, json_values, number_of
 
 MISSING = ("", "?", "na", "n/a", "nan", "none", "null")  # of a number, in small letters
 _PER_GROUP = 3  # channels that are normalised together in each image: 27 groups of 81, as Tramer and Boneh have it
@@ -232,6 +232,7 @@ def _low_pass(side: int) -> Tensor:
 
 Front = TableFeatures | ScatteringFeatures | EncoderFeatures
 _ENCODER = "encoder"  # folder beside the weights of the head
+_COLUMNS = {"numbers", "categories"}
 
 
 class FeatureClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
@@ -281,6 +282,7 @@ def names_of_classes(job: Job) -> dict[str, Any]:
 def new_model(job: Job, front: Front, key: Key) -> nn.Module:
     """The model of a job before training; new weights by a public key."""
     facts = {} if isinstance(front, EncoderFeatures) else dataclasses.asdict(front)
+    facts |= {name: [*facts[name].items()] for name in _COLUMNS & facts.keys()}  # `config.json` sorts a mapping
     config = PreTrainedConfig(
         **names_of_classes(job), num_features=front.size, front=facts, task=job.task,
         hidden=job.model.hidden if job.strategy == "full" else 0, problem_type="single_label_classification",
@@ -295,10 +297,28 @@ def save_features(folder: Path, front: Front) -> None:
         part.save_pretrained(folder / _ENCODER)
 
 
-def load_features(folder: Path) -> tuple[Front, Any]:
-    """The reader of the features of a record, and the trained model of a folder."""
+def load_features(folder: Path) -> tuple[Any, Front]:
+    """The trained model of a folder, and the reader of the features of a record."""
     config = PreTrainedConfig.from_pretrained(folder)
     model = FeatureClassifier.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
     if not config.front:
-        return load_encoder(str(folder / _ENCODER), {"local_files_only": True}), model
-    return (TableFeatures if config.task == "table_classification" else ScatteringFeatures)(**config.front), model
+        return model, load_encoder(str(folder / _ENCODER), {"local_files_only": True})
+    if config.task != "table_classification":
+        return model, ScatteringFeatures(**config.front)
+    ordered = {name: _ordered(folder, name, config.front[name]) for name in _COLUMNS}
+    return model, TableFeatures(**{**config.front, **ordered})
+
+
+def _ordered(folder: Path, name: str, columns: Any) -> dict[str, Any]:
+    """Columns in the order of training, which folders of older versions have in the job file beside them alone."""
+    if not isinstance(columns, Mapping) or len(columns) < 2:
+        return dict(columns)
+    job = json_values(folder.absolute().parent / "job.json")
+    known = job.get("filled", {}).get("data", {}).get(name)
+    if known != columns:
+        raise InvalidArgument(
+            f"Expected the order of the columns in data.{name}, got {str(folder)!r}, which an older version wrote with "
+            "sorted names: predictions would be those of other columns. Put the folder back beside the job.json of its "
+            "run, which has the order."
+        )
+    return dict(known)

@@ -42,8 +42,9 @@ from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train._run_folder import MODEL
+from dpfunc.train._saved import save_model
 from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict, refuse
-from dpfunc.train.run import Prepared, check_job, make_trainer, save_model
+from dpfunc.train.run import Prepared, check_job, make_trainer
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at
 
@@ -277,7 +278,7 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.train()
-        save_model(folder / MODEL, trainer.model, prepared.processing)
+        save_model(folder / MODEL, job, trainer.model, prepared.processing)
     return trainer.model
 
 

@@ -37,6 +37,8 @@ FEATURES = ("table_classification", "image_classification")  # tasks whose recor
 CLASSIFIES = ("text_classification", "token_classification", *FEATURES)  # tasks with a list of classes
 NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
 PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
+# Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
+LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in STRATEGIES}
 _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone have; in others they have their default
     ("model", "path"): tuple(task for task in TASKS if task != "table_classification"),
     ("lora", "top_layers"): tuple(task for task in TASKS if task != "vqa"),

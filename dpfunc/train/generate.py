@@ -23,9 +23,9 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._dataset import prompt_ids
-from dpfunc.train._model import load_base, load_processing, one_line
+from dpfunc.train._model import load_processing, one_line
 from dpfunc.train._run_folder import MODEL, saved_job, trained_on
-from dpfunc.train.config import ADAPTERS
+from dpfunc.train._saved import load_trained
 from dpfunc.train.tables import read_table, same_file
 
 
@@ -80,16 +80,10 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
             "one for each class."
         )
     processing = load_processing(job)
-    base: Any = load_base(job, processing)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
-        if job.strategy in ADAPTERS:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(base, root / MODEL)
-        else:
-            model = type(base).from_pretrained(root / MODEL, local_files_only=True, dtype=torch.float32)
+        model, _ = load_trained(job, root / MODEL, processing)
     epsilon, delta = (None, None) if spent is None else (spent.epsilon, spent.delta)
-    return Writer(model.train(False), processing, epsilon, delta, job.data.max_length)
+    return Writer(model, processing, epsilon, delta, job.data.max_length)
 
 
 def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:

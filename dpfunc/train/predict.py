@@ -33,7 +33,7 @@ def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
     root = Path(folder)
     place = root / MODEL if (root / MODEL).is_dir() else root
     with one_line(f"the model of a run over a table or images in {str(place)!r}"):
-        front, model = load_features(place)
+        model, front = load_features(place)
     for about, x_k in _records(front, Path(source)):
         with torch.no_grad():
             shares = model(x_k[None]).logits[0].softmax(0).tolist()

@@ -37,17 +37,15 @@ from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, read_records, seen_lines
-from dpfunc.train._features import Front, save_features
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, PAIRS, STRATEGIES, Job
+from dpfunc.train._saved import made_up_batch, save_model
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, LOSSES, Job
 from dpfunc.train.tables import json_values
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
-# Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
-LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in STRATEGIES}
 # Settings that have the same name in TrainingArguments.
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
@@ -108,6 +106,7 @@ def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
         spent, plan = earlier, job.privacy.plan(size, job.batch_size, num_steps, earlier)
         num_steps = plan.num_steps
     model = choose_parameters(load_base(job, processing), job) if model is None else model
+    made_up_batch(job, processing)  # which the saved model will be compared on
     return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
 
 
@@ -154,20 +153,13 @@ def run_job(
         trainer.train(resume_from_checkpoint=continues)
         if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
             distributed.once(ranks, lambda: folders.check_accounting(folder))
-        distributed.once(ranks, lambda: save_model(folder / folders.MODEL, trainer.model, prepared.processing))
+        distributed.once(
+            ranks, lambda: save_model(folder / folders.MODEL, prepared.job, trainer.model, prepared.processing)
+        )
         measured = trainer.evaluate() if records.evaluation else {}  # by all processes: each takes a share
         finished: list[dict[str, Any]] = []
         distributed.once(ranks, lambda: finished.append(_finish(prepared, folder, measured, insecure_seed, say)))
         return next(iter(finished), {})
-
-
-def save_model(folder: Path, model: Any, processing: Any) -> None:
-    """Save the model with its tokenizer or processor, for from_pretrained."""
-    model.save_pretrained(folder)
-    if isinstance(processing, Front):
-        save_features(folder, processing)
-    else:
-        processing.save_pretrained(folder)
 
 
 def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:

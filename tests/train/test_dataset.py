@@ -26,8 +26,8 @@ from dpfunc.train._dataset import PadRight, collator, language_record, prompt_id
 from dpfunc.train._dry_run import dry_run
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
-from dpfunc.train.config import DataSection
-from dpfunc.train.run import LOSSES, classification
+from dpfunc.train.config import LOSSES, DataSection
+from dpfunc.train.run import classification
 from dpfunc.train.tables import read_table, split
 
 

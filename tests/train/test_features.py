@@ -295,7 +295,7 @@ def test_a_run_leaves_what_runs_leave(folder, here):
     assert {path.name for path in Path("run/model").iterdir()} == {"config.json", "model.safetensors"}
     known = json.loads(Path("run/model/config.json").read_text())
     assert known["front"] == (
-        {"numbers": {"age": [18, 90], "hours": [0, 80]}, "categories": {"work": ["private", "public", "self"]},
+        {"numbers": [["age", [18, 90]], ["hours", [0, 80]]], "categories": [["work", ["private", "public", "self"]]],
          "missing": "refuse"} if known["task"] == "table_classification" else {"height": 8, "width": 8, "grey": False}
     )  # fmt: skip
     assert json.loads(Path("run/metrics.json").read_text())["eval_accuracy"] > 0.6
@@ -371,7 +371,7 @@ def test_images_by_an_encoder(tmp_path, monkeypatch):
     result = train("--steps", 2)
     assert result.exit_code == 0, result.output
     encoder.rename(tmp_path / "moved")
-    front, model = features.load_features(Path("run/model"))
+    model, front = features.load_features(Path("run/model"))
     assert front.size == model.config.num_features == 16
     result = run("predict", "run", "photos/flat", "--out", "found.jsonl", "--json")
     assert json.loads(result.stdout)["num_records"] == 50
