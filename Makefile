@@ -5,13 +5,14 @@
 # make survey   which engine takes each model family
 # make jax    JAX Privacy in an environment of its own, for make bench, which compares with it where it is installed
 # make gpu    the tests and benchmarks that need a GPU, in at most ten minutes
+# make test-torch TORCH=2.14.1   tests of engines, steps, LoRA and Transformers on another torch, in an environment of its own
 # make test-slow   the tests that take long: whole runs of examples and commands, vision models; CI runs both
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow docs downloads check bench survey jax gpu house clean
+.PHONY: help demo test test-slow test-torch docs downloads check bench survey jax gpu house clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -74,6 +75,23 @@ test: check downloads
 # only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads
 	$(PYTHON_TESTS) $(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
+
+# torch and torchvision in the versions that are named here, the newest packages of Hugging Face that were tried with
+# them, and all others as in the environment.
+TORCH ?= 2.14.1
+OTHER := .cache/torch-$(TORCH)
+TORCH_TESTS := $(addprefix tests/,engines functional lora hf test_step.py test_clipped.py cli/test_doctor.py) dpfunc/engines
+
+$(OTHER)/installed: Makefile constraints.txt constraints-$(TORCH).txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	cat constraints-$(TORCH).txt >$(OTHER)/constraints.txt
+	grep -vxF -f constraints-$(TORCH).txt constraints.txt | grep -v -E \
+		"^($$(sed -n 's/==.*//p' constraints-$(TORCH).txt | paste -s -d '|'))==" >>$(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt torchvision timm -e '.[test]'
+	@touch $@
+
+test-torch: $(OTHER)/installed downloads
+	PYTHONDONTWRITEBYTECODE= $(OTHER)/bin/python $(PYTEST) -m "not slow" $(TORCH_TESTS) $(ARGS)
 
 # apart from the environment: dpfunc does not need it, and it would pin packages that others need
 jax: .cache/jax/installed

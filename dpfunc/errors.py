@@ -61,6 +61,10 @@ class RecordsWarning(UserWarning):
     """Records come several times, or a loss uses more of them than its own row. Computed from private data."""
 
 
+class EngineWarning(UserWarning):
+    """The fast way of the engines does not work with this version of torch: right, but slower and with more memory."""
+
+
 class NoiseWarning(UserWarning):
     """The noise that the budget asks for hides what is to be learnt, as public facts alone say."""
 

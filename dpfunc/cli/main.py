@@ -14,6 +14,7 @@ from dpfunc import accounting
 from dpfunc._utils.validation import integer, positive, sampling_prob_of
 from dpfunc.accounting import Ledger
 from dpfunc.cli._budget import budget
+from dpfunc.cli._doctor import doctor
 from dpfunc.cli._evidence import audit, certify, verify
 from dpfunc.cli._ledger import ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
@@ -39,7 +40,7 @@ def main() -> None:
 
     Results are on stdout, errors and warnings on stderr. Exit codes: 0, done; 1, refused or interrupted, and the
     message says why and whether anything was spent, or something wrong was found (`ledger check`, `certify --check`,
-    `verify`, `audit`); 2, an option, argument or file name that does not exist, or one that is missing.
+    `verify`, `audit`, `doctor`); 2, an option, argument or file name that does not exist, or one that is missing.
     """
 
 
@@ -167,7 +168,7 @@ def requirements(
     print_list("To keep in mind:", need.guidance)
 
 
-for command in (ledger, train, tune, generate, predict, certify, verify, audit, budget):
+for command in (ledger, train, tune, generate, predict, certify, verify, audit, budget, doctor):
     main.add_command(command)
 
 

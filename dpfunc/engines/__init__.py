@@ -1,8 +1,9 @@
 """Engines: per-sample gradients, without clipping and without noise."""
 
+from dpfunc.engines.check import SelfCheck, self_check
 from dpfunc.engines.explain import explain
 from dpfunc.engines.loop import loop
 from dpfunc.engines.register import register_rule
 from dpfunc.engines.vmap_grad import auto, ghost, vmap
 
-__all__ = ["auto", "explain", "ghost", "loop", "register_rule", "vmap"]
+__all__ = ["SelfCheck", "auto", "explain", "ghost", "loop", "register_rule", "self_check", "vmap"]

@@ -26,6 +26,7 @@ from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass
 from dpfunc.engines._rules.table import Use
+from dpfunc.engines.check import warn_without_rules
 from dpfunc.engines.loop import loop, rows_alone, warm_up
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
@@ -192,6 +193,8 @@ class VmapGrad:
         if known.decision is None or known.decision.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
+            if self.rules and not known.settings.rules:
+                warn_without_rules()
         known._learn(decision=decision)
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
