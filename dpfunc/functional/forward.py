@@ -58,6 +58,29 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+class Several(nn.ModuleDict):
+    """Modules as one: `forward(name, *args)` calls one of them. Names of parameters begin with its name and a dot."""
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The output of the module of this name."""
+        if not isinstance(name, str) or name not in self:
+            raise InvalidArgument(f"Expected a name of {list(self)} first: forward(params, name, *args), got {name!r}.")
+        return self[name](*args, **kwargs)
+
+
+def _joined(module: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
+    """The module, or several under their names as one."""
+    if not isinstance(module, Mapping) and type(module) is not nn.ModuleDict:  # a class of its own has a forward
+        return unwrapped(module)
+    parts = {name: unwrapped(part) for name, part in module.items()}
+    try:
+        return Several(parts)
+    except (KeyError, TypeError) as error:
+        raise InvalidArgument(
+            f"Expected names of modules, texts without a dot that nn.Module does not use, got {list(parts)}: {error}."
+        ) from error
+
+
 def refuse_unsupported(
     module: nn.Module, parts: Sequence[nn.Module] | None = None, *, checkpointing: bool = False
 ) -> None:
@@ -154,7 +177,10 @@ def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
         )
     if params.keys() != shapes.keys():
         named = apart(shapes.keys() - params.keys(), params.keys() - shapes.keys())
-        raise InvalidArgument(f"Expected the parameters that functionalize returned, got params {named}.")
+        raise InvalidArgument(
+            f"Expected the parameters that functionalize returned, got params {named}. Those of several modules in one "
+            'mapping: forward, params = functionalize({"encoder": encoder, "decoder": decoder}).'
+        )
     for name, shape in shapes.items():
         if params[name].shape != shape:
             raise InvalidArgument(
@@ -305,14 +331,18 @@ class Functional(NamedTuple):
     params: dict[str, Tensor]
 
 
-def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = None) -> Functional:
+def functionalize(
+    module: nn.Module | Mapping[str, nn.Module], trainable: str | Sequence[str] | None = None
+) -> Functional:
     """A module as `(forward, params)`: `forward(params, *args)` is what `module(*args)` is with those parameters.
 
     Args:
         module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
             `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel and the wrapper of
             `torch.compile` are taken off: names have no prefix, nothing is communicated, and nothing is compiled.
-            Parameters that `fully_shard` manages are constants.
+            Parameters that `fully_shard` manages are constants. Several modules are a mapping, {"enc": enc, "dec": dec}:
+            parameters are then named "enc.weight", and `forward(params, "enc", x)` calls one. (`{**a, **b}` of two
+            mappings of parameters loses those of a whose names b has too.)
         trainable: which parameters are arguments: a regular expression that is searched in their names
             (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
             those that require gradients. All others are constants.
@@ -338,7 +368,7 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     >>> torch.equal(forward(params, x), model(x))
     True
     """
-    module = unwrapped(module)
+    module = _joined(module)
     refuse_unsupported(module)
     chosen = select(module, trainable)
     fsdp.refuse_managed(module, chosen)
@@ -360,12 +390,12 @@ def functionalize(module: nn.Module, trainable: str | Sequence[str] | None = Non
     return Functional(forward, params)
 
 
-def with_params(module: nn.Module, params: Params) -> nn.Module:
+def with_params(module: nn.Module | Mapping[str, nn.Module], params: Params) -> nn.Module:
     """A deep copy of a module with these parameters in place, e.g. to save a trained model in its own format.
 
     Args:
-        module: the module that was functionalized; its wrappers are taken off as there. params: name -> tensor, some
-            or all of its parameters.
+        module: the module that was functionalized, or the mapping of several, of which a `nn.ModuleDict` is made;
+            wrappers are taken off as there. params: name -> tensor, some or all of its parameters.
 
     Raises:
         InvalidArgument: an unknown name or a wrong shape.
@@ -374,7 +404,7 @@ def with_params(module: nn.Module, params: Params) -> nn.Module:
     >>> with_params(model, {"bias": torch.ones(1)}).bias.item()
     1.0
     """
-    result = copy.deepcopy(unwrapped(module))
+    result = copy.deepcopy(_joined(module))
     named = select(result, list(params))
     check_params(params, {name: param.shape for name, param in named.items()})
     with torch.no_grad():

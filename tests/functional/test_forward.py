@@ -396,3 +396,69 @@ def test_parts_that_are_compiled_run_without_compilation(engine, kind):
 def test_what_is_no_module_is_named(function):
     with pytest.raises(InvalidArgument, match=r"^Expected a torch module, got dict.$"):
         function({"weight": torch.zeros(2)})
+
+
+# Several modules
+
+
+def two():
+    torch.manual_seed(0)
+    return {"enc": nn.Linear(3, 3), "dec": nn.Linear(3, 3)}
+
+
+@pytest.mark.parametrize("kind", [dict, nn.ModuleDict], ids=["dict", "ModuleDict"])
+def test_several_modules_are_one_function(kind):
+    """Both are trained, also where their own names are the same: `{**enc, **dec}` would lose one."""
+    modules = two()
+    forward, params = functionalize(kind(modules))
+    assert list(params) == ["enc.weight", "enc.bias", "dec.weight", "dec.bias"]
+    x = torch.randn(5, 3)
+
+    def loss_fn(params, batch):
+        return (forward(params, "dec", forward(params, "enc", batch).tanh()) - batch).square().sum(1)
+
+    assert torch.equal(forward(params, "enc", x), modules["enc"](x))
+    clipped, _ = dpfunc.clipped_grad(loss_fn, params, x, dpfunc.clipping.Flat(1e6))
+    (modules["dec"](modules["enc"](x).tanh()) - x).square().sum().backward()
+    for name, value in clipped.sums.items():
+        owner, _, own = name.partition(".")
+        torch.testing.assert_close(value, getattr(modules[owner], own).grad)
+    trained = with_params(kind(modules), {name: p + 1 for name, p in params.items()})
+    assert torch.equal(trained["enc"].weight, modules["enc"].weight + 1)
+    assert torch.equal(trained["dec"].bias, modules["dec"].bias + 1)
+
+
+def test_several_modules_with_shared_parts():
+    modules = two()
+    modules["dec"].weight = modules["enc"].weight
+    assert list(functionalize(modules).params) == ["enc.weight", "enc.bias", "dec.bias"]
+    assert list(functionalize(modules, r"^dec\.").params) == ["dec.bias"]
+    modules["dec"].eval()
+    seen = []
+    modules["dec"].forward = lambda x: seen.append(modules["dec"].training)  # no code of the wrapper changes the mode
+    forward, params = functionalize(modules)
+    forward(params, "dec", torch.zeros(3))
+    assert seen == [False]
+    assert modules["enc"].training
+
+
+SEVERAL = {
+    "a dot": (lambda: functionalize({"a.b": nn.Linear(1, 1)}), "without a dot"),
+    "a name of nn.Module": (lambda: functionalize({"training": nn.Linear(1, 1)}), "that nn.Module does not use"),
+    "no text": (lambda: functionalize({1: nn.Linear(1, 1)}), "Expected names of modules"),
+    "no module": (lambda: functionalize({"a": 1}), "Expected a torch module, got int"),
+    "empty": (lambda: functionalize({}), "Expected a module with parameters"),
+    "no name in the call": (lambda: functionalize(two()).forward(functionalize(two()).params, torch.zeros(3)), r"Expected a name of \['enc', 'dec'\] first"),
+    "another name": (lambda: functionalize(two()).forward(functionalize(two()).params, "head", torch.zeros(3)), "got 'head'"),
+    "merged": (
+        lambda: functionalize(nn.Linear(3, 3)).forward({**functionalize(nn.Linear(3, 3)).params, "x": torch.zeros(1)}, torch.zeros(3)),
+        r"with the unknown x. Those of several modules in one mapping: .*functionalize\(\{",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_modules_that_are_refused(name):
+    call, message = SEVERAL[name]
+    with pytest.raises(InvalidArgument, match=message):
+        call()
