@@ -54,7 +54,7 @@ class OutOfMemory(DPFuncError, RuntimeError, MemoryError):
 
 
 class NoGradientWarning(UserWarning):
-    """Several batches had no finite gradient but zero: budget was spent on noise. Computed from private data."""
+    """Several batches lost half of their gradients, or all: budget was spent on noise. Computed from private data."""
 
 
 class RecordsWarning(UserWarning):

@@ -349,10 +349,10 @@ _UNCHANGED = (
     "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
 )
 _WITHOUT_GRADIENT = (
-    "In this step and an earlier one no record of this process had a finite gradient other than zero: budget is "
-    "spent, and only noise released. Look for NaN and inf in inputs, labels and the loss (log, division, masks), and "
-    "for a loss that leaves out the params it is given. This warning was computed from private data: it reveals this "
-    "about two batches, and no noise protects that. Do not publish it."
+    "In this step and an earlier one at least half of the records of this process had no finite gradient, or all had "
+    "none but zero. Those count as zero: budget is spent, and mostly noise released. Look for NaN and inf in inputs, "
+    "labels and the loss (log, division, masks), and for a loss that leaves out the params it is given. This warning "
+    "was computed from private data: it reveals this about two batches, and no noise protects that. Do not publish it."
 )
 _logger = logging.getLogger("dpfunc.step")
 
@@ -373,7 +373,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._given: dict[tuple[object, ...], _Given] = {}
-        self._stateless, self._compared, self._without_gradient = False, False, 0
+        self._stateless, self._compared, self._looked, self._without_gradient = False, False, False, 0
         self._first: dict[str, tuple[ReferenceType[Tensor], int, Tensor]] | None = None
 
     def note(self, params: Params, *, stateless: bool, without_gradient: bool) -> None:
@@ -383,6 +383,11 @@ class Calls:
         if self._first is None:
             counted = {name: p for name, p in params.items() if not p.is_inference()}  # others are never unchanged
             self._first = {name: (ref(p), p._version, _head(p).clone()) for name, p in counted.items()}
+
+    def first_rows(self) -> bool:
+        """True at the first call."""
+        self._looked, before = True, self._looked
+        return not before
 
     def refuse_second_run(self) -> None:
         """Refuse a second call without a state, which would be a second run."""
@@ -420,7 +425,7 @@ class Calls:
             _logger.warning(_UNCHANGED)
 
     def warn_if_lost(self, without_gradient: bool) -> None:
-        """Warn of the second step whose batch had records, none of them with a finite gradient other than zero."""
+        """Warn of the second step that lost its records: half of them not finite, or all of them zero or not finite."""
         if without_gradient and self._without_gradient == 1:
             warn(_WITHOUT_GRADIENT, errors.NoGradientWarning)
 

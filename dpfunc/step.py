@@ -23,6 +23,7 @@ from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded
 from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.ranks import Ranks, check_ranks
+from dpfunc.engines._guards.several_rows import look_at_rows
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
@@ -96,6 +97,10 @@ class DPStep:
             self._calls.refuse_second_run()
             state = states.only_step(self.plan, self.init(params, secure_key()))
         clipped, unreleased = self._clip(params, rows, state)
+        if self.ranks is None and len(unreleased.losses_B) > 1 and self._calls.first_rows():
+            real_B = torch.ones(rows.size, dtype=torch.bool, device="cpu") if rows.mask_B is None else rows.mask_B
+            num_records = state.num_records or self.plan.sampler.dataset_size
+            look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
         released, noise_state = self._add_noise(clipped, params, state)
         after = states.next_state(self.plan, state, noise_state)
         if self.plan.telemetry is not None:
@@ -184,7 +189,9 @@ class DPStep:
     ) -> None:
         """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
         norms_BG = unreleased.norms_BG
-        lost = ~(torch.isfinite(norms_BG).all(1) & norms_BG.any(1)).any() & bool(len(norms_BG))
+        finite_B = torch.isfinite(norms_BG).all(1)
+        none, half = ~(finite_B & norms_BG.any(1)).any(), 2 * finite_B.sum() <= len(norms_BG)
+        lost = (none | half) & bool(len(norms_BG))
         if self.ranks is None:
             digest, all_lost = own_digest(released, params, lost)
         else:

@@ -503,8 +503,9 @@ def lost_steps(batches, engine="auto"):
 LOST, NOTHING, SAID = (3, 3), [], [(NoGradientWarning, __file__)]
 PADDED = (3, 2, [True, True, False])  # a row of padding does not save a step whose real rows are lost
 LOST_RUNS = {
-    "once, from the second one on": ([LOST, (3, 2), LOST, LOST], [NOTHING, NOTHING, SAID, NOTHING]),
-    "others": ([(3, 2)] * 3 + [(0, 0)] * 3 + [LOST], [NOTHING] * 7),
+    "once, from the second one on": ([LOST, (3, 1), LOST, LOST], [NOTHING, NOTHING, SAID, NOTHING]),
+    "half of the rows": ([(4, 2), (4, 1), (4, 2), (4, 2)], [NOTHING, NOTHING, SAID, NOTHING]),
+    "others": ([(3, 1)] * 3 + [(0, 0)] * 3 + [LOST], [NOTHING] * 7),
     "padding has no gradient to miss": ([(3, 3, [False] * 3)] * 2 + [PADDED] * 2, [NOTHING] * 3 + [SAID]),
 }
 
