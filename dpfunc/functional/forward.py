@@ -70,9 +70,10 @@ class Several(nn.ModuleDict):
 
 def _joined(module: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
     """The module, or several under their names as one."""
-    if not isinstance(module, Mapping) and type(module) is not nn.ModuleDict:  # a class of its own has a forward
-        return unwrapped(module)
-    parts = {name: unwrapped(part) for name, part in module.items()}
+    several = isinstance(module, Mapping) and all(isinstance(part, nn.Module) for part in module.values())
+    if not several and type(module) is not nn.ModuleDict:  # a class made of it has a forward of its own
+        return unwrapped(module)  # type: ignore[arg-type]  # or refused there
+    parts = {name: unwrapped(part) for name, part in module.items()}  # type: ignore[operator]  # several
     try:
         return Several(parts)
     except (KeyError, TypeError) as error:

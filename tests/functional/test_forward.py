@@ -446,7 +446,7 @@ SEVERAL = {
     "a dot": (lambda: functionalize({"a.b": nn.Linear(1, 1)}), "without a dot"),
     "a name of nn.Module": (lambda: functionalize({"training": nn.Linear(1, 1)}), "that nn.Module does not use"),
     "no text": (lambda: functionalize({1: nn.Linear(1, 1)}), "Expected names of modules"),
-    "no module": (lambda: functionalize({"a": 1}), "Expected a torch module, got int"),
+    "no module": (lambda: functionalize({"a": 1}), "Expected a torch module, got dict"),
     "empty": (lambda: functionalize({}), "Expected a module with parameters"),
     "no name in the call": (lambda: functionalize(two()).forward(functionalize(two()).params, torch.zeros(3)), r"Expected a name of \['enc', 'dec'\] first"),
     "another name": (lambda: functionalize(two()).forward(functionalize(two()).params, "head", torch.zeros(3)), "got 'head'"),
