@@ -95,6 +95,13 @@ def boolean(name: str, value: object) -> bool:
     return value
 
 
+def digest(name: str, value: object, length: int = 64) -> str:
+    """A digest, fingerprint or key in hexadecimal digits."""
+    if not isinstance(value, str) or len(value) != length or set(value) - set("0123456789abcdef"):
+        raise fail(f"{length} hexadecimal digits", name, value)
+    return value
+
+
 def shorten(names: Sequence[str], limit: int = 5) -> str:
     """The first few names and how many more there are, for messages."""
     shown = ", ".join(names[:limit])

@@ -10,11 +10,12 @@ from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from dpfunc._utils import validation as checks
-from dpfunc.accounting.accountant import Guarantee
+from dpfunc.accounting.accountant import BOUNDS, Guarantee
 from dpfunc.accounting.events import check_fields
 from dpfunc.accounting.ledger import Ledger, parsed
 from dpfunc.accounting.selection import RunCount, selection_epsilon
-from dpfunc.types import ADJACENCIES, Adjacency, Event
+from dpfunc.errors import InvalidArgument
+from dpfunc.types import ADJACENCIES, Adjacency, Allocated, Capped, Event
 
 RECORD_FILE = "privacy_accounting.json"
 RUN, SELECTION = "dpfunc.accounting/", "dpfunc.selection/"  # schemas, before their version
@@ -50,6 +51,29 @@ ONE_RECORD = "one record of the training data set"
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 SECRET, GUESSABLE = "secret", "guessable"
 SIZES = ("number of records", "public bound on the number of records")
+SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "Philox generator of the CUDA device"}
+ROWS = (
+    "vmap(grad(loss)): no row sees another; rows drawn by the key are computed alone and compared",
+    "each row computed alone",
+    "by an engine of the user, by claim",
+)
+MECHANISMS = ("Gaussian", "Gaussian, scaled by group")
+"""What is known of noise and rows; other noise is the claim of who wrote it."""
+
+CLIPS = ("Flat", "Automatic", "PSAC", "Threshold")
+"""Rules whose bound is proven."""
+
+LAWS = {
+    "Poisson": "each unit is in a batch with probability sampling_prob, independently of all others and of other steps",
+    "FixedSize": "a fixed number of different units, drawn anew each step, without replacement",
+    "CappedPoisson": "as Poisson; if there are more units than the cap, a random subset of that size",
+    "RandomAllocation": "each unit in one batch of an epoch, drawn independently of all others",
+    "Shuffled": "a new permutation each epoch, in batches; no amplification is claimed",
+    "InOrder": "each unit in one batch of an epoch, in the order of the data set; no amplification is claimed",
+}
+"""Class of a sampler -> its law. That of another class is the claim of who wrote it."""
+
+_SAMPLED: Mapping[str, type[Event]] = {"FixedSize": Capped, "CappedPoisson": Capped, "RandomAllocation": Allocated}
 COMPARED, ELSEWHERE = "compared with the plan's draw of each step", "drawn elsewhere, by claim (verify_batch=False)"
 
 
@@ -102,6 +126,7 @@ class Record(_Published):
 
     Args:
         date: when it was written, UTC, as ISO 8601.
+        run: fingerprint of the key of its last steps, by which its journal names them.
         unit: what one row of a batch is: what is protected.
         adjacency: which data sets are neighbours; `NEIGHBOURS` says it in words.
         epsilon: upper bound for all steps in `ledger`; infinite without protection. delta: that it holds at.
@@ -125,9 +150,10 @@ class Record(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema, what, counted = RUN + "3", "run", "ledger"
+    schema, what, counted = RUN + "4", "run", "ledger"
 
     date: str
+    run: str
     unit: str
     adjacency: Adjacency
     epsilon: float
@@ -242,6 +268,25 @@ def refuse_replaced(name: str, adjacency: Adjacency) -> None:
         )  # fmt: skip
 
 
+def claims_law(sampler: str, events: Iterable[Event]) -> bool:
+    """True if some events are those of a sampler of dpfunc, or of batches of all records, which each may claim."""
+    own = (_SAMPLED.get(sampler, Event), 0 if sampler in ("Poisson", "CappedPoisson") else 1)
+    kinds = {(type(event), least) for event in events for least in {0, int(event.sampling_prob)}}
+    return sampler in LAWS and bool(kinds & {own, (Event, 1)})
+
+
+def recorded(ledger: Ledger, delta: float, epsilon: float, accountant: str, tolerance: float) -> Guarantee | None:
+    """What an accountant that gives upper bounds finds now, if it is what was recorded; else None."""
+    for method in ("auto", *(known for known in BOUNDS if known == accountant)):
+        try:
+            found = ledger.epsilon(delta, method)
+        except InvalidArgument:  # that one has no answer for this ledger
+            continue
+        if found.method == accountant and math.isclose(found.epsilon, epsilon, rel_tol=tolerance):
+            return found
+    return None
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Ledger):
         return json.loads(value.to_json())
@@ -263,6 +308,12 @@ def _read(name: str, hint: Any, value: Any) -> Any:
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_read(name, get_args(hint)[0], each) for each in value)
     return math.inf if hint is float and value is None else value
+
+
+def check_field(name: str, value: Any) -> Any:
+    """The value of a field of a `Record`, if it is in its domain."""
+    _check(name, get_type_hints(Record)[name], value)
+    return value
 
 
 def _check(name: str, hint: Any, value: Any) -> None:

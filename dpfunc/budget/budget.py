@@ -258,9 +258,9 @@ def _is_there(entry: BudgetEntry, spender: str, token: str, planned: Ledger) -> 
     if other or entry.token != token or entry.planned != planned:
         raise LedgerConflict(
             f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key, plan "
-            f"or spender ({entry.spender!r}), or is settled. Two runs of one name would be counted once: choose another "
-            "name, or resume that run as its spender. One that was killed before its first step, and has lost its key, "
-            f"is settled by dpfunc budget settle --unused. {_NOTHING}"
+            f"or spender ({entry.spender!r}), or is settled. Two runs of one name would be counted once: choose "
+            "another name, or resume that run as its spender. One that was killed before its first step, and has lost "
+            f"its key, is settled by dpfunc budget settle --unused. {_NOTHING}"
         )
     return not settled
 

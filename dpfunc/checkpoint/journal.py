@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from dpfunc._utils.validation import fail, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import OTHER_VERSION, from_values, to_values
 from dpfunc.accounting.ledger import parsed
-from dpfunc.accounting.record import RECORD_FILE, RUN, SELECTION, Record, SelectionRecord
+from dpfunc.accounting.record import RECORD_FILE, RUN, SELECTION, Record, SelectionRecord, recorded
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.types import Adjacency, Event
@@ -170,7 +170,7 @@ class Journal:
                     all_own = taken._replace(events=step_events(self.plan, after, 0, after.step))
                     check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
-                values["before"] = _written(before.events)
+                values |= {"before": _written(before.events), "code": _code()}
             # a step that is repeated costs nothing, whoever wrote since; a run that begins was compared above
             written = step in runs.get(run, {}) or (run not in runs and not after.journal)
             others = not after.journal or self._known.at.end.lines > after.journal_lines
@@ -204,6 +204,12 @@ class Journal:
                 ".compose(dpfunc.Ledger(plan.events(a, b), plan.adjacency)) adds steps a to b - 1 where later ones "
                 f"were taken without the journal. {_NOTHING}"
             )
+
+
+def _code() -> str:
+    """SHA-256 of the script that this process runs, by which a result of `dpfunc verify` is known as one of it."""
+    file = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+    return "" if file is None or not Path(file).is_file() else chain.sha256(Path(file))
 
 
 def check_counted(
@@ -394,10 +400,10 @@ def _of_run(record: Record | SelectionRecord) -> Ledger:
             "Expected a ledger or the record of a run, got the record of a search, which is no sum of steps. Leave "
             "its epsilon and delta out of the budget of other runs on the same records, and publish the sums."
         )
-    found = record.ledger.epsilon(record.delta, record.accountant).epsilon
-    if not math.isclose(record.epsilon, found, rel_tol=_ROUNDING):
+    if recorded(record.ledger, record.delta, record.epsilon, record.accountant, _ROUNDING) is None:
+        found = record.ledger.epsilon(record.delta).epsilon
         raise fail(
-            f"a record whose epsilon is that of its ledger, {found:.6g} by {record.accountant}", "epsilon",
-            record.epsilon, "One of them was changed. Restore the file, or name its journal.",
+            f"a record whose epsilon is that of its ledger, {found:.6g}, by an upper bound", "epsilon", record.epsilon,
+            f"It names {record.accountant}. One of them was changed. Restore the file, or name its journal.",
         )  # fmt: skip
     return record.ledger

@@ -8,21 +8,19 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from dpfunc._utils.versions import installed
+from dpfunc.accounting import record as known
 from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.engines.loop import Loop
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import Gaussian
+from dpfunc.rng import fingerprint
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.step import DPStep
 from dpfunc.types import schedule_at
 
-_SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "Philox generator of the CUDA device"}
-_ENGINES: dict[type, str] = {
-    VmapGrad: "vmap(grad(loss)): no row sees another; rows drawn by the key are computed alone and compared",
-    Loop: "each row computed alone",
-}
-_MECHANISMS = {"uniform": "Gaussian", "optimal": "Gaussian, scaled by group"}
+_ENGINES: dict[type, str] = {VmapGrad: known.ROWS[0], Loop: known.ROWS[1]}
+_MECHANISMS = dict(zip(("uniform", "optimal"), known.MECHANISMS, strict=True))
 
 
 def make_record(
@@ -78,6 +76,7 @@ def make_record(
     publishes_size = plan.adjacency == "add_remove" and not public_bound
     return Record(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        run=fingerprint(state.key),
         unit=unit,
         adjacency=plan.adjacency,
         epsilon=answer.epsilon,
@@ -89,11 +88,11 @@ def make_record(
         ledger=state.ledger,
         mechanism=_MECHANISMS[plan.allocation] if ours else repr(plan.noise),
         noise_multiplier=multiplier,
-        noise_source=_SOURCES[dp_step.noise_source],
+        noise_source=known.SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
         max_grad_norm=math.hypot(*bound.values()) if isinstance(bound, Mapping) else bound,
         clip=type(plan.clip).__name__,
-        rows=_ENGINES.get(type(dp_step.clipped_grad.engine), "by an engine of the user, by claim"),
+        rows=_ENGINES.get(type(dp_step.clipped_grad.engine), known.ROWS[2]),
         batches=COMPARED if dp_step.verify_batch else ELSEWHERE,
         sampler=type(plan.sampler).__name__,
         sampling_prob=size / n,

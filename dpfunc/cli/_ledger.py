@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
 from dpfunc import accounting
 from dpfunc.accounting import Ledger
+from dpfunc.accounting import record as known
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.journal import read_cost, read_steps, steps_ledger
@@ -23,6 +24,12 @@ _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other w
 _Row = tuple[str, bool, str]
 """Name of a check, True if it agrees, and what was found."""
 _METHODS = click.Choice(ACCOUNTANTS)
+_SETTINGS = {
+    "mechanism": known.MECHANISMS,
+    "noise_source": known.SOURCES.values(),
+    "clip": known.CLIPS,
+    "rows": known.ROWS,
+}
 # What a file lacks that is no record.
 _MISSING = {
     "delta": "has no delta of its own: choose one below 1 / number of records.",
@@ -42,13 +49,14 @@ class _Source:
     record: Record | SelectionRecord | None = None
     uncounted: int | None = None
     """Steps in the journals of the same folder that the ledger does not count; None without a journal."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Runs in these journals, and the number of steps that each has taken."""
 
-    def guarantee(self, delta: float, method: str | None) -> accounting.Guarantee:
-        """The cost, computed again; without a method as it was recorded. That of a search is counted by rdp alone."""
+    def guarantee(self, delta: float, method: str) -> accounting.Guarantee:
+        """The cost, computed again, never by the method that a file names. That of a search is counted by rdp alone."""
         if not isinstance(self.record, SelectionRecord):
-            recorded = "auto" if self.record is None else self.record.accountant
-            return accounting.epsilon(self.ledger, delta, method or recorded)
-        if method not in (None, "auto", "rdp"):
+            return accounting.epsilon(self.ledger, delta, method)
+        if method not in ("auto", "rdp"):
             raise click.UsageError(
                 f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
             )
@@ -64,8 +72,9 @@ def _read_source(path: Path) -> _Source:
         return _Source(path, found)
     if isinstance(found, SelectionRecord):
         return _Source(path, found.spent, found)
-    runs = [run for journal in journals for run in read_steps(journal, missing="empty").values()]
-    return _Source(path, found.ledger, found, found.ledger.lacks(steps_ledger(runs)) if runs else None)
+    runs = {name: run for journal in journals for name, run in read_steps(journal, missing="empty").items()}
+    uncounted = found.ledger.lacks(steps_ledger(runs.values())) if runs else None
+    return _Source(path, found.ledger, found, uncounted, {name: max(run) + 1 for name, run in runs.items()})
 
 
 def _file_of(folder: Path, journals: list[Path]) -> Path:
@@ -204,13 +213,14 @@ def _print_events(title: str, ledgers: Iterable[tuple[str, Ledger]]) -> None:
 @_path_argument
 @click.option("--epsilon", "-e", type=float, help="Claim to check; by default that of the record.")
 @click.option("--delta", "-d", type=float, help="Delta of the claim; by default that of the record.")
-@click.option("--method", type=_METHODS, help="How epsilon is computed. By default as it was recorded, else auto.")
+@click.option("--method", type=_METHODS, default="auto", show_default=True, help="How epsilon is computed.")
 @json_option
-def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str | None, as_json: bool) -> None:
+def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method: str, as_json: bool) -> None:
     """Compute epsilon again from the steps that were counted, and compare it with what is claimed.
 
-    PATH is as for `dpfunc ledger show`. Of a folder, the journal is compared as well. The exit code is 0 if all agrees,
-    else 1.
+    PATH is as for `dpfunc ledger show`. Of a record each field is computed again, or is one that dpfunc writes; of a
+    folder, the journal is compared as well. Date, unit, budget, bound of the gradients, passes over the data and
+    versions are the word of who wrote it. The exit code is 0 if all agrees, else 1.
 
     Example: dpfunc ledger check runs/mails
     """
@@ -241,8 +251,36 @@ def _compare(source: _Source, claim: float, delta: float, found: accounting.Guar
         ("key", record.noise_key != GUESSABLE, record.noise_key),
         ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
         _sampling(record),
+        _limits(record, source.ledger.adjacency),
+        *([] if isinstance(record, SelectionRecord) else _of_run(record, source.steps)),
     ]
     return rows if budget is None else [*rows, ("budget", claim <= budget * (1 + _ROUNDING), f"{budget:g}")]
+
+
+def _limits(record: Record | SelectionRecord, adjacency: str) -> _Row:
+    """Compare what is not covered with what no run covers, and with what this record publishes."""
+    publishes = adjacency == "add_remove" and record.dataset_size_is == known.SIZES[0]
+    told = record.not_covered[-len(known.NOT_COVERED) :] == known.NOT_COVERED
+    fine = told and publishes == (known.EXACT_SIZE in record.not_covered)
+    return "not covered", fine, "all that no run covers" if fine else "sentences that each such record has are missing"
+
+
+def _of_run(record: Record, steps: Mapping[str, int]) -> list[_Row]:
+    """Compute again what follows from the steps of a run, and look for words that dpfunc does not write."""
+    again = known.recorded(record.ledger, record.delta, record.epsilon, record.accountant, _ROUNDING)
+    rdp = record.ledger.epsilon(record.delta, "rdp").epsilon
+    unknown = [name for name, words in _SETTINGS.items() if getattr(record, name) not in words]
+    own = steps.get(record.run, "none of this run")
+    return [
+        ("accountant", again is not None and again.note == record.note, f"{record.accountant}: {record.note}"),
+        (
+            "epsilon_rdp", math.isclose(record.epsilon_rdp, rdp, rel_tol=_ROUNDING),
+            f"claimed {record.epsilon_rdp:.6g}, computed {rdp:.6g}",
+        ),
+        ("settings", not unknown, f"not of dpfunc: {', '.join(unknown)}" if unknown else "those of dpfunc"),
+        ("sampler", known.claims_law(record.sampler, record.ledger.events), record.sampler),
+        ("steps", not steps or own == record.global_step, f"{record.global_step}; in the journal {own}"),
+    ]  # fmt: skip
 
 
 def _sampling(record: Record | SelectionRecord) -> _Row:
@@ -252,7 +290,7 @@ def _sampling(record: Record | SelectionRecord) -> _Row:
     def is_counted(values: Mapping[str, float], ledger: Ledger) -> bool:
         q, steps = values.get("batch_size", math.nan) / n, values.get("steps")
         return any(
-            e.sampling_prob == 1 or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
+            (q < e.sampling_prob == 1) or (math.isclose(e.sampling_prob, q, rel_tol=1e-9) and e.num_steps == steps)
             for e in ledger.events
         )
 

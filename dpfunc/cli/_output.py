@@ -103,7 +103,10 @@ def print_list(title: str, lines: Iterable[str]) -> None:
         ))  # fmt: skip
 
 
-def print_checks(checks: Sequence[tuple[str, bool, str]], values: Mapping[str, Any], as_json: bool, bad: str) -> None:
+def print_checks(
+    checks: Sequence[tuple[str, bool, str]], values: Mapping[str, Any], as_json: bool, bad: str,
+    good: str = "All agrees.",
+) -> None:  # fmt: skip
     """Print checks, (name, True if it agrees, what was found); the exit code is 1 if one does not agree."""
     agrees = all(fine for _, fine, _ in checks)
     if as_json:
@@ -111,6 +114,6 @@ def print_checks(checks: Sequence[tuple[str, bool, str]], values: Mapping[str, A
     else:
         rows = [(name, "ok" if fine else "WRONG", found) for name, fine, found in checks]
         print_rows("Checks", ("", "", "found"), rows)
-        click.echo("All agrees." if agrees else f"{bad}: see WRONG.")
+        click.echo(good if agrees else f"{bad}: see WRONG.")
     if not agrees:
         sys.exit(1)

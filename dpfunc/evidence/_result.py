@@ -4,23 +4,44 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.validation import fail, signed, unsigned
+from dpfunc._utils.validation import (
+    boolean,
+    digest,
+    fail,
+    integer,
+    non_negative,
+    one_of,
+    open_unit,
+    signed,
+    unsigned,
+)
 from dpfunc.accounting.events import to_values
 from dpfunc.accounting.ledger import parsed
 from dpfunc.checkpoint._chain import sha256
 
 REPLAY, AUDIT = "dpfunc.replay/1", "dpfunc.audit/1"
+_SCHEMAS = {REPLAY: "replay", AUDIT: "audit"}
+_Check = Callable[[str, Any], Any]
 # What a certificate says of a result: nothing of a single record, and nothing that is measured on records.
-_PUBLIC = {
-    REPLAY: ("of", "source", "steps", "run", "reproduced", "weights"),
-    AUDIT: (
-        "of", "source", "steps", "space", "claim", "epsilon", "epsilon_gaussian", "delta", "confidence", "num_canaries"
-    ),
+_COMMON: dict[str, _Check] = {
+    "holds": boolean, "of": partial(one_of, allowed=("job", "script")), "source": digest, "steps": integer,
+    "file": digest,
+}  # fmt: skip
+_PUBLIC: dict[str, dict[str, _Check]] = {
+    "replay": dict.fromkeys(("run", "reproduced", "weights"), lambda name, value: value),  # see `entry`
+    "audit": {
+        "space": partial(one_of, allowed=("gradient", "input")), "delta": open_unit, "confidence": open_unit,
+        "num_canaries": integer, **dict.fromkeys(("claim", "epsilon", "epsilon_gaussian"), non_negative),
+    },
+}  # fmt: skip
+_KNOWN: dict[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "run": lambda digests: digests["data_order"], "weights": lambda digests: [digests["model"]],
 }  # fmt: skip
 
 
@@ -58,13 +79,23 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any."""
     text = path.read_bytes() if path.is_file() else b""
     what = f"a result of dpfunc verify or audit (--out) in {str(path)!r}"
-    found = unsigned("result of a replay or an audit", parsed(text, what, *_PUBLIC, hint=""))
+    found = unsigned("result of a replay or an audit", parsed(text, what, *_SCHEMAS, hint=""))
     if wrong := [name for name, same in _belongs(found, values, job) if not same]:
         hint = "It is of another plan, job, run or model: verify or audit this one."
         raise fail("a result that belongs to this run", wrong[0], found[wrong[0]], hint)
-    public = {name: found[name] for name in _PUBLIC[found["schema"]]}
-    name = "replay" if found["schema"] == REPLAY else "audit"
-    return {"kind": name, "holds": bool(found["holds"]), **public, "file": hashlib.sha256(text).hexdigest()}
+    file = hashlib.sha256(text).hexdigest()
+    return entry({**found, "kind": _SCHEMAS[found["schema"]], "file": file}, values["digests"])
+
+
+def entry(found: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
+    """What a certificate with these digests says of a result; `same_code`: it is of the code that took the steps."""
+    kind = one_of("kind", found["kind"], _PUBLIC)
+    told = {name: check(name, found[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
+    if found["holds"] and told.get("reproduced") not in (None, found["steps"]):
+        raise fail("the steps of a replay that holds", "reproduced", told["reproduced"])
+    if wrong := [name for name, known in _KNOWN.items() if told.get(name) not in (None, *known(digests))]:
+        raise fail("a result of this run", wrong[0], told[wrong[0]])
+    return {"kind": kind, **told, "same_code": told["source"] in digests["code"]}
 
 
 def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> Iterator[tuple[str, bool]]:
@@ -72,5 +103,5 @@ def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> 
     yield "events", bool(found["events"]) and all(event in known for event in found["events"])
     yield "adjacency", found["adjacency"] == values["claim"]["adjacency"]
     yield "source", found["of"] == "script" or (job.is_file() and found["source"] == sha256(job))
-    yield "run", found.get("run") in (None, *values["digests"]["data_order"])
-    yield "weights", found.get("weights") in (None, values["digests"]["model"])
+    for name, among in _KNOWN.items():
+        yield name, found.get(name) in (None, *among(values["digests"]))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import COMPARED, NOT_COVERED, SECRET, SIZES, Record
+from dpfunc.accounting.record import COMPARED, EXACT_SIZE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.types import Event
 
 LEDGER = Ledger((Event(1.0, 5.0, 10),))
 RECORD = Record(
+    run="a",  # as in journal_cases
     date="2026-01-02T03:04:05+00:00",
     unit="one patient",
     adjacency="add_remove",
@@ -18,7 +19,7 @@ RECORD = Record(
     target_epsilon=3.0,
     accountant="gaussian",
     note="exact",
-    epsilon_rdp=2.9,
+    epsilon_rdp=LEDGER.epsilon(1e-5, "rdp").epsilon,
     ledger=LEDGER,
     mechanism="Gaussian",
     noise_multiplier=5.0,
@@ -37,7 +38,7 @@ RECORD = Record(
     num_steps=10,
     epoch=10.0,
     versions={"dpfunc": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-    not_covered=NOT_COVERED,
+    not_covered=(EXACT_SIZE, *NOT_COVERED),
 )
 
 

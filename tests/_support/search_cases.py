@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 
 from dpfunc.accounting import Ledger, RunCount
-from dpfunc.accounting.record import NOT_COVERED, SECRET, SIZES, SelectionRecord, search_cost
+from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, SECRET, SIZES, SelectionRecord, search_cost
 from dpfunc.rng import stream
 from dpfunc.types import Event
 
@@ -33,7 +33,7 @@ RECORD = SelectionRecord(
     dataset_size=100,
     dataset_size_is=SIZES[0],
     versions={"dpfunc": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-    not_covered=NOT_COVERED,
+    not_covered=(EXACT_SIZE, *NOT_COVERED),
 )
 
 

@@ -409,7 +409,7 @@ def test_a_file_without_a_digest_is_refused_with_what_to_do(tmp_path, name):
     path.write_text(json.dumps(signed({**values, "schema": f"{values['schema'][:-1]}1"})))
     with pytest.raises(
         InvalidArgument,
-        match=r"Expected (a ledger|the record of a run .*) with schema '.*/[23]', .*/1'.*name its journal",
+        match=r"Expected (a ledger|the record of a run .*) with schema '.*/[24]', .*/1'.*name its journal",
     ):
         read_spent([path])
 

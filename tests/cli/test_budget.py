@@ -13,6 +13,7 @@ from text_job import train, write_job
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD
 from dpfunc.budget import Budget
+from dpfunc.errors import InvalidArgument
 from dpfunc.evidence.certificate import certify, check
 from dpfunc.rng import secure_key
 from dpfunc.types import Event
@@ -66,15 +67,15 @@ def test_a_dead_run_is_settled_by_its_folder(tmp_path):
     result = run("settle", url, "dead", tmp_path / "run", "--spender", "ana", "--json")
     assert json.loads(result.stdout)["steps"] == 4
     path = certify(tmp_path / "run")
-    (found,) = [finding for finding in check(path) if finding.name == "budget of the data set"]
+    (found,) = [finding for finding in check(path) if finding.name == "budget"]
     assert found.agrees
-    assert "run 2, 'dead'" in found.found
+    assert found.found == "run 2, 'dead', within epsilon=3 with all others"
     total = (plan.ledger() + Ledger((Event(1.0, 20.0, 3),), "zero_out")).epsilon(1e-3).epsilon
-    assert f"epsilon={total:.6g} of 3" in found.found
     values = json.loads(path.read_text())
     values["budget"]["epsilon"] = total / 2
     path.write_text(json.dumps(values))
-    assert not next(f.agrees for f in check(path) if f.name == "budget of the data set")
+    with pytest.raises(InvalidArgument, match="all runs within the budget of the data set"):
+        check(path)
 
 
 @pytest.fixture

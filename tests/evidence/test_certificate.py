@@ -1,21 +1,25 @@
 """Certificates: what they say follows from the journal, any change is found, and who checks needs only the file."""
 
+import contextlib
 import dataclasses
 import json
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 from certified import plan_of, trained
+from forgeries import altered, reshaped
 from new_python import python
 from scipy.stats import norm
 from text_job import run as invoke
 
 import dpfunc
 from dpfunc import sampling
+from dpfunc._utils.validation import signed
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._trade_off import RATES, curve, true_positives
 from dpfunc.accounting.record import Record
@@ -24,8 +28,8 @@ from dpfunc.evidence import Audit, Replay, certify, check
 from dpfunc.evidence._one_run import Guesses
 from dpfunc.evidence._page import page
 from dpfunc.evidence._result import audit_values
+from dpfunc.evidence.certificate import _OPACUS, _by_renyi, _canonical, _compare_with_opacus, _digest, ledger_of
 from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
-from dpfunc.evidence.certificate import _canonical, _digest, ledger_of
 from dpfunc.types import Event, Schedule
 
 ROOT = Path(dpfunc.__file__).parents[1]
@@ -36,11 +40,15 @@ POISSON = sampling.Poisson(1000, 0.1)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("certified") / "run"
-    trained(folder)
+    own, script = folder.with_name("loop.py"), folder.with_name("another.py")
+    results = [folder.with_name("replay.json"), folder.with_name("audit.json")]
+    own.write_text("# a loop")
+    script.write_text("# another one, of the same plan")
+    with pytest.MonkeyPatch.context() as patch:  # as `python loop.py`
+        patch.setattr(sys.modules["__main__"], "__file__", str(own), raising=False)
+        trained(folder)
     (folder / "adapter.safetensors").write_bytes(b"weights")
-    script, results = folder.with_name("loop.py"), [folder.with_name("replay.json"), folder.with_name("audit.json")]
-    script.write_text("# a loop")
-    Replay(4, 3, 0.9, (), ()).save(results[0], script, plan_of())
+    Replay(4, 3, 0.9, (), ()).save(results[0], own, plan_of())
     found = Audit(0.1, 0.2, 1e-3, 0.95, 100, 10, Guesses(5, 5, 6), claim=2.0, exceeds=False)
     about = {"space": "gradient", "score": "sum"}
     results[1].write_text(json.dumps(audit_values(found, script, plan_of(), 4, about)))
@@ -90,6 +98,10 @@ def test_a_certificate_says_what_the_run_was(made):
     assert {"says": "Results of replays and audits are as their files say: nobody has signed these.", "met": None} in (
         values["assumptions"]
     )
+    # of the replay is the code that took the steps; of the audit is another script, which shows nothing about this run
+    assert [each["same_code"] for each in values["evidence"]] == [True, False]
+    met = {each["says"]: each["met"] for each in values["assumptions"]}
+    assert [value for says, value in met.items() if "(replay)" in says or "(audit)" in says] == [True, None]
     # which record moves most, and by how much, are in the results alone, of which it has digests
     told = {name for each in values["evidence"] for name in each}
     assert not {"record", "ratio", "moved", "not_compared", "salt"} & told
@@ -147,7 +159,7 @@ def test_one_changed_byte_is_found(made, tmp_path):
     rewritten(path, changed("budget", to={**place, "adjacency": "zero_out"}))  # every field that there can be
     whole = path.read_bytes()
     draw = random.Random(0)
-    for _ in range(1000):
+    for _ in range(400):
         at = draw.randrange(len(whole))
         other = bytes([draw.choice([byte for byte in range(256) if byte != whole[at]])])
         path.write_bytes(whole[:at] + other + whole[at + 1 :])
@@ -171,35 +183,268 @@ def changed(*names, to):
     return change
 
 
-FORGED = {
-    "a smaller epsilon": (changed("result", "epsilon", to=0.1), "epsilon"),
-    "a smaller claim": (changed("claim", "epsilon", to=0.1), "claim"),
-    "another bound": (changed("result", "accountants", 0, "epsilon", to=0.1), "epsilon by gaussian"),
-    "fewer steps": (changed("steps", 0, "last", to=1), "epsilon by gaussian"),
-    "another accountant below": (changed("result", "accountants", 1, "epsilon", to=0.1), "epsilon by another"),
-    "weaker attackers": (changed("result", "attacker", 0, "true_positives", to=0.001), "true positives at 0.001"),
-    "a better curve": (changed("result", "curve", 0, 1, to=0.1), "trade-off curve"),
-    "an assumption less": (changed("assumptions", to=[]), "assumptions"),
-    "a replay that did not hold": (changed("evidence", 0, "holds", to=False), "assumptions"),
-    "an audit that was not made": (changed("evidence", to=[]), "assumptions"),
-    "a key that is not secret": (changed("mechanism", "noise_key", to="guessable"), "assumptions"),
+KINDS = {
+    "all records": {},
+    "sampled, a schedule": {
+        "plan": plan_of(POISSON, adjacency="add_remove", delta=1e-5, noise_multiplier=Schedule(((2, 0.7), (2, 0.8))))
+    },
+    "replaced": {"plan": plan_of(adjacency="replace_one")},
+    "fixed size": {"plan": plan_of(sampling.FixedSize(1000, 50), adjacency="replace_one", delta=1e-4)},
+    "capped": {"plan": plan_of(sampling.CappedPoisson(1000, 0.05, cap=80), adjacency="zero_out", delta=1e-4)},
+    "allocated": {"plan": plan_of(sampling.RandomAllocation(1000, 2), adjacency="zero_out", delta=1e-4)},
+    "shuffled": {"plan": plan_of(sampling.Shuffled(1000, 500), delta=1e-4)},
+    "by Renyi": {"plan": plan_of(POISSON, delta=1e-5, accountant="rdp")},
+    "a budget, and an insecure key": {"plan": plan_of(epsilon=9.0), "key": dpfunc.insecure_key(3)},
+}  # fmt: skip
+PLACE = {
+    "run": "third", "number": 3, "epsilon": 50.0, "delta": 1e-3, "unit": "one patient", "adjacency": "zero_out",
+    "others": [{"sampling_prob": 1.0, "noise_multiplier": 3.0, "num_steps": 7}],
+}  # fmt: skip
+# What nothing in the file contradicts: the word of who wrote it, in its domain.
+CLAIMED = {
+    "date": "when it was made",
+    "claim.unit": "what a row is",
+    "claim.target_epsilon": "the budget of the plan; a claim above it is an assumption that is not met",
+    "mechanism.max_grad_norm": "noise is relative to it",
+    "digests.model": "of files that the reader has, or has not",
+    "digests.journal": "of a file that is not published",
+    "digests.record": "of another file",
+    "digests.code": "of a script; evidence of another one is then not of this code",
+    "versions": "of what made it",
+    "budget.run": "a name",
+    "budget.number": "in the order of reservations",
+    "budget.epsilon": "of the data set; all runs together must be within",
+    "budget.others": "what others were charged",
+    "evidence": "results that nobody has signed, as an assumption says; what follows from them is an assumption",
 }
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    made = {name: folder / f"{name}.pem" for name in ("own", "own_public", "other", "other_public")}
+    for secret in ("own", "other"):
+        public = made[f"{secret}_public"]
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", made[secret]], check=True)
+        subprocess.run(["openssl", "pkey", "-in", made[secret], "-pubout", "-out", public], check=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory, keys):
+    """The values of a certificate that has all there can be, and those of the same one with a signature."""
+    place = made.parent / "privacy_budget.json"
+    place.write_text(json.dumps(signed(PLACE)))
+    folder = tmp_path_factory.mktemp("whole")
+    results = [made.parents[1] / name for name in ("replay.json", "audit.json")]
+    try:
+        plain = certify(made.parent, out=folder / "plain.json", evidence=results)
+        own = certify(made.parent, out=folder / "signed.json", evidence=results, private_key=keys["own"])
+    finally:
+        place.unlink()
+    return values_of(plain), values_of(own)
+
+
+def holds(values, path, **options):
+    """True if these values, with the digest that fits them, are accepted."""
+    try:
+        path.write_text(_canonical({**values, "digest": _digest(values)}))
+        return agrees(path, **options)
+    except InvalidArgument:
+        return False
+
+
+SLOW = ("fixed size", "capped", "allocated")
+
+
+@pytest.mark.parametrize("name", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS])
+def test_honest_certificates_of_each_kind_agree(name, tmp_path):
+    trained(tmp_path / "run", **KINDS[name])
+    path = certify(tmp_path / "run")
+    assert agrees(path), check(path)
+    jsonschema.validate(values_of(path), SCHEMA)
+
+
+def test_a_certificate_in_which_one_leaf_was_changed_is_refused(whole, tmp_path, keys):
+    """Each leaf, with a fitting digest: refused, or the word of who wrote it; with a signature always refused."""
+    plain, own = whole
+    path, missed, count = tmp_path / "certificate.json", [], 0
+    assert holds(plain, path)
+    assert holds(own, path, public_key=keys["own_public"])
+    for name, place, values in altered(plain):
+        count += 1
+        if place != ("digest",) and holds(values, path):
+            missed.append(name)
+    assert count > 200
+    assert [name for name in missed if not name.startswith(tuple(CLAIMED))] == []
+    for name, place, values in [*altered(own)][::2]:
+        assert place == ("digest",) or not holds(values, path, public_key=keys["own_public"]), name
+
+
+def test_a_certificate_of_another_shape_is_refused(whole, tmp_path):
+    """An object with a name more or fewer, a list with an element more, fewer or elsewhere."""
+    plain, own = whole
+    signature = [(name, values) for name, values in reshaped(own) if "signature" in name]
+    path, forged = tmp_path / "certificate.json", dict([*reshaped(plain), *signature])
+    missed = [name for name, values in forged.items() if name != "all without digest" and holds(values, path)]
+    assert len(forged) > 300
+    # what there may be, and nothing follows from: a file of weights, a result of other code, a budget, a signature
+    allowed = ("digests.model ", "digests.code ", "budget.others ", "evidence without ", "all without ")
+    assert not {name for name in missed if not name.startswith(allowed)}
+
+
+def both(*changes):
+    def change(values):
+        for each in changes:
+            values = each(values)
+        return values
+
+    return change
+
+
+def row(*rows):
+    def change(values):
+        first = values["steps"][0]
+        return {
+            **values,
+            "steps": [{**first, **dict(zip(("run", "first", "last"), each, strict=True))} for each in rows],
+        }
+
+    return change
+
+
+A, B = "0123456789abcdef", "fedcba9876543210"
+FORGED = {
+    "a smaller epsilon": changed("result", "epsilon", to=0.1),
+    "a smaller claim": changed("claim", "epsilon", to=0.1),
+    "another bound": changed("result", "accountants", 0, "epsilon", to=0.1),
+    "fewer steps": changed("steps", 0, "last", to=1),
+    "another accountant below": changed("result", "accountants", 1, "epsilon", to=0.1),
+    "weaker attackers": changed("result", "attacker", 0, "true_positives", to=0.001),
+    "a better curve": changed("result", "curve", 0, 1, to=0.1),
+    "an assumption less": changed("assumptions", to=[]),
+    "a replay that did not hold": changed("evidence", 0, "holds", to=False),
+    "an audit that was not made": changed("evidence", to=[]),
+    "a key that is not secret": changed("mechanism", "noise_key", to="guessable"),
+    "a second accountant of one name": lambda v: changed("result", "accountants", to=[
+        {**v["result"]["accountants"][0], "epsilon": 0.1, "error": "exact"}, *v["result"]["accountants"]
+    ])(v),
+    "exact beside a bound": changed("result", "accountants", 1, "error", to="exact, rounded up by 1e-9 of itself"),
+    "other neighbours": changed("claim", "neighbours", to="nobody differs"),
+    "another adjacency": changed("claim", "adjacency", to="add_remove"),
+    "another adjacency in words and name": both(
+        changed("claim", "adjacency", to="add_remove"),
+        changed("claim", "neighbours", to="data sets that differ by one unit, which is in one of them and not in the other"),
+    ),
+    "another law": changed("mechanism", "law", to="each unit is in few batches"),
+    "another sampler": changed("mechanism", "sampler", to="RandomAllocation"),
+    "a sampler without a law": changed("mechanism", "sampler", to="Magic"),
+    "another noise": changed("mechanism", "mechanism", to="better than Gaussian"),
+    "another source": changed("mechanism", "noise_source", to="AES that was audited"),
+    "rows kept apart by words": changed("mechanism", "rows", to="each row is proven"),
+    "another rule": changed("mechanism", "clip", to="Nothing"),
+    "another accountant of the claim": changed("claim", "accountant", to="gdp-approximation"),
+    "another delta": changed("claim", "delta", to=1e-2),
+    "more is covered": changed("claim", "covered", to=["everything"]),
+    "nothing is not covered": changed("claim", "not_covered", to=[]),
+    "one sentence is covered": lambda v: changed("claim", "not_covered", to=v["claim"]["not_covered"][1:])(v),
+    "overlapping steps": row((A, 0, 3), (A, 2, 3)),
+    "missing steps": row((A, 0, 0), (A, 2, 3)),
+    "steps that go back": row((A, 0, 3), (A, 3, 1)),
+    "steps from the middle": row((A, 1, 4)),
+    "steps of two runs that are mixed": row((A, 0, 0), (B, 0, 0), (A, 1, 1), (B, 1, 1)),
+    "a run that begins after a gap": row((A, 0, 1), (B, 4, 5)),
+    "rows that are one": row((A, 0, 1), (A, 2, 3)),
+    "a negative step": row((A, -1, 2)),
+    "a run of another name": lambda v: changed("steps", 0, "run", to=A)(v),
+    "a run absent from the data order": changed("digests", "data_order", to=[A]),
+    "a run more in the data order": lambda v: changed("digests", "data_order", to=[*v["digests"]["data_order"], A])(v),
+    "a step of other kind": changed("steps", 0, "events", 0, "kind", to="zcdp"),
+    "a step with less": changed("steps", 0, "events", 0, "noise_multiplier", to=20.0),
+    "a step with a comment": changed("steps", 0, "events", 0, "comment", to="fine"),
+    "no steps": changed("steps", to=[]),
+    "no events": changed("steps", 0, "events", to=[]),
+    "an earlier step more": changed("earlier", to=PLACE["others"]),
+    "twenty thousand points": lambda v: changed("result", "curve", to=v["result"]["curve"] * 1500)(v),
+    "twenty thousand other points": lambda v: changed(
+        "result", "curve", to=[[(k + 1) / 20002, 1.0] for k in range(20000)]
+    )(v),
+    "other rates": changed("result", "attacker", 0, "false_positives", to=0.5),
+    "an accountant more": lambda v: changed("result", "accountants", to=v["result"]["accountants"] * 2)(v),
+    "accountants the other way": lambda v: changed("result", "accountants", to=v["result"]["accountants"][::-1])(v),
+    "an assumption that is met": changed("assumptions", 0, "met", to=None),
+    "an assumption in other words": changed("assumptions", 0, "says", to="All is well."),
+    "a place in another budget's words": changed("budget", "unit", to="one visit"),
+    "a place of another delta": changed("budget", "delta", to=1e-4),
+    "a place of other neighbours": changed("budget", "adjacency", to="add_remove"),
+    "a budget that is spent": changed("budget", "epsilon", to=3.5),
+    "a place before the first": changed("budget", "number", to=0),
+    "others that cost nothing": changed("budget", "others", 0, "noise_multiplier", to=0.0),
+    "a replay of more steps than it reproduced": changed("evidence", 0, "reproduced", to=3),
+    "a replay of another run": changed("evidence", 0, "run", to=A),
+    "a replay of other weights": changed("evidence", 0, "weights", to=["0" * 64]),
+    "a result of the code of the run": changed("evidence", 1, "same_code", to=True),
+    "a result of other code": changed("evidence", 0, "same_code", to=False),
+    "a script in the code of the run": lambda v: changed("digests", "code", to=[v["evidence"][1]["source"]])(v),
+    "another kind of result": changed("evidence", 0, "kind", to="proof"),
+    "a result with a comment": changed("evidence", 0, "comment", to="fine"),
+    "digests in words": changed("digests", "model", to=["a good model"]),
+    "versions in many words": changed("versions", "proven", to="yes"),
+    "a claim as text": changed("claim", "epsilon", to="0.1"),
+    "a truth as number": changed("claim", "delta_below_one_over_records", to=1),
+    "control characters": changed("claim", "unit", to="one\x1b[2Kpatient"),
+    "an unsigned signature": changed("signature", to={"algorithm": "Ed25519"}),
+    "words in the signature": changed(
+        "signature", to={"algorithm": "Ed25519", "public_key": "0" * 64, "value": "0" * 128, "by": "an auditor"}
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_certificate_contradicts_itself(made, tmp_path, name):
-    """Whoever can write a digest cannot write a claim that does not follow from the steps in it."""
-    change, where = FORGED[name]
+def test_a_forged_certificate_contradicts_itself(whole, tmp_path, name):
+    """Whoever can write a digest cannot write what does not follow from the steps in it."""
+    values = json.loads(json.dumps(whole[0]))
+    assert not holds(FORGED[name](values), tmp_path / "certificate.json")
+
+
+SPELLINGS = {
+    "a name twice": lambda text: text.replace('"claim": {', '"claim": {"unit": "one person",', 1),
+    "not a number": lambda text: text.replace('"met": null', '"met": NaN', 1),
+    "another spelling of a number": lambda text: text.replace("0.001,", "1e-3,", 1),
+    "spaces": lambda text: text.replace("\n", "\n ", 1),
+    "no end of line": lambda text: text[:-1],
+    "an escape": lambda text: text.replace("one patient", "one p\\u0061tient", 1),
+    "words after it": lambda text: text + "fine",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_there_is_one_spelling(whole, tmp_path, name):
     path = tmp_path / "certificate.json"
-    path.write_bytes(made.read_bytes())
-    wrong = [finding.name for finding in check(rewritten(path, change)) if not finding.agrees]
-    assert where in wrong
-    assert "bytes" not in wrong
+    assert holds(whole[0], path)
+    text = path.read_text()
+    path.write_text(SPELLINGS[name](text))
+    assert path.read_text() != text
+    with contextlib.suppress(InvalidArgument):
+        assert not agrees(path)
+
+
+def test_the_second_accountant_is_opacus(tmp_path):
+    """A check computes without Opacus what Opacus finds: its orders, over a grid of steps."""
+    from opacus.accountants import RDPAccountant
+
+    assert [*_OPACUS] == [*map(float, RDPAccountant.DEFAULT_ALPHAS)]
+    for q, sigma, steps in ((1e-4, 0.5, 10**4), (0.01, 1.0, 1000), (0.3, 2.0, 10), (1.0, 30.0, 1)):
+        ledger = Ledger((Event(q, sigma, steps),))
+        for delta in (1e-5, 1e-9):
+            _compare_with_opacus(ledger, delta, {"accountants": [{}, {"epsilon": _by_renyi(ledger, delta)}]})
+    with pytest.raises(InvalidArgument, match="by the accountant of Opacus"):
+        _compare_with_opacus(ledger, 1e-5, {"accountants": [{}, {"epsilon": 9.0}]})
 
 
 def test_other_files_are_no_certificates(made, tmp_path):
     other_shapes = json.dumps(dict.fromkeys(values_of(made), 3) | {"schema": SCHEMA_NAME})
-    for text in ("{", "[]", '{"schema": 1}', '{"schema": "dpfunc.certificate/1"}', other_shapes):
+    for text in ("{", "[]", '{"schema": 1}', '{"schema": "dpfunc.certificate/2"}', other_shapes):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(InvalidArgument, match=r"Expected .*certificate"):
             check(tmp_path / "x.json")
@@ -238,8 +483,6 @@ def test_what_cannot_be_derived_is_refused(tmp_path, name):
 
 
 def with_result(**changes):
-    from dpfunc._utils.validation import signed
-
     def write(made, tmp_path):
         values = json.loads((made.parents[1] / "replay.json").read_text()) | changes
         (tmp_path / "other.json").write_text(json.dumps(signed(values)))
@@ -302,12 +545,7 @@ def test_the_model_that_a_certificate_is_about(made, tmp_path):
         check(made, model=tmp_path / "nowhere")
 
 
-def test_signatures(made, tmp_path):
-    keys = {name: tmp_path / f"{name}.pem" for name in ("own", "own_public", "other", "other_public")}
-    for secret in ("own", "other"):
-        public = keys[f"{secret}_public"]
-        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", keys[secret]], check=True)
-        subprocess.run(["openssl", "pkey", "-in", keys[secret], "-pubout", "-out", public], check=True)
+def test_signatures(made, tmp_path, keys):
     path = certify(made.parent, out=tmp_path / "signed.json", private_key=keys["own"])
     found = [agrees(path, public_key=key) for key in (None, keys["own_public"], keys["other_public"])]
     assert found == [True, True, False]
@@ -325,12 +563,17 @@ def test_signatures(made, tmp_path):
         check(path, keys["own"])
 
 
-def test_the_command(made, tmp_path):
+def test_the_command(made, tmp_path, keys):
     assert invoke("certify", made.parent, "--out", tmp_path / "c.json").exit_code == 0
     assert (tmp_path / "c.html").exists()
-    assert "All agrees." in invoke("certify", "--check", tmp_path / "c.json").output
-    assert json.loads(invoke("certify", "--check", tmp_path / "c.json", "--json").stdout)["agrees"]
-    rewritten(tmp_path / "c.json", changed("claim", "epsilon", to=0.1))
+    shown = invoke("certify", "--check", tmp_path / "c.json").output
+    assert "It is not signed: nobody vouches for it." in shown
+    assert "All agrees." not in shown
+    values = json.loads(invoke("certify", "--check", tmp_path / "c.json", "--json").stdout)
+    assert (values["agrees"], values["signed"]) == (True, False)
+    assert invoke("certify", made.parent, "--out", tmp_path / "s.json", "--sign", keys["own"]).exit_code == 0
+    assert "All agrees." in invoke("certify", "--check", tmp_path / "s.json").output
+    rewritten(tmp_path / "c.json", changed("result", "epsilon", to=0.1))
     failed = invoke("certify", "--check", tmp_path / "c.json")
     assert failed.exit_code == 1
     assert "WRONG" in failed.output
@@ -348,7 +591,7 @@ sys.modules.update(dict.fromkeys(("torch", "opacus", "transformers")))
 from dpfunc.cli.main import main
 main(["certify", "--check", {str(tmp_path / "c.json")!r}], standalone_mode=False)
 """
-    assert "All agrees." in python(code)
+    assert "It fits together." in python(code)
 
 
 def test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name(tmp_path, capsys, caplog):
