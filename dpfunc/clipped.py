@@ -20,7 +20,7 @@ from torch import Tensor
 from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, check_params, pad_rows, rows, signature, tree_map
+from dpfunc.batches import batch_size, check_params, pad_rows, refuse_narrow_range, rows, signature, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
@@ -76,6 +76,7 @@ class ClippedGrad:
         """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
         if not checked:
             check_params(params)
+            refuse_narrow_range(params)
         try:
             with _TURN:
                 return self._compute(params, batch, mask_B, key)

@@ -138,7 +138,8 @@ _SMALLEST, _LARGEST = 1e-10, 1e10
 # Relative room between what a factor allows and the bound. It pays for the rounding of norms, products and float32
 # sums, so that the bound holds for the numbers that are released and not only for the reals.
 SLACK = 2.0**-13
-# Squares of numbers below this lose precision in float32; such norms are treated as this large.
+# Squares of numbers below this lose precision in float32: such gradients are scaled by C, or 1, at most. A factor that
+# makes them large would make rounding large, and what is large beside them infinite.
 _TINY_NORM = 1e-12
 # Smaller factors would be subnormal, with large relative rounding: they become 0.
 _TINY_FACTOR = 1e-30
@@ -182,8 +183,8 @@ def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> di
 def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Tensor) -> Tensor:
     """The rule's factors, forced to respect the bound whatever the rule returns.
 
-    `factor <= C_g (1 - 2**-13) / max(norm, 1e-12)`, and exactly 0 for samples that are padding (`mask_B` false) or
-    have a norm that is not finite in any group, so that such a sample contributes exactly nothing.
+    `factor <= C_g (1 - 2**-13) / norm`, max(C_g, 1) for a norm below 1e-12, and exactly 0 for samples that are padding
+    (`mask_B` false) or have a norm that is not finite in any group: such a sample contributes exactly nothing.
     A rule that is not of this library sees one row at a time; a faulty one costs utility, not privacy. Unreleased.
 
     Guarantees:
@@ -193,7 +194,7 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
     usable_B1 = (mask_B & (norms_BG.abs() < math.inf).all(dim=1))[:, None]  # false for NaN as well
     safe_norms_BG = torch.where(usable_B1, norms_BG, 1.0)
     inner_G = bounds_G * (1.0 - SLACK)
-    ceiling_BG = inner_G / safe_norms_BG.clamp(min=_TINY_NORM)
+    ceiling_BG = torch.where(safe_norms_BG < _TINY_NORM, inner_G.clamp(min=1.0), inner_G / safe_norms_BG)
     factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
     keep_BG = usable_B1 & (factors_BG >= _TINY_FACTOR)  # false for NaN as well
     return torch.where(keep_BG, factors_BG, 0.0)

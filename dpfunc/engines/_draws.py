@@ -142,7 +142,9 @@ def _attention(
     if attn_mask is not None:
         boolean = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
-    return _dropout(own, scores.softmax(-1), dropout_p) @ value
+    masked = (scores == -torch.inf).all(-1, keepdim=True)  # a query without keys has no weights, as torch has it
+    weights = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
+    return _dropout(own, weights, dropout_p) @ value
 
 
 def _rrelu(
@@ -152,7 +154,7 @@ def _rrelu(
     if not training:
         return NotImplemented
     slopes = _drawn(own, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})
-    kept = torch.where(input < 0, slopes, torch.ones_like(slopes))
+    kept = torch.where(input <= 0, slopes, torch.ones_like(slopes))
     return input.mul_(kept) if inplace or func is torch.rrelu_ else input * kept
 
 
@@ -179,7 +181,11 @@ def random_operation(
         target: Tensor = args[0]
         fresh = _drawn(own, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs)
         return target.copy_(fresh)
-    return _drawn(own, func, args, kwargs)
+    drawn = _drawn(own, func, args, kwargs)
+    if func is not torch._standard_gamma:
+        return drawn
+    shape: Tensor = args[0]  # the one draw that has a gradient; the difference is zero
+    return drawn + (shape - shape.detach()) * torch._standard_gamma_grad(shape.detach(), drawn)
 
 
 _SLOPES = frozenset((torch.rrelu, torch.rrelu_))

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Below, Levels, Node, Pass, apply_node, below_both, inside, is_row, of_rows
+from dpfunc.engines._levels import Below, Levels, Node, NoRules, Pass, apply_node, below_both, inside, is_row, of_rows
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import Dense, Late
 from dpfunc.engines._reads import Handler, any_row
 from dpfunc.engines._rules import REGISTERED, RULES
-from dpfunc.engines._rules.table import MATMULS, Bound, Form, Rule, Use
+from dpfunc.engines._rules.table import MATMULS, Bound, Form, Rule, Use, of_products
 from dpfunc.errors import UnsupportedModel
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
@@ -36,6 +36,8 @@ def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) 
     late = formed and use.costs.numbers > use.costs.factors
     for argument, name in use.wanted.items():
         own = found[argument]
+        if tuple(own.shape) != tuple(use.shapes[argument]):  # an argument that broadcasts, which no rule has
+            owner.stop(NoRules(f"{use.name} has another shape than {argument} of its rule"))
         owner.take(name, own if not formed else Late(own) if late else Dense(own.dense()))
 
 
@@ -83,7 +85,7 @@ class _Call:
         """The use, which is the same in each step with the same shapes."""
         values = [value for value in self.bound.values() if not isinstance(value, Tensor)]
         plain = tuple([tuple(value) if isinstance(value, list) else value for value in values])
-        names = tuple([(argument, name) for argument, (name, _) in self.wanted.items()])
+        names = tuple([(argument, name, value.shape) for argument, (name, value) in self.wanted.items()])
         key = (self.func, names, output, given, plain, self.images)
         use = self.owner.uses.get(key)
         if use is None:
@@ -134,11 +136,11 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         func, args = _turned_back(owner, func, args)
     rule = RULES[func]
     form, bound = rule.form, rule.bind(args, kwargs)
-    if form is None or not owner.is_open():
+    if form is None or bound is None or not owner.is_open() or not rule.covers(bound):
         return NotImplemented
     given = bound[form.input]
     wanted = None if of_rows(given) is None else _made_plain(owner, rule, form.input, bound)
-    if wanted is None or not form.takes(bound) or not (wanted or given.requires_grad):
+    if wanted is None or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect([name for name, _ in wanted.values()])
     call = _Call(owner, func, rule, form, bound, wanted, rule.keeps_input(wanted))
@@ -171,39 +173,45 @@ def _made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, 
 def _other_form(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation that is another one with a closed form, e.g. a look-up; else NotImplemented."""
     names, form = OTHER_FORMS[func]
-    found = form(owner, dict(zip(names, args, strict=False), **kwargs))
+    found = NotImplemented
+    if len(args) <= len(names) and kwargs.keys() <= set(names):
+        found = form(owner, **dict(zip(names, args, strict=False)), **kwargs)
     if found is NotImplemented:
         return found
     other, given = found
     return operation(owner, other, given, {})
 
 
-def _look_up(owner: Pass, bound: Bound) -> Any:
+def _look_up(owner: Pass, input: Any, index: Any, dim: Any = 0) -> Any:
     """`table[ids]` as an embedding."""
-    table, ids = bound["table"], bound["index"]
-    whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32) and ids.ndim and is_row(ids)
-    if not whole or owner.plain(table) is None or table.ndim != 2 or bound.get("dim", 0) != 0:
+    whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.ndim and is_row(index)
+    if not whole or owner.plain(input) is None or input.ndim != 2 or dim != 0:
         return NotImplemented
-    return F.embedding, (torch.where(ids < 0, ids + len(table), ids), table)
+    return F.embedding, (torch.where(index < 0, index + len(input), index), input)
 
 
-def _products(owner: Pass, bound: Bound) -> Any:
+def _selected(owner: Pass, input: Any, dim: Any, index: Any) -> Any:
+    """`index_select` of rows of a table, none of them counted from its end."""
+    found = _look_up(owner, input, index, dim) if getattr(index, "ndim", 0) == 1 else NotImplemented
+    return found if found is NotImplemented else (F.embedding, (index, input))
+
+
+def _products(owner: Pass, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A bilinear layer as a linear one of all products of two inputs; vmap would take row after row."""
-    weight = bound["weight"]
-    if owner.plain(weight) is None:
+    sizes = (*input1.shape[:-1], input1.shape[-1:] + input2.shape[-1:])
+    if owner.plain(weight) is None or sizes != (*input2.shape[:-1], weight.shape[1:]):
         return NotImplemented
-    products = (bound["input1"].unsqueeze(-1) * bound["input2"].unsqueeze(-2)).flatten(-2)
-    return F.linear, (products, weight, bound.get("bias"))
+    return of_products, ((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight, bias)
 
 
 _BILINEAR = (("input1", "input2", "weight", "bias"), _products)
-_SELECT = (("table", "dim", "index"), _look_up)
-OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[[Pass, Bound], Any]]] = {
+_SELECT = (("input", "dim", "index"), _selected)
+OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[..., Any]]] = {
     F.bilinear: _BILINEAR,
     torch.bilinear: _BILINEAR,
     torch.index_select: _SELECT,
     Tensor.index_select: _SELECT,
-    Tensor.__getitem__: (("table", "index"), _look_up),
+    Tensor.__getitem__: (("input", "index"), _look_up),
 }
 
 
@@ -211,7 +219,7 @@ def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     """Transpose a matrix, and note it if it is a parameter."""
     found = func(*args, **kwargs)
     plain = not kwargs and args[0].ndim == 2 and owner.plain(args[0]) is not None
-    if plain and (len(args) == 1 or (args[1] - args[2]) % 2):
+    if plain and owner.is_open() and (len(args) == 1 or (args[1] - args[2]) % 2):
         owner.turned[id(found)] = (found, args[0])
     return found
 
@@ -375,9 +383,9 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     rule = REGISTERED[func]
     bound = rule.bind(args, kwargs)
     ((argument, needs),) = rule.needs.items()
-    leaf = bound.get(argument)
+    leaf = None if bound is None else bound.get(argument)
     known = owner.plain(leaf)
-    if known is None or not owner.is_open():
+    if bound is None or known is None or not owner.is_open():
         return NotImplemented
     name, value = known
     with Below():
@@ -453,7 +461,7 @@ def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[s
     """`F.cross_entropy` of classes in whole numbers; NotImplemented where vmap and grad are to do it."""
     over, bound = owner.levels, {**dict(zip(_ENTROPY, args, strict=False)), **kwargs}
     logits, target, ignored = bound["input"], bound["target"], bound.get("ignore_index", -100)
-    if not owner.is_open() or not (is_row(logits) and is_row(target)):
+    if not owner.is_open() or not (is_row(logits) and is_row(target)) or bound.keys() - set(_ENTROPY):
         return NotImplemented
     if any(bound.get(name, plain) != plain for name, plain in _WITHOUT.items()):
         return NotImplemented

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -163,7 +163,21 @@ def of_rows(value: Any) -> Tensor | None:
 
 
 is_dead = functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # no stub
-"""True for a tensor of levels of an earlier call. Torch would take a row among them for one of this call."""
+"""True for a tensor of a level that is closed: of an earlier call, or of a transform of the loss that has ended."""
+
+
+def is_row_of_earlier(value: Tensor) -> bool:
+    """True for a row of a call that has ended, whose own levels are closed. Torch would take it for one of now."""
+    closed = True
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_gradtrackingtensor(value):
+            closed = is_dead(value)
+        elif functorch.is_batchedtensor(value) and not functorch.is_functorch_wrapped_tensor(
+            functorch.get_unwrapped(value)
+        ):
+            return closed
+        value = functorch.get_unwrapped(value)
+    return False
 
 
 class Node(_SingleLevelFunction):
@@ -193,12 +207,18 @@ def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | No
     return found
 
 
+def _quiet(names: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions among these by which modes are asked, as functions that do not ask."""
+    return {name: (lambda *args, **kwargs: False) for name in names if name.startswith("has_torch_function")}
+
+
 @functools.cache
 def without_dispatch(function: Any) -> Callable[..., Any]:
     """A private copy of a function written in Python that does not dispatch, so that modes get its parts."""
-    quiet = {
-        name: (lambda *args, **kwargs: False) for name in function.__globals__ if name.startswith("has_torch_function")
-    }
+    quiet = _quiet(function.__globals__)
+    if "overrides" in function.__code__.co_names:  # torch.nn.init asks by `torch.overrides`
+        overrides = SimpleNamespace(**{**vars(torch.overrides), **_quiet(vars(torch.overrides))})
+        quiet["torch"] = SimpleNamespace(**{**vars(torch), "overrides": overrides})
     inside = {**function.__globals__, **quiet}
     copy = FunctionType(function.__code__, inside, function.__name__, function.__defaults__, function.__closure__)
     return functools.partial(copy, **(function.__kwdefaults__ or {}))

@@ -304,11 +304,16 @@ def _pad(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     return padded.unsqueeze(0 if batch_first else 1), torch.tensor([len(sizes)], device="cpu")
 
 
+def arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a recurrent layer by name, `batch_sizes` among them for a packed sequence."""
+    packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], (list, tuple)))
+    return dict(zip(_PACKED if packed else NAMES, args, strict=False), **kwargs)
+
+
 def _as_padded(owner: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Arguments of a recurrent layer by name, and True for a packed sequence of one row, as a sequence (T, 1, d)."""
-    packed = "batch_sizes" in kwargs or isinstance(args[3], (list, tuple))
-    bound = dict(zip(_PACKED if packed else NAMES, args, strict=False), **kwargs)
-    if packed and set(read(owner, Tensor.tolist, (bound["batch_sizes"],), {})) == {1}:
+    bound = arguments(args, kwargs)
+    if "batch_sizes" in bound and set(read(owner, Tensor.tolist, (bound["batch_sizes"],), {})) == {1}:
         del bound["batch_sizes"]
         return {**bound, "input": bound["input"].unsqueeze(1), "batch_first": False}, True
     return bound, False
@@ -323,8 +328,10 @@ def layer_by_layer(func: Callable[..., Any], bound: Mapping[str, Any]) -> tuple[
         own = [state[layer * directions : (layer + 1) * directions] for state in states]
         weights = bound["params"][layer * each : (layer + 1) * each]
         x = F.dropout(x, bound["dropout"], True) if layer else x
-        options = (bound["has_biases"], 1, 0.0, False, bound["bidirectional"], bound["batch_first"])
-        x, *last = func(x, own[0] if single else own, weights, *options)
+        options = (bound["has_biases"], 1, 0.0, False, bound["bidirectional"])
+        hx, axis = own[0] if single else own, (bound["batch_first"],) if "batch_first" in bound else ()
+        sizes = (bound["batch_sizes"],) if "batch_sizes" in bound else ()
+        x, *last = func(x, *sizes, hx, weights, *options, *axis)
         lasts.append(last)
     return (x, *(torch.cat(last) for last in zip(*lasts, strict=True)))
 
@@ -333,7 +340,7 @@ def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
     """Gives the gradients of plain parameters, whose names are known by their id, to their rules."""
 
     def credit(op: str, rule: Rule, args: Sequence[Any], grad: Tensor) -> None:
-        bound = rule.bind(args, {})
+        bound = dict(zip(rule.arguments, args, strict=False))
         wanted = {name: (names[id(value)], value) for name, value in bound.items() if id(value) in names}
         if wanted:
             use = rule.use(op, owner.levels.rows, wanted, bound, grad.shape, axis=1)
@@ -405,7 +412,7 @@ def _of_row(owner: Pass, state: Tensor) -> Tensor:
 def _recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A recurrent layer of a row; NotImplemented where vmap and grad are to do it."""
     bound, packed = _as_padded(owner, args, kwargs)
-    if bound["train"] and bound["dropout"] and bound["num_layers"] > 1 and "batch_sizes" not in bound:
+    if bound["train"] and bound["dropout"] and bound["num_layers"] > 1:
         found = owner.seen(layer_by_layer, (func, bound), {})
     else:
         found = _walked(owner, func, bound) if owner.rules else NotImplemented

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
@@ -196,8 +197,8 @@ class _RowPass(Pass):
         return random_operation(self.levels.row, self._draws, func, args, kwargs)
 
     def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A backward pass inside of the loss."""
-        if self.rules and not self.in_backward:
+        """A backward pass inside of the loss, or of its backward pass: it takes gradients that no rule knows of."""
+        if self.rules:
             self.stop(NoRules("the loss has a backward pass of its own"))
         return NotImplemented
 
@@ -251,11 +252,23 @@ class _PlainFunctions(_RowPass):
 
     depth = 0
 
+    def check_graph(self, given: Any) -> None:
+        """End the pass where a custom function has returned a tensor that no operation has made at these levels."""
+        for value in pytree.tree_leaves(given):
+            if isinstance(value, Tensor) and not is_functorch_wrapped_tensor(value) and _is_custom(value.grad_fn):
+                self.stop(Alone("a custom function returns a tensor that torch's operations did not make (from_numpy)"))
+
+    def returned(self, losses_1: Any, aux: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            self.check_graph(losses_1)
+        super().returned(losses_1, aux)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self.in_backward:
             return super().__torch_function__(func, types, args, kwargs)
+        self.check_graph((args, kwargs))
         self.depth += 1
         transforms_seen(True)
         try:
@@ -263,6 +276,10 @@ class _PlainFunctions(_RowPass):
         finally:
             self.depth -= 1
             transforms_seen(bool(self.depth))
+
+
+def _is_custom(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _copied(

@@ -25,12 +25,10 @@ from dpfunc.engines._guards.kept_state import python_state, refuse_counting
 from dpfunc.engines._guards.loss import RowMemory, refuse_earlier, refuse_kept, refuse_undeclared
 from dpfunc.engines._levels import opened, positions_of, run_backward, told_of_transforms
 from dpfunc.engines._per_sample import Dense, PerSample
-from dpfunc.engines._recurrent import KINDS, NAMES, layer_by_layer
+from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key
 from dpfunc.types import Batch, LossFn, Params
-
-_COARSE_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
 # Numbers that a loss may ask of zeros while it builds what it keeps.
 _MANY = 100
@@ -49,7 +47,7 @@ class Alone(NamedTuple):
 
     losses_1: Tensor
     grads: dict[str, Tensor]
-    coarse: bool
+    dtypes: frozenset[torch.dtype]
     asked: bool
     told: bool
     aux: Any = None
@@ -66,20 +64,21 @@ class RowAlone(TorchFunctionMode):
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
         self.draws = OwnDraws([position], torch.default_generator.get_state())
-        self.coarse = self.asked = self.told = False
+        self.asked = self.told = False
+        self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
         self.memory.note(pytree.tree_leaves(row))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        refuse_earlier(args, kwargs)
+        refuse_earlier(args, kwargs, self.memory.depends)
         refuse_undeclared(func)
         if func in _ASKING or func in _TELLING:
             self._tell(func, args)
         found = self._computed(func, args, kwargs)
-        if isinstance(found, Tensor):
-            self.coarse |= found.dtype in _COARSE_DTYPES
+        if isinstance(found, Tensor) and found.is_floating_point():
+            self.dtypes.add(found.dtype)
         self.memory.follow(func, args, kwargs, found)
         return found
 
@@ -98,7 +97,8 @@ class RowAlone(TorchFunctionMode):
             found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        drops = func in KINDS and isinstance(args[2], (list, tuple)) and bool(args[6]) and args[5] > 0  # not packed
+        bound = arguments(args, kwargs) if func in KINDS else {"dropout": 0.0}
+        drops = bound["dropout"] and bound["train"] and bound["num_layers"] > 1
         parts = partial(_recurrent, func) if drops else opened(func)
         if parts is None:
             return func(*args, **kwargs)
@@ -106,8 +106,8 @@ class RowAlone(TorchFunctionMode):
             return parts(*args, **kwargs)
 
 
-def _recurrent(func: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
-    return layer_by_layer(func, dict(zip(NAMES, args, strict=True)))
+def _recurrent(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return layer_by_layer(func, arguments(args, kwargs))
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def row_gradients(
         for name, grad in used.items()
     }
     aux = None if aux is None else tree_map(Tensor.detach, aux)
-    return Alone(losses_1.detach(), local_grads, mode.coarse, mode.asked, mode.told, aux)
+    return Alone(losses_1.detach(), local_grads, frozenset(mode.dtypes), mode.asked, mode.told, aux)
 
 
 def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.processes import Window, checksum, distributed, local
+from dpfunc._utils.processes import Window, distributed, in_hex, local
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
+from dpfunc.batches import digest_and_mark, refuse_sums
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise._streams import SOURCES, Part, Source, standard_normal
 from dpfunc.noise.mechanism import Mechanism
@@ -99,8 +100,8 @@ def add_gaussian(
         name -> sum + noise, in the dtype of the sum. Released: use it as you like.
 
     Raises:
-        InvalidArgument: not a ClippedSum, a narrow dtype, a bad noise multiplier, or noise that the dtype of the sum
-            cannot hold.
+        InvalidArgument: not a ClippedSum, a narrow dtype, a sum that is not finite, a bad noise multiplier, or noise
+            that the dtype of the sum cannot hold.
         StateReused: the key has released something else in this process, or was made in another one.
 
     Guarantees:
@@ -115,7 +116,10 @@ def add_gaussian(
     """
     std_of = _stds(clipped, noise_multiplier, allocation)
     check_key(key)
-    _check_once(key, clipped, std_of, source)
+    own, spoiled, _ = digest_and_mark(clipped.sums, None, torch.zeros((), dtype=torch.bool, device="cpu"))
+    if spoiled:
+        refuse_sums(spoiled)
+    _check_once(key, own, std_of, source)
     return _released(clipped, std_of, key, source)
 
 
@@ -134,12 +138,12 @@ def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source
 _releases: dict[str, str] = {}
 
 
-def _check_once(key: Key, clipped: ClippedSum, std_of: Mapping[str, float], source: Source) -> None:
+def _check_once(key: Key, sums: int, std_of: Mapping[str, float], source: Source) -> None:
     """Check that a secret key serves one release, in one process; the same one may be repeated bit for bit."""
     if key.guessable:
         return
     check_process(key)
-    release = f"{checksum(clipped.sums.items()):016x} {sorted(std_of.items())} {source}"
+    release = f"{in_hex(sums)} {sorted(std_of.items())} {source}"
     if _releases.setdefault(fingerprint(key), release) != release:
         raise StateReused(
             "This key has released other values before: both have the same noise, and their difference has none. Take "

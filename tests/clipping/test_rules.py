@@ -11,9 +11,11 @@ from cases import GROUPINGS, NAMES, RULES
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dpfunc import clipping
+from dpfunc import clipping, engines
+from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.rules import SLACK, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.errors import InvalidArgument
+from dpfunc.rng import insecure_key
 from dpfunc.types import ClippedSum
 
 all_rules = pytest.mark.parametrize("name", RULES)
@@ -52,6 +54,19 @@ def test_factor_times_norm_stays_inside(name, norm, bound):
 def test_flat_is_a_no_op_inside_the_ball(bound, share):
     norm = share * bound * (1 - 2.0**-12)
     assert factor(clipping.Flat(clip_norm=bound), norm, bound) == 1.0
+
+
+@pytest.mark.parametrize("big", [1e27, 1e35])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "vmap"])
+def test_a_tiny_gradient_of_large_inputs_is_finite(engine, length, big):
+    """Its parts are scaled: AUTO-V by 1e12 would make them infinite, and the sum of all records NaN."""
+    x = torch.full((2, length, 3), big)
+    x[1] = 1.0
+    loss_fn = lambda params, x: ((x @ params["w"]) * 1e-20 / big).sum((1, 2))
+    run = getattr(engines, engine)()
+    clipped, _ = clipped_grad(loss_fn, {"w": torch.zeros(3, 4)}, x, clipping.auto_v(), engine=run, key=insecure_key(0))
+    assert clipped.sums["w"].abs().max() < 1e-3
 
 
 @all_rules

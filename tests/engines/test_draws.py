@@ -61,6 +61,55 @@ LOSSES = {
 }
 
 
+def without_keys(p, x):
+    """Attention whose first query has no key: zero, as torch has it, no NaN."""
+    mask = torch.ones(2, 2, dtype=torch.bool).tril(-1)
+    heads = (x * p["w"]).reshape(1, 1, 2, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask, dropout_p=0.5).square().sum((1, 2, 3))
+
+
+LOSSES["a query without keys"] = lambda p, x: without_keys(p, x) + (p["w"] * x).sum(1)
+POSITIVE = {
+    "Gamma": lambda a: torch.distributions.Gamma(a, torch.ones_like(a)),
+    "Chi2": torch.distributions.Chi2,
+    "Beta": lambda a: torch.distributions.Beta(a, a + 1),
+    "FisherSnedecor": lambda a: torch.distributions.FisherSnedecor(a, 2 * a),
+    "Dirichlet": lambda a: torch.distributions.Dirichlet(a.expand(*a.shape[:-1], D)),
+    "Normal": lambda a: torch.distributions.Normal(a, a),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("name", POSITIVE)
+def test_draws_have_the_gradient_of_their_parameters(name, engine):
+    """Of the law that torch's own have: the mean over many draws."""
+    x, params = batch(1).abs() + 0.5, {"w": torch.full((D,), 1.5, dtype=torch.float64)}
+    direction = torch.linspace(1.0, 2.0, D, dtype=torch.float64)
+
+    def loss_fn(params, x):
+        return (POSITIVE[name](params["w"] * x).rsample() * direction).sum(1)
+
+    leaf = params["w"].clone().requires_grad_()
+    moved = []
+    for seed in range(100):
+        torch.manual_seed(seed)
+        moved.append(torch.autograd.grad(loss_fn({"w": leaf}, x)[0], leaf)[0])
+    truth = torch.stack(moved)
+    run = getattr(engines, engine)()
+    found = run(loss_fn, params, x.expand(100 if engine != "loop" else 40, D)).grads["w"].dense()
+    spread = truth.std(0) * (1 / len(truth) + 1 / len(found)) ** 0.5
+    assert ((truth.mean(0) - found.mean(0)).abs() < 5 * spread + 1e-9).all()
+
+
+def test_slopes_at_zero():
+    x = torch.zeros(3, D, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.rrelu(leaf, 0.25, 0.25, training=True).sum(), leaf)
+    by_bias = lambda p, x: F.rrelu(x + p["w"] - p["w"].detach(), 0.25, 0.25, training=True).sum(1)
+    assert (slope == 0.25).all()
+    assert (engines.auto()(by_bias, weights(), x).grads["w"].dense() == 0.25).all()
+
+
 class Attending(nn.Module):
     def __init__(self):
         super().__init__()

@@ -97,6 +97,59 @@ class Double(torch.autograd.Function):
         return grad * w, (grad * x).sum_to_size(w.shape)
 
 
+class Again(torch.autograd.Function):
+    """A layer that is computed again in the backward pass, with a gradient of its own there."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        with torch.no_grad():
+            return F.linear(x, w).tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = (value.detach().requires_grad_() for value in ctx.saved_tensors)
+        with torch.enable_grad():
+            return torch.autograd.grad(F.linear(x, w).tanh(), (x, w), grad)
+
+
+class ByNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(3 * x.detach().numpy())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+def hooked_by(inside):
+    """A use of a parameter in a hook, where a gradient is taken of it."""
+
+    def use(p, y):
+        def hook(grad):
+            with torch.enable_grad():
+                return inside(lambda z: F.linear(z, p["w"]).tanh().sum(), grad.detach().requires_grad_())
+
+        out = y * p["b"]
+        out.register_hook(hook)
+        return out.tanh() + F.linear(y, p["w"])
+
+    return use
+
+
+def without_grad(context, p, y):
+    with context():
+        turned, out = p["w"].T.clone(), F.linear(y, p["w"], p["b"])
+    return y @ turned + out * p["b"] + F.linear(y, p["w"])
+
+
+def turned_without_grad(p, y):
+    with torch.no_grad():
+        turned = p["w"].T
+    return y @ turned + y @ p["w"]
+
+
 def into(memory, write):
     """A copy, written into."""
     copy = memory.clone()
@@ -190,6 +243,18 @@ USES = {
     "einsum that broadcasts": lambda p, x, y, ids: torch.einsum("btd,td->bt", x, p["w"][:1]),
     "part of a table at a number": lambda p, x, y, ids: x @ p["w"].view(2, 2, D)[ids[0, 0] % 2].T,
     "a gradient inside, detached": lambda p, x, y, ids: (x @ p["w"]) * input_gradient(p, x).detach().sigmoid(),
+    "a layer in its own backward": lambda p, x, y, ids: Again.apply((y * p["b"]).tanh(), p["w"]) + F.linear(y, p["w"]),
+    "a gradient in a hook": lambda p, x, y, ids: hooked_by(lambda f, z: torch.autograd.grad(f(z), z)[0])(p, y),
+    "a transform in a hook": lambda p, x, y, ids: hooked_by(lambda f, z: torch.func.grad(f)(z))(p, y),
+    "a gradient in a checkpoint": lambda p, x, y, ids: checkpoint(
+        lambda z: torch.autograd.grad(F.linear(z, p["w"]).tanh().sum(), z, create_graph=True)[0] * F.linear(z, p["w"]),
+        y * p["b"], use_reentrant=False),
+    "custom Function of NumPy": lambda p, x, y, ids: ByNumPy.apply(y @ p["w"]),
+    "custom Function of NumPy, last": lambda p, x, y, ids: ByNumPy.apply((y @ p["w"]).sum(1, keepdim=True)),
+    "turned without gradient": lambda p, x, y, ids: turned_without_grad(p, y),
+    "no gradient": lambda p, x, y, ids: without_grad(torch.no_grad, p, y),
+    "gradients off": lambda p, x, y, ids: without_grad(lambda: torch.set_grad_enabled(False), p, y),
+    "detached transpose": lambda p, x, y, ids: (y @ p["w"].T.detach()) * p["b"] + y @ p["w"].T,
     "rows of a table between its entries": lambda p, x, y, ids: F.grid_sample(
         p["w"][None, None], x.reshape(1, -1, 1, 2).tanh(), mode="bicubic", align_corners=False, padding_mode="border").reshape(len(x), -1),
 }  # fmt: skip

@@ -128,11 +128,12 @@ def test_some_parameters_alone(engine, trainable):
     check(ENGINES[engine](), *functionalize(made(nn.LSTM, DEEP), trainable), batch_of(3))
 
 
+@pytest.mark.parametrize("packed", [None, "in any order"])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-@fast
-def test_dropout_between_layers(engine, layer):
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+def test_dropout_between_layers(engine, layer, packed):
     """Gradients fit the losses of the same masks, which differ between samples."""
-    forward, params = functionalize(made(layer, {"num_layers": 3, "dropout": 0.5}).train())
+    forward, params = functionalize(made(layer, {"num_layers": 3, "dropout": 0.5}, packed=packed).train())
     ids_BT, labels_B = batch_of(1)
     batch, run = (ids_BT.expand(5, -1), labels_B.expand(5)), ENGINES[engine]()
     generator = torch.Generator().manual_seed(0)

@@ -170,6 +170,17 @@ def test_noise_inside_inference_mode_and_under_another_default_device():
         assert torch.equal(add_gaussian(clipped, 1.0, KEY)["p0"], expected)
 
 
+@pytest.mark.parametrize("key", [KEY, secure_key()], ids=["insecure", "secure"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_sum_that_is_not_finite_is_refused(bad, key):
+    """Noise does not hide it; and the key has released nothing."""
+    clipped = clipped_sum([4, 3], [1.0, 1.0])
+    spoiled = dataclasses.replace(clipped, sums={**clipped.sums, "p1": torch.tensor([0.0, bad, 0.0])})
+    with pytest.raises(InvalidArgument, match=r"Expected finite sums of clipped gradients, got NaN or inf in p1"):
+        add_gaussian(spoiled, 1.0, key)
+    assert add_gaussian(clipped, 1.0, key)["p1"].isfinite().all()
+
+
 def test_a_divided_sum_cannot_be_released():
     """Noise for the undivided sum on a divided one: there is no way to say it."""
     clipped = clipped_sum([10], [1.0])

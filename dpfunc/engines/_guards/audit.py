@@ -21,7 +21,7 @@ from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, sha
 from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines._guards.kept_state import python_state
 from dpfunc.engines._levels import positions_of
-from dpfunc.engines._numerics import COARSE, TOLERANCES, accumulation_dtype, lengths, tolerance_of
+from dpfunc.engines._numerics import TOLERANCES, accumulation_dtype, lengths, tolerance_of
 from dpfunc.engines.loop import Alone, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
@@ -127,7 +127,7 @@ def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
     alone = _rows_alone(rows, chosen, audits)
     dtypes = (rows.per_sample.losses_B.dtype, *(param.dtype for param in rows.params.values()))
-    tolerance = COARSE if any(row.coarse for row in alone.values()) else tolerance_of(*dtypes)
+    tolerance = tolerance_of(*dtypes, *(dtype for row in alone.values() for dtype in row.dtypes))
     problem = _compare(rows, alone, {}, tolerance)
     if problem and audits.counting:  # more calls would show its state, not rounding
         return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"

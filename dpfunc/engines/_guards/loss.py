@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import shorten
-from dpfunc.engines._levels import is_dead, is_row
+from dpfunc.engines._levels import is_dead, is_row, is_row_of_earlier
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
@@ -262,16 +262,23 @@ def forget_gone() -> None:
         del _earlier[key]
 
 
-def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to compute with a tensor of a row of an earlier call."""
+def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[[Tensor], bool] | None = None) -> None:
+    """Refuse to compute with a tensor of a row of an earlier call; `own` knows the tensors of a row alone."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, (list, tuple)):
-            refuse_earlier(value, {})
-        elif isinstance(value, Tensor) and ((is_dead(value) and is_row(value)) or (_earlier and is_earlier(value))):
+            refuse_earlier(value, {}, own)
+        elif isinstance(value, Tensor) and (
+            (is_dead(value) and _is_kept(value, own)) or (_earlier and is_earlier(value))
+        ):
             raise UnsupportedModel(
                 "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
                 "this one. Compute each loss from its own row and the parameters alone."
             )
+
+
+def _is_kept(value: Tensor, own: Callable[[Tensor], bool] | None) -> bool:
+    """True for a row of a level that is closed, unless it is a level of the present call."""
+    return is_row_of_earlier(value) if own is None else is_row(value) and not own(value)
 
 
 def is_earlier(tensor: Tensor) -> bool:
@@ -287,6 +294,7 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    own_dispatch |= functorch.is_legacy_batchedtensor(tensor)  # of `autograd.grad(is_grads_batched=True)`
     return None if own_dispatch or tensor.layout is not torch.strided else tensor
 
 

@@ -19,16 +19,24 @@ def _embedding_bag(
     input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute embedding_bag from operations that have rules; the gradient is dense, also with `sparse`."""
+) -> Any:  # fmt: skip
+    """Compute embedding_bag from operations that have rules; the gradient is dense, also with `sparse`.
+
+    NotImplemented where torch's kernels have a law of their own: by frequency, and bags that overlap or leave ids out.
+    """
+    if scale_grad_by_freq:
+        return NotImplemented
     ids_NL, real_NL, weights_NL = input, torch.ones_like(input, dtype=torch.bool), per_sample_weights
     if offsets is not None:
-        positions_NL, real_NL = _positions(len(input), offsets, include_last_offset)
+        found = _positions(len(input), offsets, include_last_offset)
+        if found is None:
+            return NotImplemented
+        positions_NL, real_NL = found
         ids_NL = _at(input, positions_NL)
         weights_NL = None if per_sample_weights is None else _at(per_sample_weights, positions_NL)
     if padding_idx is not None:
         real_NL = real_NL & (ids_NL != padding_idx % len(weight))
-    rows_NLd = F.embedding(ids_NL, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    rows_NLd = F.embedding(ids_NL, weight, None, max_norm, norm_type)
     real_NL1 = real_NL[:, :, None]
     if mode == "max":
         return _largest(rows_NLd, real_NL1)
@@ -39,11 +47,20 @@ def _embedding_bag(
     return sums_Nd if mode == "sum" else sums_Nd / real_NL1.sum(1).clamp(min=1)
 
 
-def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
-    """The positions of each bag's ids among all, as many as the longest has; and the mask of those that are its own."""
+def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor] | None:
+    """The positions of each bag's ids among all, as many as the longest has; and the mask of those that are its own.
+
+    None where bags do not have each of the ids once, in their order.
+    """
     starts_N = offsets[:-1] if include_last_offset else offsets
     ends_N = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), count)])
-    longest = int((ends_N - starts_N).max()) if len(starts_N) else 0
+    sizes_N = ends_N - starts_N
+    if not len(starts_N):
+        return None
+    usual = (starts_N[0] == 0) & (ends_N[-1] == count) & (sizes_N >= 0).all()
+    longest = int(torch.where(usual, sizes_N.max(), -1))
+    if longest < 0:
+        return None
     positions_NL = starts_N[:, None] + torch.arange(longest, device=offsets.device)
     return positions_NL.clamp(max=max(0, count - 1)), positions_NL < ends_N[:, None]
 
@@ -87,6 +104,11 @@ def _gru_cell(x_BG: Tensor, own_BG: Tensor, hx: Tensor) -> Tensor:
     return n + (z + own_z).sigmoid() * (hx - n)
 
 
+def _whole(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    """`F.linear_cross_entropy` without pieces, whose options save memory alone."""
+    return without_dispatch(F.linear_cross_entropy)(*args, **kwargs)
+
+
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: without_dispatch(F.multi_head_attention_forward),
     F.embedding_bag: _embedding_bag,
@@ -94,4 +116,5 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.gru_cell: _cell(_gru_cell),
     torch.rnn_tanh_cell: _cell(lambda x_BH, own_BH, hx: torch.tanh(x_BH + own_BH)),
     torch.rnn_relu_cell: _cell(lambda x_BH, own_BH, hx: torch.relu(x_BH + own_BH)),
+    **({F.linear_cross_entropy: _whole} if hasattr(F, "linear_cross_entropy") else {}),
 }

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dpfunc.engines import _numerics as numerics
 from dpfunc.engines._numerics import Costs, Kernel, matrix, summed, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
+from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use, of_axes, shaped
 
 # Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
@@ -315,21 +315,42 @@ def _input_grad(bound: Bound, grad: Tensor, shape: torch.Size) -> Tensor:
     return found
 
 
-def _padding_in_numbers(bound: Bound) -> bool:
-    """True for a padding in numbers; those of "same" are found where it is symmetric."""
-    padding, weight = bound["padding"], bound["weight"]
+def _are_numbers(value: Any, bound: Bound) -> bool:
+    """True for one whole number, or one for each axis."""
+    if isinstance(value, (tuple, list)):
+        return len(value) in (1, bound["weight"].ndim - 2) and all(_is_number(each, bound) for each in value)
+    return _is_number(value, bound)
+
+
+def _is_number(value: Any, bound: Bound) -> bool:
+    return isinstance(value, int)
+
+
+def _is_padding(padding: Any, bound: Bound) -> bool:
+    """True for a padding in numbers, and for words that are put as such in its place: "same" where it is symmetric."""
     if not isinstance(padding, str):
-        return True
-    dilation = _per_axis(bound["dilation"], weight.ndim - 2)
-    totals = [step * (taps - 1) for step, taps in zip(dilation, weight.shape[2:], strict=True)]
-    bound["padding"] = [0] * len(totals) if padding == "valid" else [total // 2 for total in totals]
-    return padding == "valid" or not any(total % 2 for total in totals)
+        return _are_numbers(padding, bound)
+    axes = bound["weight"].ndim - 2
+    dilation, stride = _per_axis(bound["dilation"], axes), _per_axis(bound["stride"], axes)
+    totals = [step * (taps - 1) for step, taps in zip(dilation, bound["weight"].shape[2:], strict=True)]
+    bound["padding"] = [0] * axes if padding == "valid" else [total // 2 for total in totals]
+    symmetric = not any(total % 2 for total in totals) and set(stride) == {1}
+    return padding == "valid" or (padding == "same" and symmetric)
 
 
 def _rule(op: Callable[..., Tensor], axes: int, options: Mapping[str, Any]) -> Rule:
     arguments = {"input": REQUIRED, "weight": REQUIRED, "bias": None, "stride": 1, "padding": 0, **options}
     needs: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
-    form = Form("input", partial(_run, op), _input_grad, _padding_in_numbers, lambda bound: axes + 1)
+    channels = 1 if "output_padding" in options else 0
+    takes = {
+        **dict.fromkeys(("stride", "dilation", "output_padding"), _are_numbers),
+        "groups": _is_number,
+        "input": of_axes(axes + 1, axes + 2),
+        "weight": of_axes(axes + 2),
+        "bias": shaped(lambda bound: (bound["weight"].shape[channels] * (bound["groups"] if channels else 1),)),
+        "padding": _is_padding,
+    }
+    form = Form("input", partial(_run, op), _input_grad, takes, lambda bound: axes + 1)
     return Rule((op,), arguments, _convolution, needs, _costs, form)
 
 

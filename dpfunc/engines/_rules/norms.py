@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dpfunc.engines._numerics import to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense
-from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use
+from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Takes, Use, anything, shaped
 
 
 def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
@@ -73,8 +73,13 @@ def _group_norm_input(bound: Bound, grad: Tensor, left: Any) -> Tensor:
     return found
 
 
-def _same_dtype(bound: Bound) -> bool:
-    return bound["weight"] is None or bound["weight"].dtype == bound["input"].dtype
+def _scale(shape: Callable[[Bound], Sequence[int]]) -> Mapping[str, Takes]:
+    """Weight and bias of this shape and of the dtype of the input, and the other arguments."""
+    fits = shaped(shape)
+    own = dict.fromkeys(
+        ("weight", "bias"), lambda value, bound: fits(value, bound) and value.dtype == bound["input"].dtype
+    )
+    return {**dict.fromkeys(("input", "normalized_shape", "num_groups", "eps"), anything), **own}
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {"weight": ("input",), "bias": ()}
@@ -85,7 +90,13 @@ RULES = (
         {"input": REQUIRED, "normalized_shape": REQUIRED, **_OPTIONS},
         _layer_norm,
         _NEEDS,
-        form=Form("input", _run_layer_norm, _layer_norm_input, _same_dtype, reads_input=True),
+        form=Form(
+            "input",
+            _run_layer_norm,
+            _layer_norm_input,
+            _scale(lambda bound: bound["normalized_shape"]),
+            reads_input=True,
+        ),
     ),
     Rule(
         (F.group_norm,),
@@ -96,7 +107,7 @@ RULES = (
             "input",
             _run_group_norm,
             _group_norm_input,
-            _same_dtype,
+            _scale(lambda bound: bound["input"].shape[1:2]),
             lambda bound: bound["input"].ndim - 1,
             reads_input=True,
         ),

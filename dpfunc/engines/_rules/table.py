@@ -24,6 +24,9 @@ Bound = dict[str, Any]
 
 Grads = Mapping[str, PerSampleGrad]
 
+Takes = Callable[[Any, Bound], bool]
+"""True for a value of an argument that a rule covers, from the value and all arguments."""
+
 REQUIRED = object()
 """Default of an argument that has none."""
 
@@ -79,16 +82,18 @@ class Form:
 
     Args:
         run: of the arguments, into which it may write; the result, and what `input_grad` gets of it, which is None for
-            inputs of whole numbers. takes: false for calls that it does not cover: they take vmap(grad), as unequal
-            dtypes do. images: axes of the input without that of images, where the kernel has one; None where it takes
-            any axes before its own.
+            inputs of whole numbers.
+        takes: argument -> true for the values that the rule covers, from the value and all arguments; an argument that
+            has no entry must have its default. Other calls take vmap(grad).
+        images: axes of the input without that of images, where the kernel has one; None where it takes any axes before
+            its own.
         reads_input: `input_grad` needs the input. positions: each axis between rows and the last is one of positions.
     """
 
     input: str
     run: Callable[[Bound], tuple[Tensor, Any]]
     input_grad: Callable[[Bound, Tensor, Any], Tensor] | None
-    takes: Callable[[Bound], bool] = lambda bound: True
+    takes: Mapping[str, Takes]
     images: Callable[[Bound], int] | None = None
     reads_input: bool = False
     positions: bool = False
@@ -124,9 +129,22 @@ class Rule:
         """True if gradients of these arguments, or of the input, need the input."""
         return bool(self.form and self.form.reads_input) or not self._reading.isdisjoint(wanted)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
-        """The operation's arguments by name, defaults included."""
-        return {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound | None:
+        """The operation's arguments by name, defaults included; None for a call with others."""
+        if len(args) > len(self.arguments):
+            return None
+        bound = {**self._defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+        return bound if bound.keys() == self.arguments.keys() else None
+
+    def covers(self, bound: Bound) -> bool:
+        """True for a call whose arguments are all of a kind that the rule names."""
+        for name, value in bound.items():
+            default = self.arguments[name]
+            if value is default or (type(value) is type(default) and value == default):
+                continue
+            if self.form is None or name not in self.form.takes or not self.form.takes[name](value, bound):
+                return False
+        return True
 
     def use(
         self, name: str, num_samples: int, wanted: Mapping[str, tuple[str, Tensor]], bound: Bound, output: torch.Size,
@@ -139,8 +157,19 @@ class Rule:
         return Use(self, name, num_samples, names, shapes, options, output, axis, images)
 
 
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2
+def anything(value: Any, bound: Bound) -> bool:
+    """True for each value: the operation itself refuses those that it does not take."""
+    return True
+
+
+def shaped(like: Callable[[Bound], Sequence[int]]) -> Takes:
+    """True for a tensor of this shape, which does not broadcast."""
+    return lambda value, bound: isinstance(value, Tensor) and value.shape == torch.Size(like(bound))
+
+
+def of_axes(*allowed: int) -> Takes:
+    """True for a tensor with one of these numbers of axes."""
+    return lambda value, bound: isinstance(value, Tensor) and value.ndim in allowed
 
 
 def _costs(use: Use) -> Costs:
@@ -180,9 +209,12 @@ class _Product:
 
     def rule(
         self, ops: tuple[Callable[..., Any], ...], arguments: Mapping[str, Any], run: Callable[[Bound], Tensor],
-        takes: Callable[[Bound], bool],
+        *, x: Takes = anything, axes: int = 2,
     ) -> Rule:  # fmt: skip
         needs: dict[str, tuple[str, ...]] = {self.matrix: (self.x,), **({self.bias: ()} if self.bias else {})}
+        width = 0 if self.turned else 1
+        bias = shaped(lambda bound: (bound[self.matrix].shape[width],))
+        takes = {self.x: x, self.matrix: of_axes(axes), self.bias: bias}
         form = Form(self.x, lambda bound: (run(bound), None), self.input_grad, takes, positions=True)
         return Rule(ops, arguments, self._grads, needs, _costs, form)
 
@@ -206,24 +238,34 @@ _EMBEDDING = {
     "input": REQUIRED, "weight": REQUIRED, "padding_idx": None, "max_norm": None, "norm_type": 2.0,
     "scale_grad_by_freq": False, "sparse": False,
 }  # fmt: skip
+
+
+def of_products(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.bilinear` of all products of its two inputs."""
+    return F.linear(input, weight.flatten(1), bias)
+
+
 RULES: Sequence[Rule] = (
     _Product("input", "weight", "bias", turned=True).rule(
-        (F.linear,),
+        (F.linear,), {"input": REQUIRED, "weight": REQUIRED, "bias": None}, lambda bound: F.linear(**bound)
+    ),
+    _Product("input", "weight", "bias", turned=True).rule(
+        (of_products,),
         {"input": REQUIRED, "weight": REQUIRED, "bias": None},
-        lambda bound: F.linear(bound["input"], bound["weight"].flatten(1), bound["bias"]),
-        lambda bound: bound["weight"].ndim > 1,
+        lambda bound: of_products(**bound),
+        axes=3,
     ),
     _Product("mat1", "mat2", "input").rule(
         (torch.addmm, Tensor.addmm),
         {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1},
         _run_addmm,
-        lambda bound: _is_matrix(bound["mat2"]) and bound["input"].ndim == 1 and bound["beta"] == bound["alpha"] == 1,
+        x=of_axes(2),
     ),
     _Product("input", "other").rule(
-        MATMULS,
-        {"input": REQUIRED, "other": REQUIRED},
-        lambda bound: bound["input"] @ bound["other"],
-        lambda bound: _is_matrix(bound["other"]),
+        MATMULS[:3], {"input": REQUIRED, "other": REQUIRED}, lambda bound: bound["input"] @ bound["other"]
+    ),
+    _Product("input", "mat2").rule(
+        MATMULS[3:], {"input": REQUIRED, "mat2": REQUIRED}, lambda bound: bound["input"] @ bound["mat2"], x=of_axes(2)
     ),
     Rule(
         (F.embedding,),
@@ -235,7 +277,7 @@ RULES: Sequence[Rule] = (
             "input",
             lambda bound: (F.embedding(bound["input"], bound["weight"], bound["padding_idx"]), None),
             None,
-            lambda bound: bound["max_norm"] is None and not bound["scale_grad_by_freq"],
+            {"input": anything, "weight": of_axes(2), "padding_idx": anything, "sparse": anything},
         ),
     ),
 )

@@ -91,6 +91,19 @@ def test_a_wrong_row_is_found(engine, wrong):
         audit(credited, [1, 2], Audits())
 
 
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
+def test_parameters_finer_than_the_network_are_no_fault(engine):
+    """float64 parameters behind a network in float32: what is compared was rounded in float32."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64)), 10 * torch.randn(64, 4).double()
+
+    def loss_fn(p, x):
+        return (net(x.float() @ p["w"].float()) * 30).sin().exp().sum(1).double()
+
+    params, run = {"w": torch.randn(4, 4).double()}, getattr(engines, engine)()
+    audit(credited_of(loss_fn, params, x, run(loss_fn, params, x)), range(64), Audits())
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()

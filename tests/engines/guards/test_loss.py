@@ -178,3 +178,74 @@ def test_a_loss_does_not_overwrite_parameters(way, engine):
         return found
 
     torch.testing.assert_close(last(X), last(X[-1:]))
+
+
+def _net(p):
+    return lambda z: torch.tanh(z @ p["w"]) * p["b"]
+
+
+def _jacobian(p, y):
+    y = y.detach().clone().requires_grad_()
+    each = torch.eye(4, dtype=y.dtype)[:, None].expand(4, *y.shape)
+    return torch.autograd.grad(_net(p)(y), y, each, is_grads_batched=True, create_graph=True)[0].movedim(0, 1)
+
+
+func = torch.func
+TRANSFORMS = {
+    "vjp": lambda p, y: func.vjp(_net(p), y)[1](y)[0],
+    "vjp, twice": lambda p, y: (lambda out, back: back(out)[0] + back(y)[0])(*func.vjp(_net(p), y)),
+    "jacrev": lambda p, y: func.jacrev(_net(p))(y),
+    "jacfwd": lambda p, y: func.jacfwd(_net(p))(y),
+    "jacrev of a parameter": lambda p, y: func.jacrev(lambda w: torch.tanh(y @ w).sum(0))(p["w"])[None],
+    "hessian": lambda p, y: func.hessian(lambda z: _net(p)(z).sum())(y),
+    "vmap of hessian": lambda p, y: func.vmap(func.hessian(lambda z: _net(p)(z).sum()))(y),
+    "vmap of jacrev": lambda p, y: func.vmap(func.jacrev(_net(p)))(y),
+    "grad of grad": lambda p, y: func.grad(lambda z: func.grad(lambda q: _net(p)(q).sum())(z).sum())(y),
+    "jvp": lambda p, y: func.jvp(_net(p), (y,), (y.cos(),))[1],
+    "batched gradients": _jacobian,
+    "autograd.functional": lambda p, y: torch.autograd.functional.jacobian(
+        lambda z: _net(p)(z).sum(0), y, create_graph=True, vectorize=True).movedim(1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@every
+def test_transforms_inside_of_a_loss(engine, name):
+    """A tensor of a level that has ended within the call is the row's own."""
+    case = Case(lambda p, b: squares(TRANSFORMS[name](p, b["y"])), params(), BATCH)
+    assert all(value < 1e-10 for value in differences(ENGINES[engine](), case, truth_of(case)).values())
+
+
+@pytest.mark.parametrize("transform", [func.grad, func.vmap])
+@every
+def test_a_row_kept_inside_of_a_transform_is_refused(engine, transform):
+    kept = []
+
+    def loss_fn(p, b):
+        transform(lambda z: (kept.append(z * 1.0), (z @ p["w"]).sum())[1])(b["y"])
+        return loss(p, b) + kept[0].sum()
+
+    def twice():
+        run_it = ENGINES[engine]()
+        return [run_it(loss_fn, params(), BATCH) for _ in range(2)]
+
+    with pytest.raises((DPFuncError, RuntimeError), match="kept|escaped"):
+        twice()
+
+
+INITIALIZED = {
+    "uniform_": lambda y: torch.nn.init.uniform_(torch.empty_like(y)),
+    "normal_": lambda y: torch.nn.init.normal_(torch.empty_like(y)),
+    "xavier_uniform_": lambda y: torch.nn.init.xavier_uniform_(y.new_empty(4, 4))[:1],
+    "constant_": lambda y: torch.nn.init.constant_(torch.empty_like(y), 0.5),
+    "a layer": lambda y: torch.nn.Linear(4, 4).double()(y),
+}
+
+
+@pytest.mark.parametrize("name", INITIALIZED)
+@every
+def test_tensors_are_initialized_inside_of_a_loss(engine, name):
+    loss_fn = lambda p, b: squares(b["y"] * p["b"] + INITIALIZED[name](b["y"]).detach())
+    losses, norms, _ = run(engine, loss_fn, params())
+    assert losses.isfinite().all()
+    assert (norms["b"] > 0).all()
