@@ -13,6 +13,7 @@ from dpfunc import engines
 from dpfunc.engines._rules import RULES
 from dpfunc.engines._rules.table import of_products
 
+# torch says once that "same" padding of even kernels copies the input
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 B, T, D, OUT, VOCAB = 4, 3, 4, 5, 7
