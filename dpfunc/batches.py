@@ -93,6 +93,9 @@ tree_map: Callable[[Callable[[Tensor], Tensor], Batch], Batch] = pytree.tree_map
 """The batch with a function applied to every leaf."""
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def take(batch: Batch, indices: Tensor) -> Batch:
     """The rows of a pytree of tensors at the given indices (none is fine).
 
@@ -112,7 +115,8 @@ def take(batch: Batch, indices: Tensor) -> Batch:
                 f"Expected data to be a pytree of tensors, got a {type(leaf).__name__} in it. Take the rows of other "
                 "data sets by a loader: plan.loader(dataset, state)."
             )
-        return leaf.index_select(0, indices.to(leaf.device))
+        bits = leaf.view(_SIGNED.get(leaf.dtype, leaf.dtype))  # torch cannot select unsigned numbers
+        return bits.index_select(0, indices.to(leaf.device)).view(leaf.dtype)
 
     return tree_map(chosen, batch)
 

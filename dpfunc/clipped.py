@@ -149,9 +149,11 @@ class ClippedGrad:
         if self.microbatch_size != "auto":
             return self.microbatch_size
         shapes = signature(batch)
-        if shapes not in self._sizes:
-            self._sizes[shapes] = automatic_size(self.loss_fn, params, pad_rows(rows(batch, 0, 2), 2))
-        return math.ceil(num_samples / math.ceil(num_samples / self._sizes[shapes]))
+        largest, of_rows = self._sizes.get(shapes, 0), False
+        if not largest:
+            largest, of_rows = automatic_size(self.loss_fn, params, rows(batch, 0, 1))
+        self._sizes.update({} if of_rows else {shapes: largest})  # what follows from rows holds for their batch alone
+        return math.ceil(num_samples / math.ceil(num_samples / largest))
 
     @contextmanager
     def _seeded(self, key: Key | None, number: int) -> Iterator[Key | None]:
@@ -237,6 +239,8 @@ def make_clipped_grad(
         raise InvalidArgument(f"Expected clip to be a clip rule such as clipping.Flat(clip_norm=...), got {clip!r}.")
     if engine is not None and not callable(engine):
         raise InvalidArgument(f"Expected engine to be an engine such as dpfunc.engines.vmap(), got engine={engine!r}.")
+    if not type(loss_fn).__weakrefoffset__:  # an object with slots: what is known of a loss ends with it
+        loss_fn = partial(loss_fn)
     size = microbatch_size
     if size is not None and size != "auto":
         size = integer("microbatch_size", size, minimum=1)

@@ -414,8 +414,13 @@ class PerSample:
 
 @dataclass
 class Kept:
-    """Gradients of one pass, formed or as factors, until all uses of each parameter are there."""
+    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
 
+    Args:
+        told: Python was told numbers of rows in the pass.
+    """
+
+    told: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[PerSampleGrad | Late]] = field(default_factory=dict)
 

@@ -357,11 +357,13 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                 losses_1, aux = checks.split_aux(rows.loss_fn(dict(given), record))
                 mode.returned(losses_1, aux)
                 found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
-        except ORDINARY as error:
+        except Exception as error:  # also of C, which makes its own of what ends a pass: `struct.pack`
             refuse_out_of_memory(error)
             if mode.stopped is not None:
                 raise mode.stopped from error
             raise
+        finally:
+            kept.told = mode.told
         if mode.stopped is not None:
             raise mode.stopped
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}

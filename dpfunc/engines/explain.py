@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dpfunc.batches import batch_size, rows, tree_map
+from dpfunc.batches import batch_size, tree_map
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import backward_inside
 from dpfunc.engines._levels import Passed
@@ -143,36 +143,40 @@ _CPU_BYTES = 2**28
 _DEVICE_SHARE = 4
 
 
-def automatic_size(loss_fn: LossFn, params: Params, batch: Batch) -> int:
-    """The largest microbatch whose activations stay within a fixed number of bytes; at least 1.
+def automatic_size(loss_fn: LossFn, params: Params, row: Batch) -> tuple[int, bool]:
+    """The largest microbatch whose activations stay within a fixed number of bytes, at least 1; and if numbers decided.
 
-    One and two samples run forward, and what autograd saves is counted. The result depends on shapes and device alone,
-    never on time, so that a step that is repeated takes the same microbatches.
+    Unless the loss reads numbers, the shapes and the device alone decide, never the time: a step that is repeated takes
+    the same microbatches.
     """
-    few = rows(batch, 0, 2)
-    if batch_size(few) < 2:
-        return 1
-    before = state_before(loss_fn, params, rows(few, 0, 1))
-    one, two = (_saved_bytes(loss_fn, params, tree_map(torch.clone, rows(few, 0, count))) for count in (1, 2))
+    before = state_before(loss_fn, params, row)
+    num_bytes, told = saved_bytes(loss_fn, params, row)
     refuse_counting(loss_fn, before)
     device = next(iter(params.values())).device
     of_device = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE
-    return max(1, (of_device or _CPU_BYTES) // max(1, two - one))
+    return max(1, (of_device or _CPU_BYTES) // max(1, num_bytes)), told
 
 
-def _saved_bytes(loss_fn: LossFn, params: Params, batch: Batch) -> int:
-    storages: dict[int, torch.UntypedStorage] = {}  # alive until they are counted: a freed one could count twice
+def saved_bytes(loss_fn: LossFn, params: Params, row: Batch) -> tuple[int, bool]:
+    """Bytes that autograd saves of a row, and if the loss has read numbers of it.
+
+    The row runs forward twice: what both calls save are parameters and constants, which are not counted.
+    """
+    saved: dict[int, torch.UntypedStorage] = {}  # alive until they are counted: a freed one could count twice
+    shared = set[int]()
 
     def count(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    rows_together = RowAlone(batch, 0)
-    try:
-        with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks, rows_together:
-            loss_fn(leaves, batch)
-    finally:
-        rows_together.memory.end()
-    return sum(storage.nbytes() for storage in storages.values())
+    for _ in range(2):
+        shared, own = set(saved), tree_map(torch.clone, row)
+        alone = RowAlone(own, 0)
+        try:
+            with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks, alone:
+                loss_fn(leaves, own)
+        finally:
+            alone.memory.end()
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in shared), alone.told

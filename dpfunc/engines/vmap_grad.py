@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, in_lockstep, on_any_process
 from dpfunc._utils.validation import one_of
-from dpfunc.batches import batch_size
+from dpfunc.batches import batch_size, signature
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
@@ -109,10 +109,14 @@ class Grouped:
 
 @dataclass
 class _Known:
-    """Facts about a loss from earlier batches: how its rows could be computed; no result depends on them."""
+    """Facts about a loss and one shape of rows, from earlier batches of that shape. No result depends on them.
+
+    What failed before Python was told a number of a row fails for all rows of that shape, and is not tried again. What
+    failed later depends on the rows: it is tried with each batch, so that a run that goes on in a new process has the
+    same bits.
+    """
 
     settings: Settings
-    decision: Decision | None = None
     read: str = ""  # name of a function by which it was told numbers of rows
     together: frozenset[str] = frozenset()  # see `Measured`
     uses: dict[object, Use] = field(default_factory=dict)
@@ -129,6 +133,7 @@ class _Calls:
         self.loss_fn, self.seed, self.known, self.read, self.number = loss_fn, seed, known, known.read, 0
         self.done = False
         self.kept: tuple[object, ...] = ()
+        self.gradients, self.settings = Kept(), known.settings  # of the last pass
 
     @property
     def watched(self) -> bool:
@@ -150,9 +155,9 @@ class _Calls:
         warm_up(self.loss_fn, rows.params, rows.batch)
         self.read, self.kept = read, ()
 
-    def succeed(self) -> None:
+    def succeed(self, settings: Settings) -> None:
         """Note that a call was no error."""
-        self.done = True
+        self.done, self.settings = True, settings
 
     def end(self) -> None:
         """Note a loss that has changed what it keeps."""
@@ -170,7 +175,10 @@ class VmapGrad:
     source: Source | None = field(default=None, repr=False)
     by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
     told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
-    _known: MutableMapping[LossFn, _Known] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _known: MutableMapping[LossFn, dict[object, _Known]] = field(
+        default_factory=WeakIdKeyDictionary, repr=False, compare=False
+    )
+    _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients of all rows, in one pass where they go the same way."""
@@ -178,7 +186,7 @@ class VmapGrad:
         if not num_rows:
             return rows_alone(loss_fn, params, batch, ())
         refuse_kept(loss_fn)
-        known = self._known.setdefault(loss_fn, _Known(Settings(self.rules)))
+        known = self._known.setdefault(loss_fn, {}).setdefault(signature(batch), _Known(Settings(self.rules)))
         calls = _Calls(loss_fn, torch.default_generator.get_state(), known)
         every, ended = Rows(loss_fn, params, batch, range(num_rows), self.source), False
         try:
@@ -189,13 +197,13 @@ class VmapGrad:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        decision = self._decision(known, parts, read)
-        if known.decision is None or known.decision.engine != decision.engine:
+        decision, before = self._decision(calls.settings, parts, read), self.decision(loss_fn)
+        if before is None or before.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
-            if self.rules and not known.settings.rules:
+            if self.rules and not calls.settings.rules:
                 warn_without_rules()
-        known._learn(decision=decision)
+        self._decisions[loss_fn] = decision
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
@@ -227,26 +235,29 @@ class VmapGrad:
                 done.append(_Part(places, found if self.source is None else replace(found, alone=True), counted))
         return done, read
 
-    def _decision(self, known: _Known, parts: Sequence[_Part], read: str) -> Decision:
+    def _decision(self, settings: Settings, parts: Sequence[_Part], read: str) -> Decision:
         for part in reversed(parts):
             if part.alone:
                 return Decision("loop", f"rows alone, since {part.alone}")
         if read:
             told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
             return Decision("groups", told)
-        slower = f", without rules, since {known.settings.since}" if self.rules and not known.settings.rules else ""
+        slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
         return Decision("one pass", f"all rows together{slower}")
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Decision about the last step of a loss function, and why; None before its first batch."""
-        return self._known[loss_fn].decision if loss_fn in self._known else None
+        return self._decisions.get(loss_fn)
 
     def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
         """Gradients of these rows by the first settings that compute them; or groups in which they can be computed."""
-        known, reason, unruled = calls.known, "", False
+        known, reason, unruled, told = calls.known, "", False, False
+        always = known.settings  # of what failed before, no row of this shape can be computed
         for tried in _from(known.settings):
             if tried.rules and unruled:
                 continue
+            tried = replace(tried, since=reason or tried.since)
+            always = always if told else tried
             calls.begin()
             try:
                 found = self._pass(rows, tried, calls)
@@ -262,12 +273,12 @@ class VmapGrad:
                 failed(error)
                 refuse_out_of_memory(error)
                 unruled |= isinstance(error, NoRules)
+                told |= calls.gradients.told
                 reason = (str(error).splitlines() or ["-"])[0]
                 on_any_process(True)  # the next attempt is another message
                 continue
-            calls.succeed()
-            if reason:
-                known._learn(settings=replace(tried, since=reason))
+            calls.succeed(tried)
+            known._learn(settings=always)
             return found
         raise Alone(reason)
 
@@ -275,7 +286,7 @@ class VmapGrad:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
         known = calls.known
         if not self.two_passes or not settings.rules:
-            kept = Kept()
+            calls.gradients = kept = Kept()
             passed = one_pass(rows, settings, known.uses, kept, calls.watched)
             if passed.disagreed is not None:
                 return passed.disagreed
@@ -285,8 +296,9 @@ class VmapGrad:
             with exact(passed.losses_B.device), torch.no_grad():
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
             return PerSample(passed.losses_B, grads, aux=passed.aux)
+        together = known.together
         while True:
-            measured = Measured(together=known.together)
+            calls.gradients = measured = Measured(together=together)
             passed = one_pass(rows, settings, known.uses, measured, calls.watched)
             if passed.disagreed is not None:
                 return passed.disagreed
@@ -296,7 +308,8 @@ class VmapGrad:
                 around = precision_now(passed.losses_B.device)
                 again = partial(self._weigh, rows, settings, measured, calls, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
-            known._learn(together=known.together | missed)
+            together = together | missed
+            known._learn(together=known.together if measured.told else together)
             calls.begin()
 
     def _weigh(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dpfunc import accounting
-from dpfunc.engines.explain import _saved_bytes, explain
+from dpfunc.engines.explain import explain, saved_bytes
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
@@ -80,9 +80,8 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     model.train()
     loss_fn, physical = make_loss_fn(forward, loss_of_job(job)), job.physical_batch_size
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=job.training.bf16):
-        few, more = (_saved_bytes(loss_fn, params, collate([unit] * count)) for count in (1, 2))
-        parts["activations"] = (more - few) * physical
-        how = "activations: what one more record at full length adds to what a forward pass keeps for its backward pass"
+        parts["activations"] = saved_bytes(loss_fn, params, collate([unit]))[0] * physical
+        how = "activations: what a forward pass keeps of one record at full length for its backward pass"
         try:
             parts["per-sample gradients"] = explain(loss_fn, params, collate([unit] * 2)).num_bytes * physical // 2
             how += "; per-sample gradients: what engines.explain counts for them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from functools import partial
 
 import pytest
@@ -14,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc import clipping, sampling
+from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import auto
-from dpfunc.engines.vmap_grad import Decision
+from dpfunc.engines.vmap_grad import ENGINES, Decision
 from dpfunc.errors import UnsupportedModel
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, torch_seed
@@ -195,3 +197,118 @@ def test_the_step_says_what_was_decided():
     for indices in plan.batches(state):
         _, state, _ = dp_step(params, data[indices], state)
     assert dp_step.decision == Decision("one pass", "all rows together")
+
+
+# What one batch needs is not remembered for others: a run that goes on in a new process has the same bits.
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the values, in a form that torch's transforms do not take."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def own_gradient(p, x, out):
+    leaf = x.detach().clone().requires_grad_()
+    return out + 1e-3 * torch.autograd.grad(leaf.square().sum(), leaf)[0].sum(1)
+
+
+def own_memory(p, x, out):
+    zeros = torch.zeros(5)
+    zeros += x[0, :5]
+    return out + zeros.sum() * p["v"].sum()
+
+
+NEEDS = {
+    "a gradient inside": own_gradient,
+    "memory of its own": own_memory,
+    "a plain function": lambda p, x, out: Doubled.apply(out),
+    "another use of a parameter": lambda p, x, out: out + p["w"].square().sum() * x.sum(1),
+}
+
+
+@pytest.mark.parametrize("needs", NEEDS)
+@pytest.mark.parametrize("engine", ["auto", "vmap", "ghost"])
+def test_a_batch_gives_the_same_bits_after_one_that_needed_other_settings(engine, needs):
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.rand, generator=generator)
+    params, factors_B = {"w": draw(7, 5), "v": draw(5)}, draw(33)
+
+    def loss_fn(p, x):
+        out = torch.tanh(F.linear(x[:, :5] * p["v"], p["w"])).square().sum(1)
+        return NEEDS[needs](p, x, out) if bool((x > 20).any()) else out
+
+    def computed(run, batch):
+        found = run(loss_fn, params, batch)
+        return [*found.sq_norms().values(), *found.weighted_sum(dict.fromkeys(params, factors_B)).values()]
+
+    goes_on, batch = ENGINES[engine](), draw(33, 6)
+    computed(goes_on, draw(33, 6) + 30)
+    for one, other in zip(computed(goes_on, batch), computed(ENGINES[engine](), batch), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("needs", NEEDS)
+@pytest.mark.parametrize("engine", ["auto", "ghost"])
+def test_a_loss_that_always_needs_other_settings_pays_for_that_once(engine, needs):
+    calls, run = [], ENGINES[engine]()
+
+    def loss_fn(p, x):
+        calls.append(1)
+        return NEEDS[needs](p, x, F.linear(x[:, :5] * p["v"], p["w"]).square().sum(1))
+
+    per_step = []
+    for _ in range(3):
+        calls.clear()
+        found = run(loss_fn, {"w": torch.ones(7, 5), "v": torch.ones(5)}, torch.ones(3, 6))
+        per_step.append(len(calls))
+    assert not found.alone
+    assert per_step[1] == per_step[2] == 1
+
+
+def test_numbers_that_c_asks_for_are_read_as_others():
+    """C makes an error of its own of what ends a pass."""
+    loss_fn = lambda p, x: (x @ p["w"]) * struct.unpack("f", struct.pack("f", x[0, 0]))[0]
+    assert off(loss_fn, {"w": torch.ones(2)}, torch.rand(5, 2)) < 1e-5
+
+
+class WithSlots:
+    """A loss to which no weak reference can be made."""
+
+    __slots__ = ()
+
+    def __call__(self, p, x):
+        return x["x"] @ p["w"] * (2.0 if int(x["n"][0]) > 1 else 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("size", [None, "auto"])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "loop"])
+def test_losses_with_slots_and_numbers_without_sign_are_computed(engine, size, dtype):
+    batch = {"x": torch.ones(3, 2), "n": torch.tensor([0, 1, 2]).to(dtype)}
+    params = {"w": torch.ones(2)}
+    found, _ = dpfunc.clipped_grad(
+        WithSlots(), params, batch, clipping.Flat(100.0), engine=ENGINES[engine](), microbatch_size=size
+    )
+    torch.testing.assert_close(found.sums["w"], torch.full((2,), 4.0))
+
+
+def test_an_automatic_size_follows_from_rows_where_numbers_decide():
+    """A batch whose rows need more memory leaves the size of the next one alone."""
+    params, wide = {"w": torch.ones(2)}, 2**22
+
+    def loss_fn(p, x):
+        large = x[:, 0].item() > 1  # of one row: two have no single number
+        kept = (x @ p["w"]).expand(wide if large else 1, 1).sin().square()
+        return kept.mean(0)
+
+    prepared = make_clipped_grad(loss_fn, clipping.Flat(1.0), microbatch_size="auto")
+    sizes = [prepared._size(params, torch.full((64, 2), value), 64) for value in (0.0, 2.0, 0.0)]
+    assert sizes[0] == sizes[2] == 64
+    assert sizes[1] < 64

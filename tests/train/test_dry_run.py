@@ -16,7 +16,7 @@ def test_dry_run_writes_nothing(here):
     for line in (
         "records: 120 to train on, 0 to evaluate on", "steps: 4", "logical batch: 32 expected, physical batch: 16",
         "sampling probability: 0.2667 (Poisson)", "noise multiplier: 0.5489, ", "at delta = 0.001, add_remove",
-        "trained parameters: 512 of 3,504 (lora)", "memory: about", "what one more record at full length adds",
+        "trained parameters: 512 of 3,504 (lora)", "memory: about", "what a forward pass keeps of one record at full length",
         "Nothing was trained, written or spent.",
     ):  # fmt: skip
         assert line in result.stdout
