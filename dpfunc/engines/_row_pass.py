@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -357,7 +358,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                 losses_1, aux = checks.split_aux(rows.loss_fn(dict(given), record))
                 mode.returned(losses_1, aux)
                 found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
-        except Exception as error:  # also of C, which makes its own of what ends a pass: `struct.pack`
+        except (*ORDINARY, struct.error) as error:  # C makes one of its own of what ends a pass
             refuse_out_of_memory(error)
             if mode.stopped is not None:
                 raise mode.stopped from error
