@@ -424,6 +424,10 @@ class Kept:
     counts: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[PerSampleGrad | Late]] = field(default_factory=dict)
 
+    def note(self, told: bool) -> None:
+        """Note if Python was told numbers of rows."""
+        self.told = told
+
     def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Take the gradients of one use of a parameter, in the backward pass."""
         self.pieces.setdefault(name, []).append(grad)

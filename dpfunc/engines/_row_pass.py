@@ -364,7 +364,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
                 raise mode.stopped from error
             raise
         finally:
-            kept.told = mode.told
+            kept.note(mode.told)
         if mode.stopped is not None:
             raise mode.stopped
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}

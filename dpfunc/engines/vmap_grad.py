@@ -155,6 +155,10 @@ class _Calls:
         warm_up(self.loss_fn, rows.params, rows.batch)
         self.read, self.kept = read, ()
 
+    def collect(self, gradients: Kept) -> None:
+        """Note where the gradients of the next pass go."""
+        self.gradients = gradients
+
     def succeed(self, settings: Settings) -> None:
         """Note that a call was no error."""
         self.done, self.settings = True, settings
@@ -286,7 +290,8 @@ class VmapGrad:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
         known = calls.known
         if not self.two_passes or not settings.rules:
-            calls.gradients = kept = Kept()
+            kept = Kept()
+            calls.collect(kept)
             passed = one_pass(rows, settings, known.uses, kept, calls.watched)
             if passed.disagreed is not None:
                 return passed.disagreed
@@ -298,7 +303,8 @@ class VmapGrad:
             return PerSample(passed.losses_B, grads, aux=passed.aux)
         together = known.together
         while True:
-            calls.gradients = measured = Measured(together=together)
+            measured = Measured(together=together)
+            calls.collect(measured)
             passed = one_pass(rows, settings, known.uses, measured, calls.watched)
             if passed.disagreed is not None:
                 return passed.disagreed
