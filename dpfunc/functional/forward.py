@@ -342,7 +342,7 @@ def functionalize(
         module: any module. It is not changed, now or later; it must not be changed while `forward` is used, but for
             `module.train()` and `module.eval()`, which `forward` follows. DistributedDataParallel and the wrapper of
             `torch.compile` are taken off: names have no prefix, nothing is communicated, and nothing is compiled.
-            Parameters that `fully_shard` manages are constants. Several modules are a mapping, {"enc": enc, "dec": dec}:
+            Parameters that `fully_shard` manages are constants. Several modules are a mapping {"enc": enc, "dec": dec}:
             parameters are then named "enc.weight", and `forward(params, "enc", x)` calls one. (`{**a, **b}` of two
             mappings of parameters loses those of a whose names b has too.)
         trainable: which parameters are arguments: a regular expression that is searched in their names
