@@ -210,6 +210,12 @@ class _RowPass(Pass):
             self.stop(NoRules("the loss has a hook on a parameter or a node"))
         return NotImplemented
 
+    def dual(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A direction of forward mode; in a trace (`torch.func.linearize`), gradients would be those of constants."""
+        if torch._C._len_torch_dispatch_stack():
+            self.stop(Alone("the loss traces its operations (torch.func.linearize)"))
+        return NotImplemented
+
     def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A custom function: its own rule for vmap would see all rows."""
         custom = args[0]
@@ -322,6 +328,7 @@ _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(_WRITES, _RowPass.written),
     **dict.fromkeys(_NESTED, _RowPass.nested),
     **dict.fromkeys(_HOOKING, _RowPass.hooked),
+    torch._C._VariableFunctions._make_dual: _RowPass.dual,
     **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
     **dict.fromkeys(RANDOM, _RowPass.random),
     torch._functorch.autograd_function.custom_function_call: _RowPass.function,

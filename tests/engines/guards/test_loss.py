@@ -202,12 +202,15 @@ TRANSFORMS = {
     "vmap of jacrev": lambda p, y: func.vmap(func.jacrev(_net(p)))(y),
     "grad of grad": lambda p, y: func.grad(lambda z: func.grad(lambda q: _net(p)(q).sum())(z).sum())(y),
     "jvp": lambda p, y: func.jvp(_net(p), (y,), (y.cos(),))[1],
+    "linearize": lambda p, y: func.linearize(_net(p), y)[0] * p["b"],
     "batched gradients": _jacobian,
     "autograd.functional": lambda p, y: torch.autograd.functional.jacobian(
         lambda z: _net(p)(z).sum(0), y, create_graph=True, vectorize=True).movedim(1, 0),
 }  # fmt: skip
 
 
+# torch says so of each tensor that a trace holds
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
 @every
 def test_transforms_inside_of_a_loss(engine, name):
