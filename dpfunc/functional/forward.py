@@ -192,6 +192,9 @@ def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
 
 _Owners = Mapping[str, tuple[nn.Module, str]]
 _ABSENT = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = nn.Module().__dict__.keys() - {"_buffers"}
+_MOST_HELD = 1000  # entries of a list or dictionary: a longer one is a table of the module
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,7 @@ class Forward:
         refuse_unsupported(self.module, parts, checkpointing=stack is not None)
         if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
             with self._writing_is_an_error():
+                stack.enter_context(_nothing_kept(parts))
                 stack.enter_context(self._swapped(params, parts))
                 with _put_back(parts):
                     return self.module(*args, **kwargs)
@@ -312,6 +316,37 @@ def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
             for place, held in ((part._parameters, parameters), (part._buffers, buffers)):
                 place.clear()
                 place.update(held)
+
+
+@contextmanager
+def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, an engine's pass; at its end the attributes of the parts are those of before, where one has got a tensor.
+
+    What is kept would be the activations of rows, and tensors of a pass that has ended can be neither copied nor saved.
+    Until then the loss may read them. Numbers and texts stay: the engines compare them from call to call.
+    """
+    before = [(holder, holder.copy()) for part in parts for holder in _holders(part)]
+    try:
+        yield
+    finally:
+        for holder, held in before:
+            listed = isinstance(holder, list)
+            then, now = (dict(enumerate(each)) if listed else each for each in (held, holder))
+            if any(type(v) not in _PLAIN and then.get(n, _ABSENT) is not v for n, v in now.items()):
+                holder.clear()
+                (holder.extend if listed else holder.update)(held)
+
+
+def _holders(part: nn.Module) -> Iterator[Any]:
+    """The attributes of a part, and the dictionaries and lists among them, and in these."""
+    yield part.__dict__
+    todo: list[Any] = [value for name, value in part.__dict__.items() if name not in _OF_TORCH]
+    known = set[int]()
+    for value in todo:
+        if isinstance(value, (dict, list)) and id(value) not in known and len(value) <= _MOST_HELD:
+            known.add(id(value))
+            todo += value.values() if isinstance(value, dict) else value
+            yield value
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -406,7 +441,11 @@ def with_params(module: nn.Module | Mapping[str, nn.Module], params: Params) -> 
     >>> with_params(model, {"bias": torch.ones(1)}).bias.item()
     1.0
     """
-    result = copy.deepcopy(_joined(module))
+    own = _joined(module)
+    attributes = [value for part in own.modules() for value in part.__dict__.values() if isinstance(value, Tensor)]
+    # computed from parameters, as nn.utils.weight_norm and prune do, and computed again in each forward pass
+    memo: dict[int, Any] = {id(value): value.detach().clone() for value in attributes if value.grad_fn is not None}
+    result = copy.deepcopy(own, memo)
     named = select(result, list(params))
     check_params(params, {name: param.shape for name, param in named.items()})
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from models import TinyCNN, TinyTransformer, tiny_bert, tiny_gpt2
 from module_cases import IDS, assert_close, logits, loop, per_sample, same, snapshot
 from new_python import python
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import dpfunc
@@ -462,3 +464,91 @@ def test_several_modules_that_are_refused(name):
     call, message = SEVERAL[name]
     with pytest.raises(InvalidArgument, match=message):
         call()
+
+
+# What a module keeps
+
+
+class Keeps(nn.Module):
+    """A layer that keeps what it has computed, or makes a constant at the first call."""
+
+    def __init__(self, keep=None):
+        super().__init__()
+        self.layer, self.keep, self.own, self.by_name = nn.Linear(4, 3), keep, [], {"none": None}
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h * 1.0 if self.keep is None else self.keep(self, h)
+
+
+def _attribute(part, h):
+    part.attention, part.mask = h, torch.ones(3)
+    return part.attention * part.mask
+
+
+def _table(part, h):
+    if not hasattr(part, "table"):
+        part.table, part.length = torch.arange(3.0), 3
+    return h * part.table[: part.length]
+
+
+def _buffer(part, h):
+    part.register_buffer("late", torch.ones(3))
+    return h * part.late
+
+
+KEPT = {
+    "attributes": Keeps(_attribute),
+    "a constant and its length": Keeps(_table),
+    "a buffer of its own": Keeps(_buffer),
+    "a list": Keeps(lambda part, h: part.own.append(h) or part.own[-1]),
+    "a dictionary": Keeps(lambda part, h: part.by_name.update(h=h) or h),
+    "lists in a dictionary": Keeps(lambda part, h: part.by_name.setdefault("all", [[]])[0].append(h) or h),
+    "a pair": Keeps(lambda part, h: setattr(part, "pair", (h, {"h": h})) or part.pair[0]),
+    "an object": Keeps(lambda part, h: setattr(part, "output", Output(h)) or part.output.h),
+    "a function": Keeps(lambda part, h: setattr(part, "later", lambda: h) or part.later()),
+    "an attribute of a part": Keeps(lambda part, h: setattr(part.layer, "last", h) or h),
+    "weight_norm of old": Keeps(),
+    "prune": Keeps(),
+}
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # torch advises against it, and users have it
+    nn.utils.weight_norm(KEPT["weight_norm of old"].layer)
+prune.l1_unstructured(KEPT["prune"].layer, "weight", 0.5)
+
+
+class Output:
+    def __init__(self, h):
+        self.h = h
+
+
+@pytest.mark.parametrize("engine", [dpfunc.engines.auto, dpfunc.engines.loop])
+@pytest.mark.parametrize("module", KEPT.values(), ids=KEPT)
+def test_nothing_of_a_pass_stays_on_the_module(module, engine, tmp_path):
+    """It can be copied and saved after steps, and no activation of a row is in it."""
+    before = [set(part.__dict__) for part in module.modules()]
+    forward, params = functionalize(module)
+    x, losses = torch.randn(5, 4), lambda p, x: forward(p, x).square().sum(1)
+    for _ in range(3):
+        clipped, _ = dpfunc.clipped_grad(losses, params, x, dpfunc.clipping.Flat(1.0), engine=engine())
+    assert all(torch.isfinite(value).all() for value in clipped.sums.values())
+    assert [set(part.__dict__) for part in module.modules()] == before
+    assert (module.own, module.by_name) == ([], {"none": None})
+    assert dict(module.named_buffers()).keys() == dict(functionalize(module).forward.buffers).keys()
+    torch.save(module.state_dict(), tmp_path / "state")
+    assert with_params(module, params).state_dict().keys() == module.state_dict().keys()
+
+
+def test_a_loss_may_read_what_its_pass_has_kept():
+    """A loss beside the output, as routers of experts leave it on the module."""
+    module = Keeps(lambda part, h: setattr(part, "aux", h.square().mean(1)) or h)
+    forward, params = functionalize(module)
+    losses = lambda p, x: forward(p, x).sum(1) + module.aux
+    x = torch.randn(5, 4)
+    found, _ = dpfunc.clipped_grad(losses, params, x, dpfunc.clipping.Flat(1e3))
+    whole, _ = dpfunc.clipped_grad(
+        lambda p, x: (x @ p["layer.weight"].T + p["layer.bias"]).sum(1)
+        + (x @ p["layer.weight"].T + p["layer.bias"]).square().mean(1), params, x, dpfunc.clipping.Flat(1e3),
+    )  # fmt: skip
+    torch.testing.assert_close(found.sums, whole.sums)
+    assert not hasattr(module, "aux")
