@@ -190,7 +190,8 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
     end = None if journal is None else known_end(journal)._asdict()
-    known = {"notes": len(_notes(parent)), "journal": end}
+    place = None if journal is None else str(journal.resolve())
+    known = {"notes": len(_notes(parent)), "journal": end, "place": place}
     folder.write_json(work / folder.STATE, {**files[folder.STATE], **known})
     folder.write_json(work / folder.PLAN, files[folder.PLAN])
     (work / folder.METADATA).chmod(0o600)
@@ -243,7 +244,8 @@ def load(
 
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
-            journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved.
+            journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved; or a
+            copy of one that went on in its own place. Of other copies nothing is seen: a line in the log warns.
         InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks. UnsupportedModel:
             several processes with an older torch.
 
@@ -294,6 +296,8 @@ def load(
         """State and note with which the run continues, by the process that has the journal."""
         lines = 0 if file is None else len(read_chain(file))  # first: later ones may not be compared
         end = None if values["journal"] is None else Head(**values["journal"])
+        if file is not None and end is not None:
+            _refuse_copy(values.get("place"), file)  # those of an older version do not say it
         taken = None if file is None else read_steps(file, missing="empty" if end else "refuse", known=end)
         history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
@@ -310,6 +314,23 @@ def load(
     state = resumed(run.state_from_dict(decided["state"], plan, {}))
     state = state._replace(noise_state=noise, journal=where, journal_lines=lines)
     return run.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
+
+
+def _refuse_copy(place: str | None, file: Path) -> None:
+    """Refuse to go on with a copy of a run that has gone on in its own place; warn of a journal that is elsewhere."""
+    if place is None or Path(place) == file.resolve() or not file.exists():
+        return
+    there = [end for end, _ in read_chain(Path(place))] if Path(place).is_file() else []
+    if there and there[-1] not in [end for end, _ in read_chain(file)]:
+        raise CheckpointError(
+            f"Expected the journal of the run, {place}, got {file}, a copy that lacks what the run did since: both use "
+            "one key, and steps of the same noise give it away by their difference. Go on there, or here with new "
+            'noise: without_journal="new_key".'
+        )
+    _logger.warning(
+        "The journal of the run was %s, and is %s now. Go on in one place only: with a copy, here or on another "
+        "machine, of which nothing is seen, the same noise would be used twice.", place, file,
+    )  # fmt: skip
 
 
 def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_a_resumed_run_goes_on_with_its_journal(tmp_path):
     run.step(journal=Journal(tmp_path / "link" / "journal.jsonl", PLAN), state=state)
     assert run.state.step == state.step + 1
     assert run.step(journal=lambda state: None).state.journal == state.journal  # a function of the caller's
+
+
+def test_a_copy_does_not_go_on_beside_its_run(tmp_path, caplog):
+    """Both would use the noise of one key. The run itself goes on; a copy whose run was moved away does with a warning."""
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run").step(3)
+    run.save()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    run.step(1)
+    copy = Run(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="a copy that lacks what the run did since"):
+        copy.load()
+    assert "Go on in one place only" not in caplog.text
+    assert run.load().state.step == 3
+    assert "Go on in one place only" not in caplog.text
+    (tmp_path / "run").rename(tmp_path / "away")
+    assert copy.load().state.step == 3
+    assert "on another machine, of which nothing is seen" in caplog.text
 
 
 def test_epsilon_never_shrinks(tmp_path):
