@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -145,6 +146,18 @@ def rows(batch: Batch, start: int, stop: int) -> Batch:
 def row_alone(batch: Batch, row: int) -> Batch:
     """A copy of one row: no other row is in its memory."""
     return tree_map(lambda leaf: leaf[row : row + 1].clone(), batch)
+
+
+def own_memory(batch: Batch) -> Batch:
+    """The same numbers in memory that is copied before it is written into: the caller's tensors stay as they are."""
+
+    def own(leaf: Tensor) -> Tensor:
+        if leaf.untyped_storage().nbytes() <= leaf.nbytes:  # a write would copy all that a part is a view of
+            with suppress(RuntimeError):  # memory of NumPy, of other processes
+                return torch._lazy_clone(leaf)
+        return leaf.clone()
+
+    return tree_map(lambda leaf: own(leaf.detach()), batch)
 
 
 def pad_rows(batch: Batch, size: int) -> Batch:

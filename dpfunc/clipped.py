@@ -28,6 +28,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._guards.audit import Audits, Credited, audit
 from dpfunc.engines._guards.kept_state import refuse_counting
 from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
+from dpfunc.engines._guards.modes import refuse_modes
 from dpfunc.engines._levels import first_row
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
@@ -99,6 +100,7 @@ class ClippedGrad:
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
             )
+        refuse_modes()
         num_samples = batch_size(batch)
         real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))

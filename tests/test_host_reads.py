@@ -27,6 +27,8 @@ READING_OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "_uniqu
 class Reads(TorchDispatchMode):
     """Count of reads, by name; a method and the operation that it runs count once."""
 
+    __module__ = "torch"  # a step refuses modes of others
+
     def __init__(self):
         super().__init__()
         self.seen, self.inside = Counter(), False

@@ -265,6 +265,10 @@ def positions_of(rows: Sequence[int]) -> list[int]:
     return [places[row] if row < len(places) else 2**41 + row for row in rows]
 
 
+MOST_RAISED = 100
+"""Errors of one call after which a loss that catches each of them is given answers, so that it ends."""
+
+
 class Stop(BaseException):
     """End of a pass. No Exception, so that code of the loss that catches all of them does not catch it."""
 

@@ -16,23 +16,35 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import is_dtensor
-from dpfunc.batches import take
+from dpfunc.batches import own_memory, take
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
-from dpfunc.engines._guards.loss import UNDECLARED, forget_gone, plain_memory, refuse_earlier, refuse_undeclared
+from dpfunc.engines._guards.loss import (
+    UNDECLARED,
+    forget_gone,
+    overlaps,
+    plain_memory,
+    refuse_earlier,
+    refuse_undeclared,
+)
+from dpfunc.engines._guards.modes import computes_itself, entered_modes, open_modes
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
+    MOST_RAISED,
     Alone,
     Below,
     Levels,
     NoRules,
     Pass,
     Passed,
+    Stop,
+    below_both,
     custom_functions,
     inside,
     is_row,
     levels,
+    of_rows,
     opened,
     positions_of,
     run_backward,
@@ -64,9 +76,9 @@ _FACTORIES = frozenset(
 _UNWRITTEN = frozenset((torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided))
 _WRITES = frozenset(
     getattr(owner, name)
-    for owner in (torch, Tensor)
+    for owner in (torch, Tensor, torch._C._nn)
     for name in dir(owner)
-    if name.endswith("_") and not name.startswith("_")
+    if (name.endswith("_") and not name.startswith("_")) or (owner is Tensor and name in checks.WRITING)
 )
 _NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
@@ -127,6 +139,7 @@ class _RowPass(Pass):
     ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
+        self._modes, self.raised = open_modes(), 0
         self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
         self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
         self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
@@ -143,7 +156,11 @@ class _RowPass(Pass):
         if handlers is _FACT:
             return func(*args, **kwargs)
         try:
-            refuse_earlier(args, kwargs)
+            if open_modes() != self._modes:
+                self._below_levels()
+            own_class = refuse_earlier(args, kwargs)
+            if own_class is not None:
+                self.stop(Alone(f"tensors of the class {own_class.__qualname__} compute all rows at once"))
             if REGISTERED and func in REGISTERED and self.rules:
                 found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
@@ -155,11 +172,31 @@ class _RowPass(Pass):
                 if found is not NotImplemented:
                     return found
             return func(*args, **kwargs)
-        except (DPFuncError, *ORDINARY) as error:  # also where code of the loss catches it
+        except (Stop, DPFuncError, *ORDINARY) as error:  # also where code of the loss catches it
             if self.stopped is None:
                 reason = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
-                self.stopped = error if isinstance(error, DPFuncError) else Alone(reason)
+                self.stopped = error if isinstance(error, (Stop, DPFuncError)) else Alone(reason)
+            self.raised += 1
+            if self.raised > MOST_RAISED:
+                return self._of_first_row(func, args, kwargs)
             raise
+
+    def _of_first_row(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An answer for a loss that catches every end of its pass and asks again; its results are not used."""
+
+        def first(value: Tensor) -> Tensor:
+            values_B = of_rows(value)
+            return inside(value) if values_B is None else values_B[0]
+
+        args, kwargs = pytree.tree_map_only(Tensor, first, (tuple(args), dict(kwargs)))
+        with below_both():
+            return pytree.tree_map_only(Tensor, Tensor.detach, func(*args, **kwargs))
+
+    def _below_levels(self) -> None:
+        """End the pass where a mode that the loss has entered would see the rows together."""
+        names = entered_modes(self._modes)
+        if names:
+            self.stop(Alone(f"the loss enters the mode {names}, which would see all rows at once"))
 
     def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
@@ -226,6 +263,8 @@ class _RowPass(Pass):
     def written(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A write in place: none into parameters, whose memory is the caller's."""
         params = [param for _, param in self._params.values() if not is_row(args[0]) and not is_dtensor(param)]
+        if overlaps(args[0]):
+            self.stop(Alone(f"{func.__name__} writes into memory that several places share"))
         target = inside(args[0])
         if any(target.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params):
             raise UnsupportedModel(f"The loss writes into a parameter ({func.__name__}). Use out-of-place operations.")
@@ -307,8 +346,11 @@ _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
 
 def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if wrapped(args[1]) and not wrapped(args[0]):  # torch would end the process
+        mode.stop(Alone("the loss sets the data of a tensor from outside of it"))
     target, value = (plain_memory(each) for each in args)
-    if target is None or value is None or not (torch._C._functorch.is_functorch_wrapped_tensor(args[0])):
+    if target is None or value is None or not wrapped(args[0]):
         return NotImplemented
     same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
     return None if same and target.stride() == value.stride() else NotImplemented
@@ -354,11 +396,14 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
     num_rows = len(rows.positions)
     forget_gone()
     params = rows.plain_params()
+    for kind in {type(leaf) for leaf in pytree.tree_leaves((params, rows.batch))}:
+        if computes_itself(kind):
+            raise Alone(f"tensors of the class {kind.__qualname__} compute all rows at once")
     kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:
         mode = kind(rows, over, params, settings, uses, kept, watched and is_warm(rows.loss_fn, rows.batch))
         with Below():
-            record = pytree.tree_map(lambda leaf: over.row(leaf.detach().unsqueeze(1)), rows.batch)
+            record = pytree.tree_map(lambda leaf: over.row(leaf.unsqueeze(1)), own_memory(rows.batch))
         given = params if rows.source else mode.leaves
         try:
             with told_of_transforms(), checks.backward_inside(), mode, custom_functions(settings.plain_functions):

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import shorten
+from dpfunc.engines._guards.modes import computes_itself
 from dpfunc.engines._levels import is_dead, is_row, is_row_of_earlier
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
@@ -223,7 +224,7 @@ def refuse_kept(loss_fn: object) -> None:
 
 # Memory of rows of calls that have ended, which is still in use. Weak references; no result depends on them.
 _earlier: dict[int, StorageWeakRef] = {}
-_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__")
+WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__")
 # Operations that write into tensors of a module without saying so, on devices that a test may not have.
 UNDECLARED = frozenset(
     function
@@ -262,18 +263,26 @@ def forget_gone() -> None:
         del _earlier[key]
 
 
-def refuse_earlier(args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[[Tensor], bool] | None = None) -> None:
-    """Refuse to compute with a tensor of a row of an earlier call; `own` knows the tensors of a row alone."""
+def refuse_earlier(
+    args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[[Tensor], bool] | None = None
+) -> type[Tensor] | None:
+    """Refuse to compute with a tensor of a row of an earlier call; `own` knows the tensors of a row alone.
+
+    Returns a class among the tensors that computes its operations itself.
+    """
+    found = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, (list, tuple)):
-            refuse_earlier(value, {}, own)
-        elif isinstance(value, Tensor) and (
-            (is_dead(value) and _is_kept(value, own)) or (_earlier and is_earlier(value))
-        ):
-            raise UnsupportedModel(
-                "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
-                "this one. Compute each loss from its own row and the parameters alone."
-            )
+            found = refuse_earlier(value, {}, own) or found
+        elif isinstance(value, Tensor):
+            if (is_dead(value) and _is_kept(value, own)) or (_earlier and is_earlier(value)):
+                raise UnsupportedModel(
+                    "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
+                    "this one. Compute each loss from its own row and the parameters alone."
+                )
+            if type(value) is not Tensor and computes_itself(type(value)):
+                found = type(value)
+    return found
 
 
 def _is_kept(value: Tensor, own: Callable[[Tensor], bool] | None) -> bool:
@@ -296,6 +305,16 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
     own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     own_dispatch |= functorch.is_legacy_batchedtensor(tensor)  # of `autograd.grad(is_grads_batched=True)`
     return None if own_dispatch or tensor.layout is not torch.strided else tensor
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """True if several places of a tensor may share memory: windows (`unfold`), repeats (`expand`)."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _memory(tensor: Tensor) -> int:
@@ -331,7 +350,7 @@ class RowMemory:
         if not any(of_row):
             return
         name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
+        if (name.endswith("_") and not name.endswith("__")) or name in WRITING:
             self.note(given[:1])
         self.note(_tensors(kwargs.get("out")))
         views_of = {_memory(tensor) for tensor, own in zip(given, of_row, strict=True) if not own}
