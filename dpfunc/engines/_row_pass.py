@@ -396,7 +396,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
     num_rows = len(rows.positions)
     forget_gone()
     params = rows.plain_params()
-    for kind in {type(leaf) for leaf in pytree.tree_leaves((params, rows.batch))}:
+    for kind in set[Any](map(type, pytree.tree_leaves((params, rows.batch)))):
         if computes_itself(kind):
             raise Alone(f"tensors of the class {kind.__qualname__} compute all rows at once")
     kind = _PlainFunctions if settings.plain_functions else _RowPass
