@@ -64,16 +64,26 @@ class RowAlone(TorchFunctionMode):
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
         self.draws = OwnDraws([position], torch.default_generator.get_state())
-from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
-from dpfunc.errors import DPFuncError, UnsupportedModel
+        self.asked = self.told = False
+        self.stopped: BaseException | None = None
+        self.raised = 0
+        self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
         self.memory.note(pytree.tree_leaves(row))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
-from dpfunc.errors import DPFuncError, UnsupportedModel
+        try:
+            refuse_earlier(args, kwargs, self.memory.depends)
+            refuse_undeclared(func)
+            if func in _ASKING or func in _TELLING:
+                self._tell(func, args)
+        except (DPFuncError, _Told) as error:
+            self.stopped, self.raised = self.stopped or error, self.raised + 1
+            if self.raised <= MOST_RAISED:
+                raise
+            args = self._other(args)
         found = self._computed(func, args, kwargs)
         if isinstance(found, Tensor) and found.is_floating_point():
             self.dtypes.add(found.dtype)
