@@ -27,8 +27,7 @@ from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._guards.audit import Audits, Credited, audit
 from dpfunc.engines._guards.kept_state import refuse_counting
-from dpfunc.engines._guards.loss import joined_aux, uncompiled, unfollowed_code_is_an_error
-from dpfunc.engines._guards.modes import refuse_modes
+from dpfunc.engines._guards.loss import joined_aux, refuse_modes, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._levels import first_row
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample

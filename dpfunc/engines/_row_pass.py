@@ -22,13 +22,15 @@ from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.loss import (
     UNDECLARED,
+    computes_itself,
+    entered_modes,
     forget_gone,
+    open_modes,
     overlaps,
     plain_memory,
     refuse_earlier,
     refuse_undeclared,
 )
-from dpfunc.engines._guards.modes import computes_itself, entered_modes, open_modes
 from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
     MOST_RAISED,

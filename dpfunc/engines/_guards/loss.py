@@ -5,6 +5,7 @@ Tensors of rows of an earlier call may be kept, and must not be used; under leve
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,13 +18,14 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import shorten
-from dpfunc.engines._guards.modes import computes_itself
 from dpfunc.engines._levels import is_dead, is_row, is_row_of_earlier
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
@@ -360,3 +362,33 @@ class RowMemory:
         """Note what is still in use: a later call must not use it."""
         forget_gone()
         _earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})
+
+
+open_modes = torch._C._len_torch_dispatch_stack
+"""Number of modes below all levels (`TorchDispatchMode`) that are active."""
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("torch", "dpfunc")
+
+
+def refuse_modes() -> None:
+    """Refuse a step inside of a mode of somebody else. Those of torch (`FlopCounterMode`) may stay."""
+    for mode in (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()):
+        if _is_foreign(type(mode)):
+            raise UnsupportedModel(
+                f"The step runs inside of the mode {type(mode).__qualname__}, which is given all rows of a batch at "
+                "once and may mix them, or change what is clipped. Leave it before the step. Nothing was spent."
+            )
+
+
+def entered_modes(before: int) -> str:
+    """Names of the modes that were entered after so many; without those of selective checkpointing, which keep rows."""
+    entered = map(type, _get_current_dispatch_mode_stack()[before:])
+    return ", ".join(mode.__qualname__ for mode in entered if mode.__module__ != "torch.utils.checkpoint")
+
+
+@functools.cache
+def computes_itself(kind: type[Tensor]) -> bool:
+    """True for a class of tensors, not of torch, that computes its operations itself (`__torch_dispatch__`)."""
+    return _is_foreign(kind) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
