@@ -15,7 +15,6 @@ from dpfunc.engines._guards.audit import Audits
 
 PAGE = DOCS / "trust.md"
 SIZES, SHARES, STEPS, WANTED, CHANCES = (32, 256, 8192), (0.0, 0.01, 0.1, 1.0), (1, 100, 1000, 10000), 0.99, 1000
-KINDS = {"small steps": lambda size: 1.0, "large steps": lambda size: 1.0 / size}  # seconds of a row, of a step one
 
 
 def missed(size: int, faulty: int, drawn: int) -> float:
@@ -23,10 +22,10 @@ def missed(size: int, faulty: int, drawn: int) -> float:
     return 0.0 if faulty + drawn > size else math.comb(size - faulty, drawn) / math.comb(size, drawn)
 
 
-def missed_later(size: int, faulty: int, row_seconds: float) -> float:
+def missed_later(size: int, faulty: int) -> float:
     """The same of a later step, over equal distances of its chance."""
-    audits = Audits(steps=1, row_seconds=row_seconds)
-    drawn = [audits.due(size, 1.0, (number + 0.5) / CHANCES) for number in range(CHANCES)]
+    audits = Audits(steps=1)
+    drawn = [audits.due(size, (number + 0.5) / CHANCES) for number in range(CHANCES)]
     return sum(missed(size, faulty, each) for each in drawn) / CHANCES
 
 
@@ -35,15 +34,15 @@ def percent(value: float, certain: bool) -> str:
     return "> 99.9 %" if value > 0.999 and not certain else f"{math.floor(1000 * value) / 10:g} %"
 
 
-def table(kind: str) -> str:
+def table() -> str:
     rows = []
     for size in SIZES:
         for share in SHARES:  # 0: one row
             faulty = max(1, round(share * size))
             if share and faulty == 1:
                 continue
-            miss = missed_later(size, faulty, KINDS[kind](size))
-            found = (1.0 - missed(size, faulty, Audits().due(size, 0.0, 0.0)), *(1.0 - miss**steps for steps in STEPS))
+            miss = missed_later(size, faulty)
+            found = (1.0 - missed(size, faulty, Audits().due(size, 1.0)), *(1.0 - miss**steps for steps in STEPS))
             name = f"{percent(share, True)} ({faulty})" if share else "one row (1)"
             needed = 1 if miss <= 1.0 - WANTED else math.ceil(math.log(1.0 - WANTED) / math.log(miss))
             rows.append([size, name, *(percent(value, faulty == size) for value in found), needed])
@@ -52,7 +51,7 @@ def table(kind: str) -> str:
 
 
 def tables() -> dict[str, str]:
-    return {kind: table(kind) for kind in KINDS}
+    return {"audits": table()}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -169,9 +168,8 @@ class ClippedGrad:
         self, parts: Partition, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
-        start, generator = time.perf_counter(), torch.default_generator.get_state()
+        generator = torch.default_generator.get_state()
         per_sample = self.engine(self.loss_fn, params, microbatch)
-        seconds = time.perf_counter() - start
         repeatable = isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
         clip_and_sum = partial(self._clip_and_sum, parts, params, per_sample, mask_B)
         # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
@@ -180,8 +178,9 @@ class ClippedGrad:
             found = self._read_together(clip_and_sum) if repeatable and not in_lockstep() else clip_and_sum()
         if not getattr(per_sample, "alone", True):  # nor for engines of users
             own = Credited(self.loss_fn, params, microbatch, per_sample, found.sq_norms, generator, repeatable)
-            with self._audits.choose_rows(key, microbatch, seconds) as chosen:
-                audit(own, chosen, self._audits)
+            decision = getattr(self.engine, "decision", None)
+            by_row = getattr(decision(self.loss_fn), "by_row", ()) if decision else ()
+            audit(own, self._audits.choose_rows(key, microbatch, by_row), self._audits)
         return found
 
     def _clip_and_sum(

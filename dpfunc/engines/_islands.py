@@ -290,15 +290,17 @@ class Native(Node):
     def forward(kernel: Kernel, anchor: Tensor, *inputs: Tensor) -> Any:
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
         again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        values = [of_rows(value) for value in inputs]
+        values = [kernel.owner.levels.all_rows(value) for value in inputs]
         with below_both(), torch.set_grad_enabled(not again):
-            found = kernel.build(values, again)  # type: ignore[arg-type]  # rows
+            found = kernel.build(values, again)
         made = tuple(kernel.owner.levels.row(value) for value in found)
         return made if len(made) > 1 else made[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
+        made = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*(value for value in made if not (value.is_floating_point() or value.is_complex())))
         ctx.kernel, _, *given = inputs
         if ctx.kernel.again:
             ctx.save_for_backward(*given)
@@ -307,12 +309,12 @@ class Native(Node):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         kernel: Kernel = ctx.kernel
         kernel.owner.backward_node()
-        values = [of_rows(value) for value in ctx.saved_tensors]
+        values = [kernel.owner.levels.all_rows(value) for value in ctx.saved_tensors]
         grads_B = [None if grad is None else kernel.owner.levels.all_rows(grad) for grad in grads]
         with below_both():
             if kernel.again:
                 with torch.enable_grad():
-                    kernel.build(values, True)  # type: ignore[arg-type]  # rows
+                    kernel.build(values, True)
             with torch._C.DisableTorchFunction():
                 found = kernel.back(grads_B)
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]

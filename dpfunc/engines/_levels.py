@@ -307,6 +307,7 @@ class Passed:
     disagreed: Diverged | None
     uses: Sequence[Use]
     aux: Any = None
+    by_row: Sequence[str] = ()
 
 
 class Pass(TorchFunctionMode):
@@ -330,6 +331,7 @@ class Pass(TorchFunctionMode):
         with Below():
             self.anchor = over.leaf(torch.zeros((), device="cpu"))
         self.noted: list[Use] = []
+        self.by_row: dict[str, None] = {}
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
@@ -339,9 +341,13 @@ class Pass(TorchFunctionMode):
         """Name and value of a parameter, if this is one."""
         return self._params.get(id(leaf))
 
+    def at_levels(self) -> bool:
+        """True outside of transforms of the loss."""
+        return bool(functorch.maybe_current_level() == self.levels.grad)
+
     def is_open(self) -> bool:
         """True where an operation may run as its native kernel: outside of transforms of the loss, with gradients."""
-        return bool(functorch.maybe_current_level() == self.levels.grad) and torch.is_grad_enabled()
+        return self.at_levels() and torch.is_grad_enabled()
 
     def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function whose parts pass here."""

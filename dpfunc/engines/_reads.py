@@ -129,21 +129,23 @@ def getitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     return args[0][positions(owner, args[1])]
 
 
-def _mask_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tensor, list[Any], Any]:
-    """A write by one mask beside slices and numbers as one by the mask alone; torch's rule for rows mixes up axes."""
-    place = [_is_mask(part) for part in parts].index(True)
-    mask = parts[place]
-    used = sum(mask.ndim if part is mask else part is not ... for part in parts)
-    whole = [slice(None)] * mask.ndim
-    before = list(parts[:place])
-    if ... in before:
-        dots = before.index(...)
-        before[dots : dots + 1] = [slice(None)] * (target.ndim - used)
-    view = target[(*before, *whole, *parts[place + 1 :])]
-    axis = sum(not isinstance(part, int) for part in before)
+def _numbers_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    """A write by tensors of whole numbers beside slices as one by them alone; torch's rule for rows mixes up axes."""
+    if ... in parts:
+        dots = parts.index(...)
+        whole = target.ndim - sum(part is not None and part is not ... for part in parts)
+        parts = [*parts[:dots], *[slice(None)] * whole, *parts[dots + 1 :]]
+    view = target[tuple([slice(None) if isinstance(part, Tensor) else part for part in parts])]
+    kept = [part for part in parts if not isinstance(part, int) or isinstance(part, bool)]
+    axes = [axis for axis, part in enumerate(kept) if isinstance(part, Tensor)]
+    places = tuple([part for part in kept if isinstance(part, Tensor)])
+    order = torch.broadcast_shapes(*[place.shape for place in places])
     if isinstance(value, Tensor) and value.ndim:
-        value = value.reshape((1,) * (view.ndim - mask.ndim + 1 - value.ndim) + tuple(value.shape)).movedim(axis, 0)
-    return view.movedim([axis + each for each in range(mask.ndim)], list(range(mask.ndim))), [mask], value
+        ndim = view.ndim - len(axes) + len(order)
+        value = value.reshape((1,) * max(0, ndim - value.ndim) + tuple(value.shape)[max(0, value.ndim - ndim) :])
+        if axes[-1] - axes[0] == len(axes) - 1:  # else their axes come first
+            value = value.movedim([axes[0] + each for each in range(len(order))], list(range(len(order))))
+    return view.movedim(axes, list(range(len(axes)))), places, value
 
 
 def _fill(target: Tensor, mask: Tensor, value: Any) -> None:
@@ -155,17 +157,17 @@ def _fill(target: Tensor, mask: Tensor, value: Any) -> None:
 
 
 def setitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Write where a mask of each row is set."""
+    """Write where a mask of each row is set, or by whole numbers of a row."""
     target, index, value = args
-    parts = _masks(index)
-    if not any(map(is_row, filter(_is_mask, parts))):
+    parts = [torch.tensor(part) if isinstance(part, list) and not any_row(part) else part for part in _masks(index)]
+    of_tensors = [isinstance(part, Tensor) for part in parts]
+    apart = len({place - sum(of_tensors[:place]) for place, own in enumerate(of_tensors) if own}) > 1
+    if not any(map(is_row, parts)) and not (apart and is_row(target)):
         return NotImplemented
-    if len(parts) == 1 and is_row(target) and getattr(value, "ndim", 0) == 0:
+    if len(parts) == 1 and _is_mask(parts[0]) and is_row(target) and getattr(value, "ndim", 0) == 0:
         return _fill(target, parts[0].bool(), value)
-    known = all(_is_mask(part) or isinstance(part, (int, slice, type(...))) for part in parts)
-    if len(parts) > 1 and known and sum(map(_is_mask, parts)) == 1:
-        target, parts, value = _mask_first(target, parts, value)
-    target[positions(owner, tuple(parts))] = value
+    view, places, value = _numbers_first(target, positions(owner, tuple(parts)), value)
+    view[places] = value
     return None
 
 
@@ -318,6 +320,12 @@ def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return read(owner, func, args, kwargs) if any_row((args, kwargs)) else NotImplemented
 
 
+def strided(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`as_strided` of memory that is as that of a row alone."""
+    values_B = of_rows(args[0] if args else kwargs["input"])
+    return NotImplemented if values_B is None or values_B.is_contiguous() else _of_memory(owner, func, args, kwargs)
+
+
 def _of_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
 
@@ -349,6 +357,7 @@ READS: dict[Any, Handler] = {
     **dict.fromkeys(_named("repeat_interleave"), repeat_interleave),
     **dict.fromkeys((torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq), solve),
     **dict.fromkeys(_named("as_strided_"), _of_memory),
+    **dict.fromkeys(_named("as_strided", "as_strided_copy"), strided),
     **dict.fromkeys(
         _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
     ),

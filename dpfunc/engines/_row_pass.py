@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import is_dtensor
 from dpfunc.batches import own_memory, take
+from dpfunc.engines._batching import by_rows, verified
 from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
@@ -167,13 +168,11 @@ class _RowPass(Pass):
                 found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
-            if handlers is None:
-                return self._opened(func, args, kwargs) if isinstance(func, _OF_PYTHON) else func(*args, **kwargs)
-            for handler in handlers:
+            for handler in (_last(func),) if handlers is None else handlers:
                 found = handler(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
-            return func(*args, **kwargs)
+            return NotImplemented  # which the last handler never gives
         except (Stop, DPFuncError, *ORDINARY) as error:  # also where code of the loss catches it
             if self.stopped is None:
                 reason = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
@@ -211,9 +210,9 @@ class _RowPass(Pass):
                 if found is not NotImplemented:
                     return found
                 self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
-            return func(*args, **kwargs)
+            return by_rows(self, func, args, kwargs)
         parts = opened(func)
-        return func(*args, **kwargs) if parts is None else self.seen(parts, args, kwargs)
+        return by_rows(self, func, args, kwargs) if parts is None else self.seen(parts, args, kwargs)
 
     @cached_property
     def _draws(self) -> OwnDraws:
@@ -367,6 +366,22 @@ _FACTS = (
     Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel,
 )  # fmt: skip
 _FACT: tuple[Handler, ...] = ()
+
+
+def _as_it_is(mode: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+# Functions that compute nothing of rows by a rule of torch, or whose parts pass here by themselves.
+_WITHOUT_RULE = frozenset((*_NESTED, *_HOOKING, torch._functorch.autograd_function.custom_function_call, _DATA.__set__))
+_RIGHT = verified() | _WITHOUT_RULE
+
+
+def _last(func: Any) -> Handler:
+    """Who answers a function if nobody else does."""
+    if func in _RIGHT:
+        return _as_it_is
+    return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows
 # Who answers a function, in this order: the first whose answer is not NotImplemented. The second one needs rules.
 _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(_WRITES, _RowPass.written),
@@ -386,7 +401,10 @@ _OWN: Mapping[Any, Handler] = {
 
 def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     functions = {func for table in tables for func in table}
-    found = {func: tuple(table[func] for table in tables if func in table) for func in functions}
+    found = {
+        func: (*(table[func] for table in tables if func in table), _last(func))
+        for func in functions | _RIGHT
+    }
     return {**found, **dict.fromkeys(_FACTS, _FACT)}
 
 
@@ -426,4 +444,4 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             losses_B = over.all_rows(losses_1)[:, 0].detach()
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
-    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux)
+    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row))

@@ -43,6 +43,7 @@ class Decision:
 
     Args:
         engine: `"one pass"`, `"groups"` (of rows that agree on what Python reads) or `"loop"`. reason: in words.
+        by_row: functions that have run row by row, since torch's rules for rows were not seen right.
 
     >>> Decision("one pass", "all rows together")
     Decision(engine='one pass', reason='all rows together')
@@ -50,6 +51,7 @@ class Decision:
 
     engine: str
     reason: str
+    by_row: tuple[str, ...] = field(default=(), repr=False)
 
 
 class _Part(NamedTuple):
@@ -119,6 +121,7 @@ class _Known:
     settings: Settings
     read: str = ""  # name of a function by which it was told numbers of rows
     together: frozenset[str] = frozenset()  # see `Measured`
+    by_row: frozenset[str] = frozenset()  # functions that ran row by row
     uses: dict[object, Use] = field(default_factory=dict)
 
     def _learn(self, **changes: Any) -> None:
@@ -243,11 +246,13 @@ class VmapGrad:
         for part in reversed(parts):
             if part.alone:
                 return Decision("loop", f"rows alone, since {part.alone}")
+        names = tuple(sorted(known.by_row))
+        by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
             told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
-            return Decision("groups", told)
+            return Decision("groups", f"{told}{by_row}", names)
         slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
-        return Decision("one pass", f"all rows together{slower}")
+        return Decision("one pass", f"all rows together{slower}{by_row}", names)
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Decision about the last step of a loss function, and why; None before its first batch."""
@@ -293,6 +298,7 @@ class VmapGrad:
             kept = Kept()
             calls.collect(kept)
             passed = one_pass(rows, settings, known.uses, kept, calls.watched)
+            known._learn(by_row=known.by_row.union(passed.by_row))
             if passed.disagreed is not None:
                 return passed.disagreed
             if self.told is not None:
@@ -306,6 +312,7 @@ class VmapGrad:
             measured = Measured(together=together)
             calls.collect(measured)
             passed = one_pass(rows, settings, known.uses, measured, calls.watched)
+            known._learn(by_row=known.by_row.union(passed.by_row))
             if passed.disagreed is not None:
                 return passed.disagreed
             with exact(passed.losses_B.device), torch.no_grad():

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,49 +25,45 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
-TIME_SHARE, ROWS_IN = 0.01, 100  # after the first step, rows alone take this share of the time, and one row in so many
-FIRST_ROWS = 2
-_STEPS_IN = 100  # processes in lockstep, each of which has a clock of its own: one row in so many steps
+FIRST_ROWS, ROWS_IN = 2, 100  # in the first step: so many rows, or one in so many
+STEPS_IN = 100  # later: one row in so many steps, about 1 % of the time, since a row takes no longer than a step
 _TRIES, _ROUNDING_UNITS = 8, 8  # a row that differs is computed again, with parameters that differ by rounding
 
 
 @dataclass
 class Audits:
-    """Schedule of the audits of a loss function. No result depends on it."""
+    """Schedule of the audits of a loss function, by the key: two runs of one key audit alike. No result depends on it.
+
+    Args:
+        steps: that it has seen. counting: the loss changes what it keeps at each call. by_row: functions of torch that
+            have run row by row.
+    """
 
     steps: int = 0
     counting: bool = False
-    row_seconds: float = 0.0
+    by_row: Sequence[str] = ()
 
-    def due(self, count: int, seconds: float, chance: float) -> int:
-        """Number of rows of this step to compute alone."""
+    def due(self, count: int, chance: float, by_row: Sequence[str] = ()) -> int:
+        """Number of rows of this step to compute alone; one at least where another function runs row by row."""
         if not count:
             return 0
         step, self.steps = self.steps, self.steps + 1
-        most = max(1, count // ROWS_IN)
+        before, self.by_row = self.by_row, by_row
         if not step:
-            return min(count, max(FIRST_ROWS, most))
-        if self.counting:
-            return 1
-        if in_lockstep():
-            return int(not step % _STEPS_IN)
-        share = TIME_SHARE * seconds / self.row_seconds if self.row_seconds else 0.0
-        return min(most, int(share + chance))
+            return min(count, max(FIRST_ROWS, count // ROWS_IN))
+        if in_lockstep():  # the ranks have keys of their own
+            return int(self.counting or not step % STEPS_IN)
+        return int(self.counting or by_row != before or chance * STEPS_IN < 1)
 
     def note(self, changed: bool) -> None:
         """Note that a call has changed what the loss keeps."""
         self.counting |= changed
 
-    @contextmanager
-    def choose_rows(self, key: Key | None, batch: Batch, seconds: float) -> Iterator[list[int]]:
-        """Rows of this batch to compute alone, which is done inside and timed; see `due`."""
+    def choose_rows(self, key: Key | None, batch: Batch, by_row: Sequence[str] = ()) -> list[int]:
+        """Rows of this batch to compute alone; see `due`."""
         chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)
         count = batch_size(batch)
-        wanted = self.due(count, seconds, chance.random())
-        start = time.perf_counter()
-        yield chance.sample(range(count), wanted)
-        if wanted:
-            self.row_seconds = (time.perf_counter() - start) / wanted
+        return chance.sample(range(count), self.due(count, chance.random(), by_row))
 
 
 class Credited(NamedTuple):

@@ -14,39 +14,50 @@ import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.engines._guards import audit as module
-from dpfunc.engines._guards.audit import FIRST_ROWS, ROWS_IN, TIME_SHARE, Audits, Credited, audit
+from dpfunc.engines._guards.audit import FIRST_ROWS, ROWS_IN, STEPS_IN, Audits, Credited, audit
 from dpfunc.engines._per_sample import Dense, PerSample
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
 
-def schedule(size, steps, *, row_seconds, step_seconds=1.0, counting=False):
-    """Rows that each of so many steps compares, where a step and a row alone take these times."""
-    audits = Audits(counting=counting, row_seconds=row_seconds)
-    chances = torch.rand(steps, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
-    return [audits.due(size, step_seconds, chance) for chance in chances]
+def schedule(size, steps, counting=False):
+    """Rows that each of so many steps compares."""
+    audits, key = Audits(counting=counting), insecure_key(0)
+    return [audits.choose_rows(fold_in(key, "step", number), torch.zeros(size)) for number in range(steps)]
 
 
 @pytest.mark.parametrize("size", [1, 32, 256, 4096])
-@pytest.mark.parametrize("share", [1e-4, 1 / 32, 0.2, 3.0])
-def test_rows_take_their_share_of_the_time(size, share):
-    """At most one row in 100 and 1 % of the time; the first step is not counted, and has two rows at least."""
-    first, *later = schedule(size, 20001, row_seconds=share)
-    assert first == min(size, max(FIRST_ROWS, size // ROWS_IN))
-    assert max(later) <= max(1, size // ROWS_IN)
-    taken, possible = sum(later) * share / 20000, min(TIME_SHARE, max(1, size // ROWS_IN) * share)
-    assert taken <= 1.2 * TIME_SHARE
-    assert taken >= 0.8 * possible, "what may be taken is taken"
+def test_one_row_in_a_hundred_steps_by_the_key(size):
+    first, *later = schedule(size, 4001)
+    assert len(first) == min(size, max(FIRST_ROWS, size // ROWS_IN))
+    assert max(map(len, later)) == 1
+    assert 20 < sum(map(len, later)) < 4000 / STEPS_IN * 2
+    assert [first, *later] == schedule(size, 4001), "no clock decides"
+    assert later[1000:] == schedule(size, 4001)[1001:]
+
+
+def test_a_run_that_goes_on_audits_the_same_rows():
+    key, batch = insecure_key(0), torch.zeros(64)
+    whole, resumed = Audits(), Audits()
+    rows = [whole.choose_rows(fold_in(key, "step", number), batch) for number in range(1000)]
+    again = [resumed.choose_rows(fold_in(key, "step", number), batch) for number in range(500, 1000)]
+    assert again[1:] == rows[501:]
 
 
 def test_the_calls_of_a_loss_that_counts_them_are_as_many_in_each_step():
-    assert schedule(64, 5, row_seconds=1e-6, counting=True) == [2, 1, 1, 1, 1]
-    assert schedule(4096, 5, row_seconds=10.0, counting=True)[1:] == [1, 1, 1, 1]
+    assert list(map(len, schedule(64, 5, counting=True))) == [2, 1, 1, 1, 1]
+    assert list(map(len, schedule(4096, 5, counting=True)))[1:] == [1, 1, 1, 1]
+
+
+def test_a_function_that_runs_row_by_row_for_the_first_time_is_compared():
+    audits = Audits()
+    seen = ((), (), ("cdist",), ("cdist",), ("cdist", "lu_solve"), ("cdist", "lu_solve"))
+    assert [audits.due(64, 0.5, names) for names in seen] == [2, 0, 1, 0, 1, 0]
 
 
 def test_an_empty_batch_is_no_first_step():
     audits = Audits()
-    assert [audits.due(size, 0.0, 0.0) for size in (0, 8, 8)] == [0, 2, 0]
+    assert [audits.due(size, 0.5) for size in (0, 8, 8)] == [0, 2, 0]
 
 
 # What it finds in the values of an engine.
@@ -122,7 +133,7 @@ class Noisy(nn.Module):
 def test_random_numbers_are_no_difference(engine, size, monkeypatch):
     """All rows of all steps are compared: each draws alone what it has drawn beside others, in groups too."""
     compared = []
-    monkeypatch.setattr(Audits, "due", lambda self, count, seconds, chance: compared.append(count) or count)
+    monkeypatch.setattr(Audits, "due", lambda self, count, *_: compared.append(count) or count)
     forward, params = dpfunc.functionalize(Noisy().train())
     prepared = make_clipped_grad(
         lambda p, x: forward(p, x), clipping.Flat(1.0), engine=getattr(engines, engine)(), microbatch_size=size

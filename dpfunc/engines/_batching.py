@@ -1,0 +1,116 @@
+"""Torch's batching rules that were seen right on this version of torch; any other function runs row by row.
+
+The tables `_verified/<version>.json` are written by tests/_support/batching_rules.py: docs/decisions/0019.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpfunc.engines._islands import Kernel, Native, Results
+from dpfunc.engines._levels import Alone, Pass, apply_node, below_both, is_row
+from dpfunc.engines._reads import agreed
+
+_log = logging.getLogger("dpfunc")
+VERSION = ".".join(torch.__version__.split(".")[:2])
+_TABLE = Path(__file__).with_name("_verified") / f"{VERSION}.json"
+
+
+def named(name: str) -> Any:
+    """The function of torch with this path below `torch`; None where this build has none.
+
+    >>> named("Tensor.add") is torch.Tensor.add, named("Tensor.no_such_name")
+    (True, None)
+    """
+    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), torch)
+
+
+def verified() -> frozenset[Any]:
+    """Functions of torch whose rows were right wherever rows stood among their arguments."""
+    if not _TABLE.exists():
+        _log.warning(
+            "torch %s: nobody has compared its batching rules with rows alone, so samples are computed one by one, "
+            "which is slow. Use a version of torch that has a table in dpfunc/engines/_verified, or make one: "
+            "tests/_support/batching_rules.py.",
+            torch.__version__,
+        )
+        return frozenset()
+    found = map(named, json.loads(_TABLE.read_text())["right"])
+    return frozenset(function for function in found if function is not None)
+
+
+def _plain(tensor: Tensor, given: Sequence[Tensor]) -> bool:
+    """True for a result that has memory of its own, which is all that it has: rows of it can be joined."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return all(tensor.untyped_storage()._cdata != each.untyped_storage()._cdata for each in given)
+
+
+def _same(owner: Pass, shapes: Sequence[Any], name: str) -> None:
+    if any(shape != shapes[0] for shape in shapes):
+        agreed(owner, shapes, name)
+
+
+def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a function row by row below both levels, as one node; what cannot be done so ends the pass."""
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
+    inputs = [flat[place] for place in places]
+    wanted = [value.requires_grad and torch.is_grad_enabled() for value in inputs]
+    if not any(wanted) and not any(map(is_row, inputs)):
+        return func(*args, **kwargs)
+    name, rest = getattr(func, "__name__", str(func)), list[Any]()
+    why = f"torch's rule of {name} for rows was not seen right in torch {VERSION}"
+    if not owner.at_levels():
+        owner.stop(Alone(f"{why}, and the loss calls it inside of a transform"))
+
+    def call(*values: Tensor) -> Results:
+        each = [_of_row([value.clone() for value in own]) for own in zip(*(value.unbind() for value in values), strict=True)]
+        leaves, specs = zip(*map(pytree.tree_flatten, each), strict=True)
+        _same(owner, [str(found) for found in specs], name)
+        joined = []
+        rest[:] = [specs[0], *leaves[0]]
+        for place, found in enumerate(zip(*leaves, strict=True), 1):
+            is_tensor = isinstance(found[0], Tensor)
+            if not is_tensor:
+                agreed(owner, found, name)
+            else:
+                _same(owner, [tuple(v.shape) for v in found], name)
+                rest[place] = ...
+                joined.append(torch.stack(found))
+        return tuple(joined)
+
+    def _of_row(own: list[Tensor]) -> Any:
+        filled = list(flat)
+        for place, value in zip(places, own, strict=True):
+            filled[place] = value
+        given, named_ones = pytree.tree_unflatten(filled, spec)
+        found = func(*given, **named_ones)
+        results = [value for value in pytree.tree_leaves(found) if isinstance(value, Tensor)]
+        if any(value._version for value in own) or not all(_plain(value, own) for value in results):
+            owner.stop(Alone(f"{why}, and it writes into, or shares memory with, what it is given"))
+        return found
+
+    before = torch.default_generator.get_state()
+    if any(wanted):
+        made = apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
+        made = made if isinstance(made, tuple) else (made,)
+    else:
+        values = [owner.levels.all_rows(value) for value in inputs]
+        with below_both(), torch.no_grad():
+            found = call(*values)
+        made = tuple(map(owner.levels.row, found))
+    if not torch.equal(before, torch.default_generator.get_state()):
+        owner.stop(Alone(f"{why}, and it draws random numbers"))
+    owner.by_row.setdefault(name)
+    results = iter(made)
+    return pytree.tree_unflatten([next(results) if leaf is ... else leaf for leaf in rest[1:]], rest[0])
