@@ -5,7 +5,6 @@ The tables `_verified/<version>.json` are written by tests/_support/batching_rul
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,10 @@ def named(name: str) -> Any:
     >>> named("Tensor.add") is torch.Tensor.add, named("Tensor.no_such_name")
     (True, None)
     """
-    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), torch)
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def verified() -> frozenset[Any]:
@@ -74,7 +76,8 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         owner.stop(Alone(f"{why}, and the loss calls it inside of a transform"))
 
     def call(*values: Tensor) -> Results:
-        each = [_of_row([value.clone() for value in own]) for own in zip(*(value.unbind() for value in values), strict=True)]
+        rows = zip(*(value.unbind() for value in values), strict=True)
+        each = [_of_row([value.clone() for value in own]) for own in rows]
         leaves, specs = zip(*map(pytree.tree_flatten, each), strict=True)
         _same(owner, [str(found) for found in specs], name)
         joined = []

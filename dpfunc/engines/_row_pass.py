@@ -382,6 +382,8 @@ def _last(func: Any) -> Handler:
     if func in _RIGHT:
         return _as_it_is
     return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows
+
+
 # Who answers a function, in this order: the first whose answer is not NotImplemented. The second one needs rules.
 _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(_WRITES, _RowPass.written),
@@ -401,10 +403,7 @@ _OWN: Mapping[Any, Handler] = {
 
 def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     functions = {func for table in tables for func in table}
-    found = {
-        func: (*(table[func] for table in tables if func in table), _last(func))
-        for func in functions | _RIGHT
-    }
+    found = {func: (*(table[func] for table in tables if func in table), _last(func)) for func in functions | _RIGHT}
     return {**found, **dict.fromkeys(_FACTS, _FACT)}
 
 

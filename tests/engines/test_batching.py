@@ -34,12 +34,16 @@ def solved(p, b):
 
 
 def quantized(p, b):
-    return (torch.quantize_per_tensor_dynamic(b.to(SINGLE), torch.qint8, False).dequantize().to(DOUBLE) * p["w"][0]).sum()
+    return (
+        torch.quantize_per_tensor_dynamic(b.to(SINGLE), torch.qint8, False).dequantize().to(DOUBLE) * p["w"][0]
+    ).sum()
 
 
 def quantized_by(p, b):
     x, zero = b.to(SINGLE), torch.zeros((), dtype=torch.long)
-    return (torch.quantize_per_tensor(x, x.abs().max() / 99, zero, torch.qint8).dequantize().to(DOUBLE) * p["w"][0]).sum()
+    return (
+        torch.quantize_per_tensor(x, x.abs().max() / 99, zero, torch.qint8).dequantize().to(DOUBLE) * p["w"][0]
+    ).sum()
 
 
 def in_place(p, b):
@@ -86,7 +90,12 @@ def test_rows_of_a_wrong_rule_are_those_alone(case, engine):
     decision = made.decision(loss_fn)
     assert way in (None, decision.engine)
     if decision.engine != "loop" or way == "loop":
-        assert way is None or "row by row" in decision.reason or "torch's rule" in decision.reason or "backward pass" in decision.reason
+        assert (
+            way is None
+            or "row by row" in decision.reason
+            or "torch's rule" in decision.reason
+            or "backward pass" in decision.reason
+        )
 
 
 # The tables, and the sweep that writes them.
@@ -155,6 +164,6 @@ def test_a_version_without_a_table_uses_no_rule_and_says_so(monkeypatch, tmp_pat
 def test_the_pass_ends_where_rows_cannot_be_joined():
     for loss, told in ((quantized, "shares memory"), (quantized_by, "shares memory")):
         engine = engines.auto()
-        loss_fn = lambda p, batch, loss=loss: torch.stack([loss(p, b) for b in batch])  # noqa: E731
+        loss_fn = lambda p, batch, loss=loss: torch.stack([loss(p, b) for b in batch])
         engine(loss_fn, {"w": POINTS}, POINTS)
         assert told in engine.decision(loss_fn).reason, engine.decision(loss_fn)

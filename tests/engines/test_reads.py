@@ -58,6 +58,12 @@ def test_rows_with_equal_numbers_stay_together():
 
 OWN = {
     "a mask is filled": lambda p, x: torch.where(x > 0, p["w"] * x, 0.0).sum(1),
+    "written by numbers of the row after a slice": lambda p, x: _weighed(
+        torch.zeros(2, 3, dtype=x.dtype) * x, (slice(None), x[0].argsort()), p["w"] * x),
+    "written between slices by two lists of numbers": lambda p, x: _weighed(
+        torch.zeros(2, 3, 3, dtype=x.dtype) * x, (slice(None), x[0].argsort(), [2, 0, 1]), p["w"] * x),
+    "written by numbers that are apart": lambda p, x: _weighed(
+        torch.zeros(2, 3, 2, dtype=x.dtype) * x.sum(), ([0, 1], slice(None), [1, 0]), p["w"] * x),
     "written where a mask is set": lambda p, x: _with(p["w"] * x, lambda h: h.__setitem__(h > 0, 0.0)),
     "written where a mask is set, beside a number": lambda p, x: _with(
         torch.zeros(2, 1, 3, dtype=x.dtype), lambda h: h.__setitem__((slice(None), 0, x[0] > 0.2),
@@ -77,6 +83,12 @@ OWN = {
         x[None], x[None], x[None], 3, 1, torch.outer(torch.ones(9, dtype=x.dtype), p["w"]), torch.zeros(9, dtype=x.dtype),
         None, None, False, 0.0, torch.eye(3, dtype=x.dtype), None)[0].sum((0, 2)),
 }  # fmt: skip
+
+
+def _weighed(h, place, value):
+    """Each place of what was written counts differently."""
+    h[place] = value
+    return (h.flatten() @ torch.arange(1.0, h.numel() + 1, dtype=h.dtype))[None]
 
 
 def _with(h, write):
