@@ -34,6 +34,8 @@ MUSEUM = {
     "the number of records is published": "evidence/test_certificate.py::test_what_is_published_has_no_number_of_records_no_batch_and_no_file_name",
     "a generator keeps 32 bits of its seed": "noise/test_streams.py::test_every_bit_of_a_key_changes_the_noise",
     "the step that crosses the budget is taken": "test_step.py::test_budget",
+    "vmap gives each row the gradient of row 0, the value of the last row, the scale of the first": "engines/test_batching.py::test_rows_of_a_wrong_rule_are_those_alone",
+    "vmap writes by an index after a slice into other places": "engines/test_reads.py::test_what_a_row_does_with_its_own_memory",
     "the sum is divided before the noise": "noise/test_gaussian.py::test_a_divided_sum_cannot_be_released",
 }
 CAPABILITIES = {
