@@ -426,7 +426,7 @@ def judged(call: Call, plan: Plan) -> str:
             truth = alone(call, plan, rows, weigh)
             if any(isinstance(v, Tensor) and (v.layout is not torch.strided or v.is_quantized) for v in truth[0][0]):
                 return ""
-        except Exception:  # noqa: BLE001  # torch refuses the row
+        except Exception:  # noqa: BLE001  (torch refuses the row)
             continue
         if not any(isinstance(v, Tensor) and differentiable(v) and v.numel() and v.isnan().all() for v in truth[0][0]):
             break
@@ -436,7 +436,7 @@ def judged(call: Call, plan: Plan) -> str:
         return ""
     try:
         found = beside(call, plan, rows, weigh)
-    except (Stop, Exception) as error:  # noqa: BLE001  # all that is no silent mixture
+    except (Stop, Exception) as error:  # noqa: BLE001  (none of these is a silent mixture)
         return f"stopped: {type(error).__name__}: {error}"[:150]
     for row, (own, other) in enumerate(zip(truth, found, strict=True)):
         for what, ones, others in zip(("result", "gradient"), own, other, strict=True):
@@ -512,7 +512,7 @@ def swept(calls: Calls, seed: int = 0, part: slice = slice(None)) -> dict[str, V
             for plan in plans_of(call, random.Random(f"{seed} {name} {number}")):
                 try:
                     outcome = judged(call, plan)
-                except Exception as error:  # noqa: BLE001  # what cannot be compared was not seen right
+                except Exception as error:  # noqa: BLE001  (what cannot be compared was not seen right)
                     outcome = f"stopped: {type(error).__name__}: {error}"[:150]
                 if outcome == "right":
                     verdict.right += 1
@@ -539,7 +539,7 @@ def write(found: dict[str, Verdict]) -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # of torch, about samples
     torch.manual_seed(0)
     calls = Calls(int(sys.argv[4]) if len(sys.argv) > 4 else 4)
     of_torch(calls, 12)
