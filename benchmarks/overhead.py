@@ -2,8 +2,7 @@
 
 Contestants are a step without privacy; an audit of one row; a whole clipped sum; and the first one of a new
 `clipped_grad`, with its audits, where torch has run the model before. `audits` is the share of a whole step that audits
-take on average: what they may take (`TIME_SHARE`), or less where the rows that a step may compare need less. `first` is
-the first step over a whole one.
+take on average, one row in 100 steps. `first` is the first step over a whole one.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ def contestant(spec: Spec) -> Contestant:
 
 
 def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
-    from dpfunc.engines._guards.audit import ROWS_IN, TIME_SHARE
+    from dpfunc.engines._guards.audit import STEPS_IN
 
     spec = {"module": "benchmarks.overhead", "cases": "benchmarks.engines.cases", "case": case, "quick": quick}
     names = ("plain", "audit", "whole", "first")
     found = compete({name: {**spec, "device": "cpu", "contestant": name} for name in names}, rounds, base="plain")
     audit, whole, first = (found[name]["time"]["median_seconds"] for name in names[1:])
     size = ALL_CASES[case].problem(quick=quick).batch_size
-    shares = {"audits": min(TIME_SHARE, audit / whole * max(1, size // ROWS_IN)), "first": first / whole}
+    shares = {"audits": audit / whole / STEPS_IN, "first": first / whole}
     return {"title": ALL_CASES[case].title, "batch_size": size, "rounds": rounds, **shares, "contestants": found}
 
 
