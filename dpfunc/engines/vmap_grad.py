@@ -204,7 +204,7 @@ class VmapGrad:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        decision, before = self._decision(calls.settings, parts, read), self.decision(loss_fn)
+        decision, before = self._decision(calls, parts, read), self.decision(loss_fn)
         if before is None or before.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
@@ -242,11 +242,11 @@ class VmapGrad:
                 done.append(_Part(places, found if self.source is None else replace(found, alone=True), counted))
         return done, read
 
-    def _decision(self, settings: Settings, parts: Sequence[_Part], read: str) -> Decision:
+    def _decision(self, calls: _Calls, parts: Sequence[_Part], read: str) -> Decision:
         for part in reversed(parts):
             if part.alone:
                 return Decision("loop", f"rows alone, since {part.alone}")
-        names = tuple(sorted(known.by_row))
+        settings, names = calls.settings, tuple(sorted(calls.known.by_row))
         by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
             told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"

@@ -41,19 +41,19 @@ class Audits:
 
     steps: int = 0
     counting: bool = False
-    by_row: Sequence[str] = ()
+    by_row: frozenset[str] = frozenset()
 
     def due(self, count: int, chance: float, by_row: Sequence[str] = ()) -> int:
         """Number of rows of this step to compute alone; one at least where another function runs row by row."""
         if not count:
             return 0
         step, self.steps = self.steps, self.steps + 1
-        before, self.by_row = self.by_row, by_row
+        new, self.by_row = not self.by_row.issuperset(by_row), self.by_row.union(by_row)
         if not step:
             return min(count, max(FIRST_ROWS, count // ROWS_IN))
         if in_lockstep():  # the ranks have keys of their own
             return int(self.counting or not step % STEPS_IN)
-        return int(self.counting or by_row != before or chance * STEPS_IN < 1)
+        return int(self.counting or new or chance * STEPS_IN < 1)
 
     def note(self, changed: bool) -> None:
         """Note that a call has changed what the loss keeps."""
