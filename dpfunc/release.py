@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dpfunc._utils.validation import fail, named, positive
@@ -72,7 +73,7 @@ def release_mean(
     Guarantees:
         tests/test_release.py: the scale of the noise (test_noise_has_the_promised_scale), one record moves the mean by
         at most bound / n (test_one_record_moves_the_mean_by_its_bound), journal and ledger count it
-        (test_the_journal_counts_it).
+        (test_the_journal_counts_it); no value and no number of records is an error (test_no_record_is_an_error).
 
     >>> import torch
     >>> from dpfunc.rng import secure_key
@@ -93,10 +94,21 @@ def release_mean(
     )  # fmt: skip
     step = make_dp_step(_times, plan, engine="vmap", journal=None if journal is None else Journal(journal, plan))
     params = {"mean": values.new_zeros(values.shape[1:])}
+    values = _within(values.detach(), limit)
     count = len(values) if len(values) != dataset_size else None
-    grads, state, _ = step(params, values.detach(), step.init(params, key, num_records=count))
+    grads, state, _ = step(params, values, step.init(params, key, num_records=count))
     sensitivity = limit * (2 if adjacency == "replace_one" else 1)
     return ReleasedMean(grads["mean"], noise_multiplier * sensitivity / dataset_size, state.ledger)
+
+
+def _within(values: Tensor, limit: float) -> Tensor:
+    """Rows whose largest number is beyond the bound, shortened to where it is the bound: their direction is the same.
+
+    Clipping gives them that length or less anyway, and the norm of one as it is could be beyond float32.
+    """
+    largest = values.abs().reshape(len(values), values[:1].numel()).amax(1) if values.numel() else values.new_zeros(0)
+    largest = largest.reshape(-1, *[1] * (values.ndim - 1))
+    return torch.where(largest > limit, values / largest * limit, values) if values.numel() else values
 
 
 def _times(params: Params, batch: Batch) -> Tensor:

@@ -82,7 +82,7 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     refuse_narrow_range(params)
     check_key(key)
     bound = plan.sampler.dataset_size
-    if num_records is not None and integer("num_records", num_records, minimum=1) > bound:
+    if num_records is not None and integer("num_records", num_records) > bound:
         raise fail(
             f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
             "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "

@@ -89,3 +89,20 @@ def test_bad_arguments_are_refused(values, changes, message):
 
 def test_a_public_bound_on_the_number_of_records_is_the_divisor():
     assert math.isclose(float(released(torch.ones(40)).mean - released(torch.zeros(40)).mean), 40 / 50, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "exact"),
+    [
+        ([3e38, 1.0, -3e38], [1.0, 1.0, -1.0]),  # a finite value whose square is not: was an error that said so
+        ([1e30, -0.5, 2.0], [1.0, -0.5, 1.0]),
+        ([math.inf, math.nan, 1.0], [0.0, 0.0, 1.0]),
+        ([[3e38, 3e38], [0.3, 0.4], [0.0, -2e30]], [[0.5**0.5] * 2, [0.3, 0.4], [0.0, -1.0]]),
+        ([], [0.0]),  # no record: was another error
+    ],
+)
+def test_no_record_is_an_error(values, exact):
+    """The mean differs from that of the clipped rows by noise alone, and an error would be a fact about records."""
+    rows = torch.tensor(values)
+    found = released(rows, seed=7, noise_multiplier=1e-6, dataset_size=50)
+    assert torch.allclose(found.mean, torch.tensor(exact).sum(0) / 50, atol=1e-5)

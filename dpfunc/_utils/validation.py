@@ -37,7 +37,10 @@ def real(
     """A finite real number inside its domain that is not a bool (numpy scalars are welcome)."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise fail(domain, name, value, hint or f"Pass a number, not {type(value).__name__}.")
-    number = float(cast(SupportsFloat, value))
+    try:
+        number = float(cast(SupportsFloat, value))
+    except OverflowError:
+        raise fail(domain, name, "an integer that float64 cannot hold", hint) from None
     if not (math.isfinite(number) and inside(number)):
         raise fail(domain, name, value, hint)
     return number

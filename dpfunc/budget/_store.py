@@ -4,6 +4,7 @@ A change is one transaction under one lock: `BEGIN IMMEDIATE` of SQLite, the loc
 Every change finds what it has already done, so it is simply done again after a connection was cut in the middle.
 """
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +64,13 @@ def change(url: str, decide: Callable[[Account], tuple[Event | None, Answer]]) -
     return _in_transaction(url, write, mode="rw")
 
 
-def shown(url: str) -> str:
-    return make_url(url).render_as_string(hide_password=True) if "://" in url else url
+# A password before the host, or as an argument; what cannot be parsed may hold one as well.
+_SECRET = re.compile(r"(?i)(?<=:)(?!//)[^:\s]*(?=@)|(?<=pass=)[^&\s]+|(?<=password=)[^&\s]+|(?<=passwd=)[^&\s]+")
+
+
+def shown(text: str) -> str:
+    """An address, or a message with one, without its passwords."""
+    return _SECRET.sub("***", text)
 
 
 def _about(facts: str, number: int, head: str) -> dict[str, Any]:
@@ -146,6 +152,8 @@ def _refusal(url: str, error: DBAPIError) -> Exception:
     if isinstance(error, DatabaseError) and not isinstance(error, OperationalError):
         return damaged(str(error.orig).strip())
     return NotWritten(
-        f"The budget {shown(url)} could not be reached or changed: {str(error.orig).strip()}. What was reserved before "
-        "stays so; do the same again, which counts once."
+        shown(
+            f"The budget {url} could not be reached or changed: {str(error.orig).strip()}. What was reserved before "
+            "stays so; do the same again, which counts once."
+        )
     )

@@ -74,9 +74,8 @@ def write_head(path: Path, head: Head) -> None:
 def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file atomically and durably: a crash leaves all of the old content or of the new one."""
     new = path.with_name(f"{path.name}.new")
-    if new.exists():  # left by a crash, with a mode of its own
-        new.unlink()
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as handle:
+    new.unlink(missing_ok=True)  # left by a crash, with a mode of its own; or a link, which leads elsewhere
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as handle:
         handle.write(text.encode())
         handle.flush()
         os.fsync(handle.fileno())

@@ -141,7 +141,9 @@ def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tupl
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:
     """Write and print a result; the exit code is 1 if it does not hold."""
     if out is not None:
-        out.write_text(json.dumps(values, indent=1) + "\n")
+        from dpfunc.checkpoint._chain import replace_file
+
+        replace_file(out, json.dumps(values, indent=1) + "\n", 0o600)  # as private as the data
     print_line(line, values, as_json)
     if not values["holds"]:
         sys.exit(1)

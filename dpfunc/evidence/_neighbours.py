@@ -27,6 +27,7 @@ from torch import Tensor
 from dpfunc._utils.processes import digest
 from dpfunc._utils.validation import integer, wrong_type
 from dpfunc.batches import batch_size, tree_map
+from dpfunc.checkpoint._chain import replace_file
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
 from dpfunc.evidence._result import replay_values
 from dpfunc.evidence._watch import Tape, WatchedStep, described, watched
@@ -80,7 +81,7 @@ class Replay:
             path: of the JSON file. source: the script with the loop, of which the file has a digest. plan: its plan.
         """
         values = replay_values(self, Path(source), plan, {})
-        Path(path).write_text(json.dumps(values, indent=1) + "\n")
+        replace_file(Path(path), json.dumps(values, indent=1) + "\n", 0o600)
 
     def __repr__(self) -> str:
         others = f"what moves: {'; '.join(self.moved)}" if self.moved else "nothing else moves"

@@ -69,3 +69,9 @@ def test_signature_and_doctests_stay():
     found = {test.name for module in modules for test in doctest.DocTestFinder().find(module) if test.examples}
     assert {"dpfunc.step.make_dp_step", "dpfunc.recipes.recipe", "dpfunc.plan.Plan"} <= found
     assert {"dpfunc.plan.Plan.for_budget", "dpfunc.plan.Plan.loader"} <= found
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**5000)], ids=["large", "longer than Python writes"])
+def test_integers_that_no_float_holds(value):
+    with pytest.raises(dpfunc.errors.InvalidArgument, match="0 < clip_norm < inf, got clip_norm='an integer"):
+        clipping.Flat(value)

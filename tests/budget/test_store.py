@@ -239,3 +239,18 @@ def test_a_server_that_is_not_there(url, monkeypatch):
     with pytest.raises(NotWritten, match="could not be reached") as caught:
         Budget(secret).account()
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://ana:hidden@localhost/x", "postgresql+psycopg://localhost/x?user=ana&password=hidden",
+        "postgresql://ana:hid/hidden@host/x?sslmode=require", "postgresql:ana:hidden@host", "//ana:hidden@host/x",
+        "postgresql://host/x?PASSWORD=hidden", "postgresql://ana@host/x?sslpassword=hidden&b=1",
+    ],
+)  # fmt: skip
+def test_no_password_is_shown(url):
+    """As an argument, and where the address is no good one, it stood in the repr and in errors."""
+    assert "hidden" not in repr(Budget(url))
+    assert "hidden" not in _store.shown(f"could not reach {url}: password=hidden")
+    assert repr(Budget("postgresql://ana@host/x")).startswith("Budget('postgresql://ana@host/x'")
