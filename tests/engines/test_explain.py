@@ -50,7 +50,7 @@ def test_the_order_is_that_of_the_forward_pass():
 WITH_RULES = {
     "x @ W.transpose": (lambda w, x: x @ w.transpose(-1, 0), (4, 3), "linear"),
     "linear of W.t()": (lambda w, x: F.linear(x, w.t()), (3, 4), "matmul"),
-    "bilinear": (lambda w, x: F.bilinear(x, x.sin(), w), (2, 3, 3), "linear"),
+    "bilinear": (lambda w, x: F.bilinear(x, x.sin(), w), (2, 3, 3), "of_products"),
     "table[ids]": (lambda w, x: w[x.round().long().clamp(-5, 4)], (5, 2), "embedding"),
     "same padding": (lambda w, x: F.conv1d(x[:, None], w, padding="same"), (2, 1, 3), "conv1d"),
 }

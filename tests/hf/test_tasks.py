@@ -220,7 +220,7 @@ def test_private_training(name, tmp_path):
     """Two steps of the Trainer change the parameters; the task is that of the class."""
     model, batch = build(name)
     before = [value.clone() for value in model.parameters()]
-    data = [{key: value[row] for key, value in batch.items()} for row in range(4)] * 6
+    data = [{key: value[row] for key, value in batch.items()} for row in [*range(4)] * 6]
     trainer = DPTrainer(
         model, training_arguments(tmp_path, max_steps=2), privacy=PRIVACY, train_dataset=data,
         data_collator=lambda records: {key: torch.stack([each[key] for each in records]) for key in records[0]},
@@ -277,7 +277,11 @@ def test_losses_that_compare_records_are_refused(tmp_path):
             make_loss_fn(lambda params, x: x, loss)
     with pytest.raises(UnsupportedModel, match="in-batch negatives"):
         DPTrainer(
-            sentence_model(), training_arguments(tmp_path), privacy=PRIVACY, loss=loss, train_dataset=[{"x": 1}] * 60
+            sentence_model(),
+            training_arguments(tmp_path),
+            privacy=PRIVACY,
+            loss=loss,
+            train_dataset=[{"x": 1} for _ in range(60)],
         ).train()
     with pytest.raises(UnsupportedModel, match="CrossEntropyLoss, which gives one value for a batch"):
         make_loss_fn(lambda params, x: x, nn.CrossEntropyLoss())
