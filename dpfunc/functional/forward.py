@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -193,7 +195,8 @@ def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
 _Owners = Mapping[str, tuple[nn.Module, str]]
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OF_TORCH = nn.Module().__dict__.keys() - {"_buffers"}
+_HOLDS = (dict, list, defaultdict, OrderedDict)
+_OF_TORCH = nn.Module().__dict__.keys()
 _MOST_HELD = 1000  # entries of a list or dictionary: a longer one is a table of the module
 
 
@@ -325,28 +328,30 @@ def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
     What is kept would be the activations of rows, and tensors of a pass that has ended can be neither copied nor saved.
     Until then the loss may read them. Numbers and texts stay: the engines compare them from call to call.
     """
-    before = [(holder, holder.copy()) for part in parts for holder in _holders(part)]
+    before = [(holder, holder.copy()) for part in parts for holder in _holders(part.__dict__)]
     try:
         yield
     finally:
         for holder, held in before:
             listed = isinstance(holder, list)
-            then, now = (dict(enumerate(each)) if listed else each for each in (held, holder))
-            if any(type(v) not in _PLAIN and then.get(n, _ABSENT) is not v for n, v in now.items()):
+            now, then = (each if listed else each.values() for each in (holder, held))
+            if len(now) == len(then) and all(map(operator.is_, now, then)):  # quick: nearly no part has changed
+                continue
+            same = {id(value) for value in then}
+            if any(type(value) not in _PLAIN and id(value) not in same for value in now):
                 holder.clear()
                 (holder.extend if listed else holder.update)(held)
 
 
-def _holders(part: nn.Module) -> Iterator[Any]:
+def _holders(attributes: dict[str, Any]) -> list[Any]:
     """The attributes of a part, and the dictionaries and lists among them, and in these."""
-    yield part.__dict__
-    todo: list[Any] = [value for name, value in part.__dict__.items() if name not in _OF_TORCH]
-    known = set[int]()
+    found: list[Any] = [attributes, attributes["_buffers"]]
+    todo = [v for n, v in attributes.items() if type(v) in _HOLDS and n not in _OF_TORCH]
     for value in todo:
-        if isinstance(value, (dict, list)) and id(value) not in known and len(value) <= _MOST_HELD:
-            known.add(id(value))
-            todo += value.values() if isinstance(value, dict) else value
-            yield value
+        if len(value) <= _MOST_HELD and not any(value is one for one in found):
+            found.append(value)
+            todo += [each for each in (value.values() if isinstance(value, dict) else value) if type(each) in _HOLDS]
+    return found
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
