@@ -1,30 +1,71 @@
 """Random numbers of a row: a function of the seed of the step and of its position, whoever is beside it.
 
 Each draw takes a number of torch's global generator, the same for all rows, which seeds each row together with its
-position; position 0 where the loss itself has seeded the generator.
+position; position 0 where the loss itself has seeded the generator. Operations without a form here draw from torch's
+generators: those of a row alone are in states of that row, and rows that are computed together end their pass.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Below, inside, of_rows
+from dpfunc.engines._levels import Alone, Below, inside, of_rows
 
 _SELU_ALPHA = 1.7580993408473766  # of torch's alpha dropout
 
 
 class OwnDraws:
-    """The draws of one pass over rows, at whose start torch's generator had the state `seed`."""
+    """The draws of one pass over rows, at whose start torch's generator had the state `seed`.
 
-    def __init__(self, positions: Sequence[int], seed: Tensor) -> None:
-        self.positions, self._seed = positions, seed
-        self._own = set[int]()
+    Args:
+        alone: the pass has one row, inside of `of_row`.
+    """
+
+    def __init__(self, positions: Sequence[int], seed: Tensor, *, alone: bool = False) -> None:
+        self.positions, self._seed, self._alone = positions, seed, alone
+        # states in which these draws have left torch's generator -> those from which they take their numbers
+        self._numbers = {_hash(seed): seed}
+
+    @contextmanager
+    def of_row(self) -> Iterator[None]:
+        """Inside, torch's generators are in states of the one row, from which operations without a form here draw."""
+        generators = _generators()
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators[1:]:
+                generator.manual_seed(_seeded(self._seed.numpy().tobytes(), self.positions[0]))
+            self._leave(self._seed)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+    def _leave(self, numbers: Tensor) -> None:
+        """Leave torch's generator in a state of the row where it is alone, from which the next draw finds `numbers`."""
+        state = numbers
+        if self._alone:
+            own = torch.Generator("cpu").manual_seed(_seeded(numbers.numpy().tobytes(), self.positions[0]))
+            state = own.get_state()
+            state[:8] = numbers[:8]  # what `torch.initial_seed` tells
+            torch.default_generator.set_state(state)
+        self._numbers[_hash(state)] = numbers
+
+    def check_known(self) -> None:
+        """End a pass over several rows in which an operation without a form here has drawn: all rows share its draw."""
+        state = torch.default_generator.get_state()
+        if self._alone or _hash(state) in self._numbers:
+            return
+        seed = torch.default_generator.initial_seed()
+        if _hash(state) != _hash(torch.Generator("cpu").manual_seed(seed).get_state()):
+            raise Alone("an operation draws random numbers that dpfunc does not know")
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
@@ -32,21 +73,47 @@ class OwnDraws:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             generator = torch.cuda.default_generators[index]
-        self._own = self._own or {_hash(self._seed)}
-        seeded_by_loss = _hash(torch.default_generator.get_state()) not in self._own  # none that these draws have left
+        numbers = self._numbers.get(_hash(torch.default_generator.get_state()))
+        if numbers is None:  # the loss has seeded the generator
+            self.check_known()
+        elif self._alone:
+            torch.default_generator.set_state(numbers)
         number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator))
-        self._own.add(_hash(torch.default_generator.get_state()))
+        self._leave(torch.default_generator.get_state())
         after = generator.get_state()
         try:
             found = []
             for row, position in enumerate(self.positions):
-                data = number.to_bytes(8, "little") + (0 if seeded_by_loss else position).to_bytes(8, "little")
-                digest = hashlib.blake2b(data, digest_size=8).digest()
-                generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+                generator.manual_seed(_seeded(number.to_bytes(8, "little"), 0 if numbers is None else position))
                 found.append(draw(row))
             return torch.stack(found)
         finally:
             generator.set_state(after)
+
+
+def _seeded(data: bytes, position: int) -> int:
+    """The seed of a row."""
+    digest = hashlib.blake2b(data + position.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _generators() -> list[torch.Generator]:
+    """torch's generators, that of the CPU first."""
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def without_form(kwargs: Mapping[str, Any]) -> str:
+    """Why a call that draws has no form here; empty where it has one."""
+    if kwargs.get("out") is not None:
+        return "the loss draws into a tensor (out=)"
+    own = kwargs.get("generator") not in (None, torch.default_generator)
+    return "the loss draws from a generator of its own" if own else ""
+
+
+def inside_vmap(level: int) -> bool:
+    """True inside of a transform of the loss, above this level, other than one of gradients."""
+    gradients = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
+    return any(each.key() not in gradients for each in (functorch.get_interpreter_stack() or ())[level:])
 
 
 def _hash(state: Tensor) -> int:
@@ -169,6 +236,8 @@ def random_operation(
             values_B = draws.of_each(draw, device)
         return as_row(values_B)
 
+    if "generator" in kwargs:  # torch's own one
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     if func in _DROPOUTS:
         bound = dict(zip(("input", "p", "train"), args, strict=False), **kwargs)
         return _dropout(own, bound["input"], bound["p"], **_DROPOUTS[func]) if bound["train"] else bound["input"]

@@ -18,7 +18,7 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import is_dtensor
 from dpfunc.batches import own_memory, take
 from dpfunc.engines._batching import by_rows, verified
-from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
+from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.loss import (
@@ -231,9 +231,20 @@ class _RowPass(Pass):
                 checks.refuse_reentrant((), losses_1)
 
     def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if kwargs.get("generator") is not None:
-            self.stop(Alone("the loss draws from a generator of its own"))
-        return random_operation(self.levels.row, self._draws, func, args, kwargs)
+        why = without_form(kwargs)
+        if why:
+            self.stop(Alone(why))
+        return random_operation(self._drawn, self._draws, func, args, kwargs)
+
+    def _drawn(self, values_B: Tensor) -> Tensor:
+        if inside_vmap(self.levels.grad):
+            self.stop(Alone("the loss draws inside of a transform of its own (torch.func.vmap)"))
+        return self.levels.row(values_B)
+
+    def check_draws(self) -> None:
+        """End the pass where an operation that dpfunc does not know has drawn for all rows together."""
+        if "_draws" in vars(self) or not torch.equal(torch.default_generator.get_state(), self._seed):
+            self._draws.check_known()
 
     def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A backward pass inside of the loss, or of its backward pass: it takes gradients that no rule knows of."""
@@ -438,6 +449,8 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             kept.note(mode.told)
         if mode.stopped is not None:
             raise mode.stopped
+        with Below():
+            mode.check_draws()
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with Below():
             losses_B = over.all_rows(losses_1)[:, 0].detach()

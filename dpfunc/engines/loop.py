@@ -11,14 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
 from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
-from dpfunc.engines._draws import RANDOM, OwnDraws, random_operation
+from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
@@ -63,7 +62,7 @@ class RowAlone(TorchFunctionMode):
     def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
-        self.draws = OwnDraws([position], torch.default_generator.get_state())
+        self.draws = OwnDraws([position], torch.default_generator.get_state(), alone=True)
         self.asked = self.told = False
         self.stopped: BaseException | None = None
         self.raised = 0
@@ -113,7 +112,7 @@ class RowAlone(TorchFunctionMode):
                 raise _Told
 
     def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func in RANDOM and kwargs.get("generator") is None and functorch.peek_interpreter_stack() is None:
+        if func in RANDOM and not without_form(kwargs) and not inside_vmap(0):
             found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -216,7 +215,7 @@ def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Itera
     try:
         with (
             own_only(recorder), torch.enable_grad(), checks.backward_inside(), checks.uncompiled(),
-            told_of_transforms(), mode,
+            told_of_transforms(), mode.draws.of_row(), mode,
         ):  # fmt: skip
             yield
     finally:

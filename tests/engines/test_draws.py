@@ -163,6 +163,87 @@ def test_draws_do_not_depend_on_microbatches(name, engine):
         torch.testing.assert_close(part[1], whole[1], rtol=1e-10, atol=1e-12)
 
 
+ATEN = torch.ops.aten
+INT = torch.int64
+WITHOUT_FORM = {
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "aten.native_dropout": lambda x: ATEN.native_dropout.default(x, 0.5, True)[0],
+    "dropout after native_dropout": lambda x: (torch.native_dropout(x, 0.5, True), F.dropout(x, 0.5))[1],
+    "native_dropout after randn": lambda x: (torch.randn(D), torch.native_dropout(x, 0.5, True)[0])[1],
+    "aten.rand": lambda x: ATEN.rand([D], dtype=x.dtype),
+    "aten.randn": lambda x: ATEN.randn.default([D], dtype=x.dtype),
+    "aten.rand_like": lambda x: ATEN.rand_like(x),
+    "aten.randperm": lambda x: ATEN.randperm(D).to(x.dtype),
+    "aten.bernoulli": lambda x: ATEN.bernoulli.p(x.expand(8, D), 0.5).mean(0),
+    "aten.bernoulli_": lambda x: ATEN.bernoulli_.float(torch.empty(8, D), 0.5).mean(0),
+    "aten.uniform": lambda x: ATEN.uniform(x),
+    "aten.uniform_": lambda x: ATEN.uniform_(torch.empty_like(x)),
+    "aten.normal_functional": lambda x: ATEN.normal_functional(x),
+    "aten.cauchy": lambda x: ATEN.cauchy(x),
+    "aten.exponential": lambda x: ATEN.exponential.default(x),
+    "rrelu_with_noise": lambda x: ATEN.rrelu_with_noise(x, torch.empty_like(x), 0.1, 0.9, True),
+    "rand(out=)": lambda x: torch.rand(D, out=torch.empty(D)),
+    "randperm(out=)": lambda x: torch.randperm(D, out=torch.empty(D, dtype=INT)).to(x.dtype),
+    "multinomial(out=)": lambda x: torch.multinomial(x.exp(), 2, out=torch.empty(1, 2, dtype=INT))[:, :1].to(x.dtype),
+    "normal(out=)": lambda x: torch.normal(x, 1.0, out=torch.empty_like(x)),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(torch.arange(81.0).reshape(1, 9, 9), 2, 4)[0, 1],
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(torch.arange(729.0).reshape(1, 9, 9, 9), 2, 4)[0, 1, 1],
+    "random_split": lambda x: torch.tensor(torch.utils.data.random_split(range(50), [49, 1])[0].indices[:D]),
+    "torch's generator": lambda x: torch.rand(D, generator=torch.default_generator),
+    "inside of grad": torch.func.grad(lambda v: (F.dropout(v, 0.5) * v).sum()),
+    "inside of vmap": torch.func.vmap(torch.rand_like, in_dims=1, out_dims=1, randomness="different"),
+    "the same inside of vmap": torch.func.vmap(torch.rand_like, in_dims=1, out_dims=1, randomness="same"),
+    "a part that is computed again": lambda x: checkpoint(
+        lambda v: torch.native_dropout(v, 0.5, True)[0], x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_FORM)
+def test_each_row_has_a_draw_of_its_own(name):
+    """Also of operations that draw inside of a kernel: rows with the same numbers draw what they draw alone."""
+    loss_fn, rows = of(WITHOUT_FORM[name]), batch(1).expand(ROWS, D).clone()
+    sums = []
+    for engine in ("auto", "loop"):
+        whole, *parts = (clipped(loss_fn, weights(), rows, engine, size) for size in (None, 1, 3))
+        for part in parts:
+            torch.testing.assert_close(part[0].sums, whole[0].sums, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(part[1].losses_B, whole[1].losses_B, rtol=1e-10, atol=1e-12)
+        assert len(set(whole[1].losses_B.tolist())) > 2, engine
+        sums.append(whole[0].sums)
+    torch.testing.assert_close(*sums, rtol=1e-10, atol=1e-12)
+
+
+def test_tokens_of_a_vmap_draw_as_the_loss_says():
+    drawn = []
+    for randomness in ("different", "same"):
+        draw = torch.func.vmap(torch.rand_like, in_dims=1, out_dims=1, randomness=randomness)
+        loss_fn = lambda p, x, draw=draw: (p["w"] * x).sum(1) * 0 + draw(x.new_zeros(1, D)).std(1)
+        drawn.append(engines.auto()(loss_fn, weights(), batch()).losses_B)
+    assert (drawn[0] > 0).all()
+    assert (drawn[1] == 0).all()
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "vmap"])
+def test_a_draw_that_nobody_sees_ends_the_pass(engine):
+    """A draw below the levels that no torch function shows, whether or not another one is seen after it."""
+    for others in (lambda x: x, lambda x: F.dropout(x, 0.5)):
+
+        def loss_fn(p, x, others=others):
+            with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction():
+                noise = torch.rand(D, dtype=x.dtype)
+            return (p["w"] * (others(x) + noise)).square().sum(1)
+
+        found = getattr(engines, engine)()(loss_fn, weights(), batch(1).expand(3, D))
+        assert len(set(found.losses_B.tolist())) == 3
+
+
+def test_the_seed_that_torch_tells_is_that_of_the_step():
+    torch.manual_seed(5)
+    found = engines.loop()(lambda p, x: (p["w"] * x).sum(1) * 0 + torch.initial_seed(), weights(), batch())
+    assert (found.losses_B == 5).all()
+
+
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 def test_rows_draw_different_numbers(engine):
     """Also rows of different microbatches."""
