@@ -158,14 +158,10 @@ def of_torch(calls: Calls, each: int, part: slice = slice(None)) -> None:
             most = each if dtype.is_floating_point else max(1, each // 3)
             with contextlib.suppress(Exception):
                 for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most):
-                    ways = (
-                        op.op,
-                        op.method_variant,
-                        op.inplace_variant,
-                        op.operator_variant,
-                        op.inplace_operator_variant,
-                    )
-                    for way in filter(None, ways):
+                    ways = [op.op, op.operator_variant, op.inplace_operator_variant]
+                    for info in (op, *op.aliases):
+                        ways += [info.op, info.method_variant, info.inplace_variant]
+                    for way in dict.fromkeys(filter(None, ways)):
                         given = pytree.tree_map(kept, (sample.input, sample.args, sample.kwargs))
                         with contextlib.suppress(Exception), calls.noted():
                             way(given[0], *given[1], **given[2])
@@ -201,6 +197,8 @@ OWN: tuple[Callable[..., Any], ...] = (
     lambda x, y, s, z, m, i: [torch.zeros(4, dtype=x.dtype).index_fill(0, i[:2], x[0, 0]), x.index_fill(0, i, 1.0), x.index_fill(0, i, y[0, 0]), x.index_fill_(0, i[:1], y[0, 0]), x.masked_fill(m, y[0, 0]), x.fill_(y[0, 0]), torch.full_like(x, 2.0), x.new_zeros(2), torch.zeros_like(x), x.new_full((2,), 1.0), x.select_scatter(y[0], 0, 1), x.slice_scatter(y[:1], 0, 0, 1), x.diagonal_scatter(y[:, 0])],
     lambda x, y, s, z, m, i: [F.conv1d(x[None], y[None, :2, :3].repeat(2, 1, 1)[:, :1].expand(2, 3, 3)), F.conv2d(x[None, None], s[None, None]), F.conv_transpose1d(x[None], y[:, None, :3]), F.conv2d(x[None, None].expand(1, 3, 3, 4), s[:, None, :2, None], groups=3), F.bilinear(x, y, torch.stack([x.T @ x, y.T @ y]))],
     lambda x, y, s, z, m, i: [F.gelu(x), F.gelu(x, approximate="tanh"), F.silu(x), F.relu(x), F.leaky_relu(x), F.elu(x), F.softplus(x), F.hardswish(x), F.hardtanh(x), F.relu6(x), F.mish(x), F.selu(x), F.celu(x), F.logsigmoid(x), F.tanhshrink(x), F.prelu(x, y[0, :1]), F.prelu(x, y[0]), F.threshold(x, 0.1, 0.0), F.hardsigmoid(x), F.relu(x, inplace=True), F.silu(x, inplace=True), F.rms_norm(x, (4,), y[0]), F.dropout(x, 0.0), F.batch_norm(x, y[0], y[1].abs()), F.instance_norm(x[None]), F.local_response_norm(x[None], 2)],
+    lambda x, y, s, z, m, i: [torch.detach(x), torch._weight_norm(x, y[:, :1].abs(), 0), torch._weight_norm(x, y[:1].abs(), 1), torch.as_tensor(x), torch.is_same_size(x, y), x.is_pinned(), m._is_all_true(), m._is_any_true(), x.adjoint(), torch.adjoint(x), torch.is_neg(x), torch.tanh_(x.clone()), torch.cos_(x.clone()), torch.relu_(x.clone()), torch.sigmoid_(x.clone()), torch.exp_(x.clone()), torch.conv_tbc(x[:, None], s[:, None, :1].expand(3, 4, 2), y[0, :2])],
+    lambda x, y, s, z, m, i: [F.ctc_loss(x[:, None].log_softmax(-1), i[None, :2] + 1, torch.tensor([3]), torch.tensor([2]), reduction=how) for how in ("none", "mean", "sum")] + [F.ctc_loss(x[:, None].log_softmax(-1), i[None, :1] + 1, (3,), (1,), reduction="none"), F.ctc_loss(x.log_softmax(-1), i[:1] + 1, torch.tensor(3), torch.tensor(1), zero_infinity=True)],
 )  # fmt: skip
 # Facts of the layout in memory, which is not that of a row alone.
 OF_LAYOUT = (
