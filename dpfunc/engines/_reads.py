@@ -321,9 +321,13 @@ def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def strided(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`as_strided` of memory that is as that of a row alone."""
+    """`as_strided` of memory that is dense, as that of a row alone."""
     values_B = of_rows(args[0] if args else kwargs["input"])
-    return NotImplemented if values_B is None or values_B.is_contiguous() else _of_memory(owner, func, args, kwargs)
+    if values_B is None:
+        return NotImplemented
+    with Below():
+        dense = torch.empty_like(values_B[0]).stride() == values_B[0].stride()
+    return NotImplemented if dense else owner.stop(Alone(f"{func.__name__} sees the memory of all rows"))
 
 
 def _of_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import itertools
 import json
 import operator
 import random
+import re
 import sys
 import time
 import types
@@ -27,9 +28,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch._ops import OpOverloadPacket
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfunc.engines import _row_pass as row_pass
 from dpfunc.engines._batching import VERSION
@@ -74,6 +77,12 @@ def name_of_each() -> dict[Any, str]:
             if callable(value) and not isinstance(value, type):
                 with contextlib.suppress(TypeError):
                     found.setdefault(value, f"{space}.{name}".lstrip("."))
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if isinstance(packet, OpOverloadPacket):
+            found.setdefault(packet, f"ops.aten.{name}")
+            for overload in packet.overloads():
+                found.setdefault(getattr(packet, overload), f"ops.aten.{name}.{overload}")
     return found
 
 
@@ -119,6 +128,22 @@ class Recorder(TorchFunctionMode):
         return found
 
 
+class Operations(TorchDispatchMode):
+    """Operations of `torch.ops.aten` below the functions, which some code calls by themselves."""
+
+    def __init__(self, take: Callable[[Call], None]) -> None:
+        super().__init__()
+        self.take = take
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "aten" and "out" not in kwargs:
+            given = pytree.tree_map(kept, (tuple(args), dict(kwargs)))
+            self.take(Call(func, *given))
+            self.take(Call(func.overloadpacket, *given))
+        return func(*args, **kwargs)
+
+
 @dataclass
 class Calls:
     """Different calls of each function, at most so many."""
@@ -139,7 +164,7 @@ class Calls:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        with Recorder(self.take):
+        with Operations(self.take), Recorder(self.take):
             yield
 
 
@@ -209,7 +234,7 @@ OF_LAYOUT = (
     "Tensor.__len__",
 )
 # Memory that nobody has written; an address.
-UNWRITTEN = ("Tensor.new_empty", "Tensor.new_empty_strided", "empty_like", "Tensor.resize_", "Tensor._cdata.__get__")
+UNWRITTEN = re.compile(r".*(empty|resize_|_cdata).*")
 
 
 def set_item(target: Tensor, place: Any, value: Any) -> None:
@@ -285,7 +310,7 @@ def _row(over: Levels, values_B: Tensor, layout: str) -> Tensor:
 
 
 def in_place(call: Call) -> bool:
-    name = getattr(call.function, "__name__", "")
+    name = getattr(call.function, "__name__", "").split(".")[0]
     return (name.endswith("_") and not name.endswith("__")) or name in (
         "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ior__", "__iand__",
         "__ixor__", "__ipow__", "__ilshift__", "__irshift__")  # fmt: skip
@@ -501,7 +526,7 @@ def swept(calls: Calls, seed: int = 0, part: slice = slice(None)) -> dict[str, V
     """Name -> outcomes of its calls."""
     names, found = name_of_each(), dict[str, Verdict]()
     by_name = {names[function]: own for function, own in calls.found.items() if function in names and own}
-    for name in sorted(set(by_name) - set(UNWRITTEN))[part]:
+    for name in sorted(name for name in by_name if not UNWRITTEN.fullmatch(name))[part]:
         own, verdict = by_name[name], found.setdefault(name, Verdict())
         start = time.process_time()
         for number, call in enumerate(own.values()):

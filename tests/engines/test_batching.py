@@ -119,6 +119,7 @@ def test_known_faults_are_those_of_the_table():
     """Own samples, each place of rows: no function of the table is wrong, and those it calls wrong are wrong."""
     calls, names = Calls(2), name_of_each()
     own_samples(calls)
+    calls.found = {func: own for func, own in calls.found.items() if not names.get(func, "").startswith("ops.")}
     wrong = {name for name in map(names.get, calls.found) if name in table()["wrong"]}
     chosen = [func for number, func in enumerate(calls.found) if number % 8 == 0 or names.get(func) in wrong]
     calls.found = {func: calls.found[func] for func in chosen}
