@@ -217,8 +217,8 @@ def test_each_row_has_a_draw_of_its_own(name):
 def test_tokens_of_a_vmap_draw_as_the_loss_says():
     drawn = []
     for randomness in ("different", "same"):
-        draw = torch.func.vmap(torch.rand_like, in_dims=1, out_dims=1, randomness=randomness)
-        loss_fn = lambda p, x, draw=draw: (p["w"] * x).sum(1) * 0 + draw(x.new_zeros(1, D)).std(1)
+        draw = torch.func.vmap(lambda v: F.dropout(v, 0.5), in_dims=1, out_dims=1, randomness=randomness)
+        loss_fn = lambda p, x, draw=draw: (p["w"] * x).sum(1) * 0 + draw(torch.ones_like(x).repeat(1, 16)).std(1)
         drawn.append(engines.auto()(loss_fn, weights(), batch()).losses_B)
     assert (drawn[0] > 0).all()
     assert (drawn[1] == 0).all()
