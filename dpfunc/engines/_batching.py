@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines._islands import Kernel, Native, Results
-from dpfunc.engines._levels import Alone, Pass, apply_node, below_both, is_row
+from dpfunc.engines._levels import Alone, Pass, apply_node, at_a_level, below_both, is_row
 from dpfunc.engines._reads import agreed
 
 _log = logging.getLogger("dpfunc")
@@ -75,7 +76,7 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
     inputs = [flat[place] for place in places]
     wanted = [value.requires_grad and torch.is_grad_enabled() for value in inputs]
-    if not any(wanted) and not any(map(is_row, inputs)):
+    if not any(map(at_a_level, inputs)) or (not any(wanted) and not any(map(is_row, inputs))):
         return func(*args, **kwargs)
     name, rest = getattr(func, "__name__", str(func)), list[Any]()
     why = f"torch's rule of {name} for rows was not seen right in torch {VERSION}"
@@ -104,7 +105,8 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         for place, value in zip(places, own, strict=True):
             filled[place] = value
         given, named_ones = pytree.tree_unflatten(filled, spec)
-        found = func(*given, **named_ones)
+        with own_only(CollectiveRecorder()):  # a function that communicates would mix the rows of processes
+            found = func(*given, **named_ones)
         results = [value for value in pytree.tree_leaves(found) if isinstance(value, Tensor)]
         written = any(not _unchanged(*pair) for pair in zip(own, given_row, strict=True))
         if written or not all(_plain(value, own) for value in results):

@@ -139,6 +139,10 @@ def inside(value: Any) -> Any:
     return value
 
 
+at_a_level = functorch.is_functorch_wrapped_tensor
+"""True for a tensor of one of the levels; false for one as the process has it, such as memory that FSDP manages."""
+
+
 def is_row(value: Any) -> TypeGuard[Tensor]:
     """True for a tensor of one row, false for one that is the same for all rows."""
     return isinstance(value, Tensor) and functorch.is_batchedtensor(inside(value))

@@ -54,7 +54,7 @@ def test_a_process_whose_records_have_no_gradient_says_so_of_its_own():
     fine, spoilt = run(2, "jobs:lost_share")
     assert fine == [[], [], []]
     assert [len(each) for each in spoilt] == [0, 1, 1]
-    assert "no record of this process had a finite gradient" in spoilt[1][0]
+    assert "records of this process had no finite gradient" in spoilt[1][0]
 
 
 def step(**trouble):

@@ -271,7 +271,7 @@ def test_the_tables_of_engines_rules_and_accountants_are_whole():
     assert files - {"__init__"} == {family.__name__.split(".")[-1] for family in rule_tables.FAMILIES}
     assert get_args(get_type_hints(PrivacyArguments)["dp_accountant"]) == accountant.ACCOUNTANTS
     assert {*accountant.ACCOUNTANTS, "gaussian"} == set(accountant.BOUNDS) < set(accountant.METHODS)
-    assert set(ENGINES) == set(engines.__all__) - {"explain", "register_rule"}
+    assert set(ENGINES) == set(engines.__all__) - {"explain", "register_rule", "SelfCheck", "self_check"}
     parity = (ROOT / "tests" / "engines" / "test_parity.py").read_text()
     assert all(f'"{name}": {name}()' in parity for name in ENGINES)
 
