@@ -243,7 +243,9 @@ class _RowPass(Pass):
 
     def check_draws(self) -> None:
         """End the pass where an operation that dpfunc does not know has drawn for all rows together."""
-        if "_draws" in vars(self) or not torch.equal(torch.default_generator.get_state(), self._seed):
+        with Below():  # both are on the CPU: no device is read
+            as_before = torch.equal(torch.default_generator.get_state(), self._seed)
+        if "_draws" in vars(self) or not as_before:
             self._draws.check_known()
 
     def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
