@@ -437,7 +437,7 @@ def _head(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where a tensor is in its memory, and how often torch has written there."""
+    """Place and shape of a tensor in its memory, and the number of torch's writes there."""
     written = 0 if tensor.is_inference() else tensor._version
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, written
 

@@ -236,7 +236,7 @@ class _Source(Node):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep nothing."""
+        """The backward pass needs no value."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
@@ -42,6 +41,7 @@ from dpfunc.engines._levels import (
     Pass,
     Passed,
     Stop,
+    at_a_level,
     below_both,
     custom_functions,
     inside,
@@ -315,7 +315,7 @@ class _PlainFunctions(_RowPass):
     def check_graph(self, given: Any) -> None:
         """End the pass where a custom function has returned a tensor that no operation has made at these levels."""
         for value in pytree.tree_leaves(given):
-            if isinstance(value, Tensor) and not is_functorch_wrapped_tensor(value) and _is_custom(value.grad_fn):
+            if isinstance(value, Tensor) and not at_a_level(value) and _is_custom(value.grad_fn):
                 self.stop(Alone("a custom function returns a tensor that torch's operations did not make (from_numpy)"))
 
     def returned(self, losses_1: Any, aux: Any) -> None:
@@ -360,11 +360,10 @@ _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
 
 def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if wrapped(args[1]) and not wrapped(args[0]):  # torch would end the process
+    if at_a_level(args[1]) and not at_a_level(args[0]):  # torch would end the process
         mode.stop(Alone("the loss sets the data of a tensor from outside of it"))
     target, value = (plain_memory(each) for each in args)
-    if target is None or value is None or not wrapped(args[0]):
+    if target is None or value is None or not at_a_level(args[0]):
         return NotImplemented
     same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
     return None if same and target.stride() == value.stride() else NotImplemented
@@ -391,7 +390,7 @@ _RIGHT = verified() | _WITHOUT_RULE
 
 
 def _last(func: Any) -> Handler:
-    """Who answers a function if nobody else does."""
+    """The handler of a function that no table names: as it is, by its parts, or row by row."""
     if func in _RIGHT:
         return _as_it_is
     return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows

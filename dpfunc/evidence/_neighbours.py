@@ -100,7 +100,7 @@ class Rows:
 
 
 def left_in(folder: Path, lines: str, elsewhere: Iterable[Path] = ()) -> dict[str, object]:
-    """What a run leaves: lines, files in its folder, and files that it has opened elsewhere to write them."""
+    """Lines, files in the folder of a run, and files that it has opened elsewhere to write them."""
     left: dict[str, object] = {f"line {n} of what it prints": line for n, line in enumerate(lines.splitlines())}
     inside = {path: str(path.relative_to(folder)) for path in folder.rglob("*")}
     files = inside | {path: str(path) for path in elsewhere if folder not in path.parents}

@@ -41,7 +41,7 @@ class _Seen:
         self.before = normal_P
 
     def found(self, level: float) -> str:
-        """How the noise differs from what is claimed, in words; empty where it does not at this level."""
+        """The difference of the noise from its claim, in words; empty where there is none at this level."""
         from scipy.special import chdtrc, erfc
 
         def normal(total: float, variance: float) -> float:

@@ -240,7 +240,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _of_function(own: FunctionType) -> Mapping[str, object]:
-    """What a function keeps: the values that it closes over, its defaults and its attributes."""
+    """Values that a function closes over, its defaults and its attributes."""
     cells = own.__closure__ or ()
     closed = {f" over {name}": cell for name, cell in zip(own.__code__.co_freevars, cells, strict=True)}
     kept = {name: getattr(cell, "cell_contents", None) for name, cell in closed.items()}

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 import numpy as np
 import pytest
 import torch
-from keepers import KEEPERS
+from keepers import KEEPERS, attribute, entry, of, user
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,25 +39,6 @@ COUNT, TABLE, SETTINGS = 0, [0], types.ModuleType("settings_of_a_user")
 
 class Slot:
     __slots__ = ("n",)
-
-
-def of(kept, value, change):
-    return lambda: value(kept), lambda: change(kept)
-
-
-def entry(kept):
-    """The first number of a container."""
-    return of(kept, lambda kept: float(kept[0]), lambda kept: kept.__setitem__(0, kept[0] + 1))
-
-
-def attribute(kept, name="n"):
-    """An attribute of any object."""
-    setattr(kept, name, 0)
-    return of(kept, lambda kept: getattr(kept, name), lambda kept: setattr(kept, name, getattr(kept, name) + 1))
-
-
-def user():
-    return type("User", (), {"n": 0, "__module__": __name__})
 
 
 def class_of_an_instance():
