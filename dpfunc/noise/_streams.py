@@ -1,4 +1,4 @@
-"""Standard normal noise from stateless keys, drawn tile by tile: by threads with the ziggurat, or on a GPU.
+"""Standard normal noise from stateless keys, drawn tile by tile: by threads with the ziggurat, or where a leaf lies.
 
 A leaf is treated as a matrix (shape[0], everything else) and divided into tiles of at most 2**16 numbers, 256 columns
 wide where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else:
@@ -35,13 +35,14 @@ from torch import Tensor
 from dpfunc._utils.processes import Window, local, window
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
+from dpfunc.noise import _chacha as chacha
 from dpfunc.rng import Key, Words, fold_in
 
 TILE = 2**16
 TILE_COLS = 2**8
 _MAX_THREADS = 2  # more wait for each other: 16 took up to 2.6 times as long as one, on 16 cores
 _TOGETHER = 2**15  # numbers of small tiles that are made together
-# Tiles of a GPU: each is a generator, a launch and a copy, whatever its size.
+# Tiles of a device, and numbers that are made there together: so many that a launch is worth it, in a cache of a GPU.
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
 _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
 Source = Literal["secure", "device"]
@@ -135,8 +136,6 @@ def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[s
     noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
     found: list[tuple[str, Tile]] = []
     for name, leaf in like.items():
-        if leaf.dtype not in _NUMPY_DTYPES:
-            raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
         part = _window(leaf, name)
         noise[name] = np.empty(part.shape, _NUMPY_DTYPES[leaf.dtype])
         found += [(name, each) for each in tiles(part)]
@@ -201,21 +200,21 @@ def _cores() -> int:
     return max(1, min(usable // (here or everywhere), _MAX_THREADS))
 
 
-def philox_normal(key: Key, name: str, leaf: Tensor | Part) -> Tensor:
-    """Standard normals from torch's generator on the leaf's device, seeded with 64 bits of the key for each tile.
-
-    Drawn in float64: float32 normals are truncated, at 5.77 sigma on the CPU and below 7 on CUDA.
-    """
-    part, held = _window(leaf, name), _held(leaf)
-    noise = torch.empty(part.shape, dtype=held.dtype, device=held.device)
-    generator = torch.Generator(held.device)
-    for each in tiles(part, _DEVICE_TILE, _DEVICE_TILE_COLS):
-        secret = fold_in(key, "normal", name, each.number).secret
-        generator.manual_seed(int.from_bytes(secret[:8], "little", signed=True))
-        size = (each.height, each.width)  # whole tiles: torch's numbers depend on how many are asked for
-        values = torch.randn(size, generator=generator, dtype=torch.float64, device=held.device)
-        noise[each.there] = values[each.inside].to(held.dtype)
-    return noise.reshape(held.shape)
+def device_normal(key: Key, like: _Leaves) -> dict[str, Tensor]:
+    """Standard normals of the shape and dtype of each leaf, drawn in float64 where it lies; a DTensor's own part."""
+    noise: dict[str, Tensor] = {}
+    found: dict[torch.device, list[tuple[str, Tile]]] = {}
+    for name, leaf in like.items():
+        part, held = _window(leaf, name), _held(leaf)
+        noise[name] = torch.empty(part.shape, dtype=held.dtype, device=held.device)
+        found.setdefault(held.device, []).extend((name, each) for each in tiles(part, _DEVICE_TILE, _DEVICE_TILE_COLS))
+    for device, own in found.items():
+        for group in _groups(own, _DEVICE_TILE):
+            secrets = [fold_in(key, "chacha", name, each.number).secret for name, each in group]
+            drawn = chacha.normals(secrets, [each.needed for _, each in group], device)
+            for (name, each), values in zip(group, drawn, strict=True):
+                noise[name][each.there] = values.view(-1, each.width)[each.inside].to(noise[name].dtype)
+    return {name: values.reshape(_held(like[name]).shape) for name, values in noise.items()}
 
 
 def standard_normal(key: Key, like: _Leaves, source: Source = "secure") -> dict[str, Tensor]:
@@ -226,15 +225,12 @@ def standard_normal(key: Key, like: _Leaves, source: Source = "secure") -> dict[
         (tests/noise/test_streams.py::test_stateless), and however a leaf is divided
         (test_a_part_is_a_part_of_the_whole).
     """
-    if one_of("source", source, SOURCES) == "secure":
-        return {name: value.to(like[name].device) for name, value in secure_normal(key, like).items()}
     for name, leaf in like.items():
-        if leaf.device.type != "cuda":
-            raise InvalidArgument(
-                f'Expected source="secure" for sums on {leaf.device.type}, got source="device" for {name}. '
-                "torch's CPU generator uses 32 bits of its seed and truncates float32 normals at 5.77 sigma."
-            )
-    return {name: philox_normal(key, name, leaf) for name, leaf in like.items()}
+        if leaf.dtype not in _NUMPY_DTYPES:
+            raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
+    if one_of("source", source, SOURCES) == "device":
+        return device_normal(key, like)
+    return {name: value.to(like[name].device) for name, value in secure_normal(key, like).items()}
 
 
 _Words = npt.NDArray[np.uint64]

@@ -94,7 +94,7 @@ def add_gaussian(
         noise_multiplier: z >= 0; 0 adds nothing and epsilon is infinite.
         key: a key that serves this release and no other: `secure_key()`, or `fold_in(key, "release", number)` of one.
         allocation: how noise is divided over clip groups, at equal privacy.
-        source: `secure`, a keyed AES stream; or `device`, the CUDA generator with 64 bits of the key.
+        source: `secure`, a keyed AES stream; or `device`, a ChaCha20 stream of it, drawn where the sums are.
 
     Returns:
         name -> sum + noise, in the dtype of the sum. Released: use it as you like.

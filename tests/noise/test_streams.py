@@ -29,9 +29,9 @@ from dpfunc.noise._streams import (
     STEPS,
     TAIL,
     TILE,
+    device_normal,
     normals,
     normals_of_each,
-    philox_normal,
     room_for,
     scratch,
     secure_normal,
@@ -159,7 +159,7 @@ def test_a_part_is_a_part_of_the_whole(shape, cuts, dtype):
     leaf = torch.zeros(shape, dtype=dtype)
     part = torch.zeros(rows[1] - rows[0], cols[1] - cols[0], dtype=dtype)
     held = Window(*shape, rows, cols)
-    for draw in (lambda leaf: secure_normal(KEY, {"w": leaf})["w"], lambda leaf: philox_normal(KEY, "w", leaf)):
+    for draw in (lambda leaf: secure_normal(KEY, {"w": leaf})["w"], lambda leaf: device_normal(KEY, {"w": leaf})["w"]):
         whole = draw(leaf)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(streams, "window", lambda leaf, name: held)
@@ -212,31 +212,52 @@ def test_an_error_of_a_thread_is_the_callers(monkeypatch, here):
 
 
 def test_noise_that_cannot_be_good_is_refused():
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, source in itertools.product((torch.bfloat16, torch.float16), streams.SOURCES):
         with pytest.raises(InvalidArgument, match=f"noise in float32 or float64, got {dtype} for w"):
-            standard_normal(KEY, {"w": torch.zeros(3, dtype=dtype)})
-    with pytest.raises(InvalidArgument, match=r"32 bits of its seed.*5\.77 sigma"):
-        standard_normal(KEY, {"w": torch.zeros(3)}, "device")
+            standard_normal(KEY, {"w": torch.zeros(3, dtype=dtype)}, source)
 
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_generator_of_a_device(device, dtype):
-    """What CUDA uses, run on every device there is: normal, stateless, a stream of its own for each leaf and key."""
-    leaf = torch.zeros(512, 512, dtype=dtype, device=device)
-    values = philox_normal(KEY, "w", leaf)
+def test_noise_of_a_device(device, dtype, monkeypatch):
+    """Normal, stateless, a stream of its own for each leaf, tile and key; and the same in any company."""
+    monkeypatch.setattr(streams, "_DEVICE_TILE", 2**15)
+    leaf, small = torch.zeros(256, 512, dtype=dtype, device=device), torch.zeros(3, device=device)
+
+    def draw(key=KEY, name="w", leaf=leaf):
+        return standard_normal(key, {"a": small, name: leaf, "b": small}, "device")[name]
+
+    values = draw()
     assert (values.shape, values.dtype, values.device) == (leaf.shape, leaf.dtype, leaf.device)
-    assert torch.equal(values, philox_normal(KEY, "w", leaf))
+    assert torch.equal(values, draw())
+    assert torch.equal(values, standard_normal(KEY, {"w": leaf}, "device")["w"])
     flat = values.cpu().double().numpy().ravel()
     assert looks_normal(flat)
     assert not looks_normal(1.01 * flat)
-    for other in (philox_normal(KEY, "v", leaf), philox_normal(insecure_key(2**32), "w", leaf)):
-        assert uncorrelated(flat, other.cpu().double().numpy().ravel())
-    wide = philox_normal(KEY, "w", leaf.double())
+    halves = np.split(flat, 2), np.split(flat, 4)[1:3]
+    others = [draw(name="v"), draw(insecure_key(2**32)), draw(fold_in(KEY, "step", 1))]
+    for one, other in (*halves, *((flat, other.cpu().double().numpy().ravel()) for other in others)):
+        assert uncorrelated(one, other)
+    wide = draw(leaf=leaf.double())
     assert torch.equal(values, wide.to(dtype))  # drawn in float64, whatever the dtype of the leaf
     assert not torch.equal(wide, wide.float().double())
-    if device == "cuda":
-        assert torch.equal(standard_normal(KEY, {"w": leaf}, "device")["w"], values)
+    on_host = standard_normal(KEY, {"w": leaf.cpu()})["w"].double().numpy().ravel()
+    assert uncorrelated(flat, on_host)  # no key serves both
+
+
+def test_every_bit_of_a_key_changes_the_noise_of_a_device():
+    keys = [Key((1 << bit).to_bytes(32, "big")) for bit in range(256)]
+    drawn = {device_normal(key, {"w": torch.zeros(4)})["w"].numpy().tobytes() for key in keys}
+    assert len(drawn) == 256
+
+
+@pytest.mark.parametrize("shapes", [[(3,), (), (0,), (70, 600), (5, 5)], [(2**12,)] * 3])
+def test_no_number_of_a_device_appears_twice(shapes, monkeypatch):
+    monkeypatch.setattr(streams, "_DEVICE_TILE", 2**12)
+    monkeypatch.setattr(streams, "_DEVICE_TILE_COLS", 2**6)
+    like = {f"{number}": torch.zeros(shape, dtype=torch.float64) for number, shape in enumerate(shapes)}
+    drawn = torch.cat([values.reshape(-1) for values in device_normal(KEY, like).values()])
+    assert len(drawn.unique()) == len(drawn) == sum(leaf.numel() for leaf in like.values())
 
 
 LAST = 2**64 - 1

@@ -83,7 +83,9 @@ class PrivacyArguments:
     dp_noise_multiplier: float | None = _option(None, "Noise / sensitivity, instead of an epsilon.")
     dp_max_epsilon: float | None = _option(None, "With a noise multiplier: no step that would exceed this.")
     dp_poisson_sampling: bool = _option(True, "Without it batches are shuffled and no amplification is claimed.")
-    dp_secure_mode: bool = _option(True, "Noise from a keyed AES stream, not from the device's generator.")
+    dp_secure_mode: bool = _option(
+        True, "Noise of an AES stream from the CPU; False: on a GPU, of a ChaCha20 stream from there."
+    )
     dp_physical_batch_size: int | None = _option(None, "Samples differentiated at once; memory only.")
     dp_clip: Literal["flat", "automatic"] | None = _option(
         None, "Clip to a ball (flat), or normalise every gradient (automatic); flat where a norm is given."

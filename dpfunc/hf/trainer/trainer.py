@@ -401,7 +401,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         dp_step = make_dp_step(
             loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, ranks=ranks,
-            noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure",  # a CPU has no other source
+            noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure",
             journal=Journal(self._folder / files.JOURNAL, self.plan),
         )  # fmt: skip
         if start.resumed is not None:
