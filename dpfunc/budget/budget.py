@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from dpfunc._utils.validation import fail, named, one_of, signed
+from dpfunc._utils.validation import fail, named, one_of, signed, unique_json
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps
 from dpfunc.budget._events import RESERVE, REST, SETTLE, Account, BudgetEntry, Event, Facts, line
 from dpfunc.checkpoint._chain import replace_file
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a budget is shown without torch
     from dpfunc.plan import Plan
     from dpfunc.rng import Key
 
+KEPT = Path("checkpoint-key", "key.json")  # of a run that has reserved, until it saves a step
 _PLACE_FILE = "privacy_budget.json"
 _NOTHING = "Nothing was reserved."
 
@@ -196,7 +197,7 @@ class Budget:
         known = self.account().entries.get(run)
         if known is None or known.state == REST:
             raise fail("a run that has reserved, and no search", "run", run, "Nothing was settled.")
-        own = spent if isinstance(spent, Ledger) else _of_files(Path(spent), known.token)
+        own = spent if isinstance(spent, Ledger) else _of_files(Path(spent), known)
 
         def decide(account: Account) -> tuple[Event | None, BudgetEntry]:
             self._check(account, account.facts.unit, own, account.facts.delta)
@@ -273,19 +274,22 @@ def _event(
     return event, event.entry(account.entries.get(run))
 
 
-def _of_files(path: Path, token: str) -> Ledger:
+def _of_files(path: Path, entry: BudgetEntry) -> Ledger:
     """The steps of one run in a journal, or in the journals of a folder, without what it counted before."""
     from dpfunc.checkpoint.journal import read_steps, steps_ledger
 
-    journals = sorted(path.glob("*journal.jsonl")) if path.is_dir() else [path]
-    runs = {name: taken for journal in journals for name, taken in read_steps(journal).items()}
+    journals, token = sorted(path.glob("*journal.jsonl")) if path.is_dir() else [path], entry.token
+    runs = {name: taken for journal in journals for name, taken in read_steps(journal, missing="empty").items()}
     own = [runs[token]] if token in runs else [*runs.values()] if token.startswith("text ") else []
-    if len(own) != 1:
-        raise InvalidArgument(
-            f"Expected a journal with steps of the run whose key is {token!r}, got {str(path)!r}, which has none. If "
-            "it took no step, settle with Ledger(adjacency=...). Nothing was settled."
-        )
-    return steps_ledger(own)
+    if len(own) == 1:
+        return steps_ledger(own)
+    lost = not journals and any(path.glob("checkpoint-[0-9]*"))  # the first one is made after the journal
+    if not lost and (path / KEPT).is_file() and unique_json((path / KEPT).read_bytes()).get("run") == token:
+        return Ledger(adjacency=entry.planned.adjacency)
+    raise InvalidArgument(
+        f"Expected a journal with steps of the run whose key is {token!r}, got {str(path)!r}, which has none. If "
+        "it took no step, settle with Ledger(adjacency=...), or --unused. Nothing was settled."
+    )
 
 
 def _first(planned: Plan | Ledger, count: int) -> Ledger:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from certified import plan_of, trained
@@ -120,3 +121,26 @@ def test_an_interrupted_command_goes_on(job, monkeypatch):
     result = train(*NAMES, "--resume")
     assert result.exit_code == 0, result.output
     assert job.account().entries["first"].charged.num_steps == 4
+
+
+def test_a_command_killed_before_its_first_step_goes_on_or_is_settled(job):
+    """By its folder, or as unused; a folder that says nothing of this run does not settle it."""
+    from text_job import at_events
+
+    def killed(trainer, state):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_events(patch, on_train_begin=killed)
+        assert train(*NAMES).exit_code == 1
+    there = job.account().entries["first"]
+    assert (there.state, there.charged.num_steps) == ("reserved", 4)
+    Path("other").mkdir()
+    wrong = run("settle", "mails.db", "first", "other", "--spender", "ana")
+    assert (wrong.exit_code, "Nothing was settled" in wrong.output) == (1, True)
+    assert json.loads(run("settle", "mails.db", "first", "run", "--spender", "ana", "--json").stdout)["steps"] == 0
+    assert json.loads(run("settle", "mails.db", "first", "--unused", "--spender", "ana", "--json").stdout)["steps"] == 0
+    result = train(*NAMES, "--resume")
+    assert result.exit_code == 0, result.output
+    assert job.account().entries["first"].charged.num_steps == 4
+    assert not Path("run/checkpoint-key").exists()

@@ -8,6 +8,7 @@ from typing import Any
 
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE, Record
+from dpfunc.budget.budget import KEPT
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint._chain import RESTORE, replace_file, sha256
 from dpfunc.checkpoint._format import Checkpoint, charged_for
@@ -17,7 +18,7 @@ from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, fingerprint
+from dpfunc.rng import Key, fingerprint, secure_key
 from dpfunc.state import StepState
 from dpfunc.types import Params
 
@@ -38,8 +39,8 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
         folder.write_json(checkpoint / FOLDER / FILES, digests)
     if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
         return
-    best = state.best_model_checkpoint
-    for path in (checkpoint.with_name(START), *outdated(checkpoint.parent, args.save_total_limit, best)):
+    before, best = (checkpoint.with_name(START), (checkpoint.parent / KEPT).parent), state.best_model_checkpoint
+    for path in (*before, *outdated(checkpoint.parent, args.save_total_limit, best)):
         folder.remove(path)
 
 
@@ -52,6 +53,29 @@ def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path
         return []
     stay = {found[-1], *([Path(best)] if best is not None else [])}
     return [path for path in found if path not in stay][: len(found) - max(limit, len(stay))]
+
+
+def kept_key(output_dir: Path, given: Key | None) -> Key:
+    """The key of a run that reserves in a budget, which finds its reservation after a kill: on disk before it reserves.
+
+    (tests/hf/trainer/test_run.py::test_a_run_killed_before_its_first_step_finds_its_reservation)
+    """
+    file, place = output_dir / KEPT, str(output_dir.resolve())
+    values = folder.read_json(file) if file.exists() and not released(output_dir) else None
+    if values is not None and given is None:
+        if values["place"] != place:
+            raise CheckpointError(
+                f"Expected the folder in which this run has reserved, {values['place']}, got {place}, a copy: two runs "
+                "of one key would use the same noise. Go on there; or settle that run, dpfunc budget settle URL RUN "
+                f"{place}, and begin another one, with a name of its own, in an empty folder."
+            )
+        return Key(bytes.fromhex(values["key"]), guessable=values["guessable"])
+    key = given or secure_key()
+    if values is None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        values = {"run": fingerprint(key), "key": key.secret.hex(), "guessable": key.guessable, "place": place}
+        folder.write_json(file, values)
+    return key
 
 
 def load_run(
@@ -143,7 +167,8 @@ def _numbered(output_dir: Path) -> list[Path]:
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
     runs = {fingerprint(folder.newest_key(path / FOLDER)): path.name for path in reversed(checkpoints)}
-    began, named = list(read_steps(journal)), ", ".join(f"{name} of run {run}" for run, name in runs.items())
+    began = [*read_steps(journal, missing="empty")]
+    named = ", ".join(f"{name} of run {run}" for run, name in runs.items())
     if len(runs) > 1:
         found = f"Expected checkpoints of one run, got several: {named}"
     elif began and began[-1] not in runs:

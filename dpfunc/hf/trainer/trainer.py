@@ -23,6 +23,7 @@ from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
+from dpfunc.checkpoint._chain import known_end
 from dpfunc.checkpoint._folder import remove, sweep
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
@@ -304,6 +305,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._budget is not None:
             whole = replace(plan, num_steps=start.limit, spent=self._earlier)
             distributed.once(self._ranks, partial(self._budget.reserve, whole, start.key, unit=self._unit))
+            distributed.once(self._ranks, partial(known_end, journal))  # which says that it took no step
         self.args = settings.changed(self.args, {"max_steps": start.limit})
         self._warn_at = runs.warning_step(plan, self._spent_before, start.limit, self.privacy.dp_warn_at)
         self._start = start
@@ -354,7 +356,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
         if saved is not None:
             return runs.Start(saved.state.key, saved.state.limit, data, saved)
-        key = self._given_key or secure_key()
+
+        def own() -> Key:
+            kept = self._budget is not None and self._saves_states() and distributed.is_writer(self._ranks)
+            return files.kept_key(self._folder, self._given_key) if kept else self._given_key or secure_key()
+
+        key = all_or_none(own, self._ranks, "Nothing was reserved")
         key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
         return runs.Start(key, self.plan.step_limit(spent), data)
 

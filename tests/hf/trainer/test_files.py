@@ -333,7 +333,7 @@ def test_a_run_that_released_nothing_begins_again(early, tmp_path, left):
 RELEASED = {  # what is missing, and what is said
     "no checkpoint": (["checkpoint-0"], "The journal counts 1 steps"),
     "half a checkpoint": (["checkpoint-0/trainer_state.json"], "The journal counts 1 steps"),
-    "no journal, nor its end": ([JOURNAL, HEAD], "if it was lost, restore it"),
+    "no journal, nor its end": ([JOURNAL, HEAD], "got no such file. Restore the journal"),
     "no journal": ([JOURNAL, "checkpoint-0"], "line 1 and those after it are missing"),
     "only the accounting": (
         [JOURNAL, HEAD, "checkpoint-0"],

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -19,16 +20,19 @@ import dpfunc
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD
 from dpfunc.budget import Budget
+from dpfunc.checkpoint._chain import known_end
 from dpfunc.clipping import Statistic, Telemetry
-from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
+from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, NotWritten
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer._run import with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.rng import Key
 
 DATA = cases.labelled()
+JOURNAL = files.JOURNAL
 
 
 def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
@@ -207,6 +211,74 @@ def test_an_interrupted_run_stays_charged_and_goes_on(budget, tmp_path):
     again.train(resume_from_checkpoint=True)
     assert budget.account().entries["first"].charged == run.plan.ledger()
     assert budget.account().charged() == again.ledger
+
+
+KILLED = {  # where it is killed, and what is left
+    "before its first checkpoint": ("_begin", ["checkpoint-key", JOURNAL, f"{JOURNAL}.head"]),
+    "after it": ("_mask", ["checkpoint-0", "checkpoint-key", JOURNAL, f"{JOURNAL}.head"]),
+}
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", KILLED)
+def test_a_run_killed_before_its_first_step_finds_its_reservation(budget, tmp_path, name, resume):
+    """It goes on as an uninterrupted one; or it is settled by its folder, which has the key and no step."""
+    (method, left), folder = KILLED[name], tmp_path / "run"
+    killed, noise = trainer(budget, folder), cases.again
+    with mock.patch.object(killed, method, cases.interrupt), pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert sorted(path.name for path in folder.iterdir()) == left
+    file = folder / "checkpoint-key" / "key.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    key = Key(bytes.fromhex(json.loads(file.read_text())["key"]))
+    assert budget.settle(folder).charged == Ledger()
+    again = trainer(budget, folder)
+    assert again.plan == killed.plan
+    again.train(resume_from_checkpoint=resume)
+    assert not file.parent.exists()  # it is in the checkpoints
+    assert budget.account().entries["first"].charged == again.plan.ledger()
+    noise(key)
+    whole = cases.private(cases.classifier(), tmp_path / "whole", key=key, privacy=cases.PRIVACY,
+                          changes={"max_steps": 6}, ledger=budget.account().facts.earlier)  # fmt: skip
+    whole.train()
+    assert cases.same(cases.trained(again.model), cases.trained(whole.model))
+
+
+def lost(folder, *names):
+    for name in names:
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+
+NOT_UNUSED = {  # what is done to the folder, and what is said
+    "a journal that was lost": (lambda f: lost(f, JOURNAL, f"{JOURNAL}.head"), "has none"),
+    "a journal that lost its line": (lambda f: (f / JOURNAL).write_text(""), "those after it are missing"),
+    "the key of another run": (lambda f: lost(f, "checkpoint-key"), "has none"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UNUSED)
+def test_a_run_that_may_have_released_a_step_is_not_settled_as_unused(budget, tmp_path, name):
+    folder, (change, said) = tmp_path / "run", NOT_UNUSED[name]
+    stopped = trainer(budget, folder, callbacks=[cases.at("on_pre_optimizer_step", cases.interrupt)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    if name == "the key of another run":
+        lost(folder, JOURNAL, f"{JOURNAL}.head")
+        known_end(folder / JOURNAL)
+    change(folder)
+    with pytest.raises((InvalidArgument, CheckpointError), match=said):
+        budget.settle(folder)
+    assert budget.account().entries["first"].charged == stopped.plan.ledger()
+
+
+def test_a_copy_of_a_folder_does_not_begin_with_the_same_key(budget, tmp_path):
+    killed = trainer(budget, tmp_path / "run")
+    with mock.patch.object(killed, "_begin", cases.interrupt), pytest.raises(KeyboardInterrupt):
+        killed.train()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match="Expected the folder in which this run has reserved"):
+            trainer(budget, tmp_path / "copy").train(resume_from_checkpoint=resume)
 
 
 def test_another_unit_is_refused_before_a_step(budget, tmp_path):
