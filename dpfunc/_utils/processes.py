@@ -206,8 +206,7 @@ class AllGather:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        arrived(gather(output_tensor, input_tensor, group=group, async_op=True))
+        arrived(dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True))
 
 
 def _lockstep_group() -> dist.ProcessGroup | None:

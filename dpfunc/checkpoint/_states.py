@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,21 +171,19 @@ def room(
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Write this process's share of all tensors; collective: all processes of the group write, or an OSError on all."""
-    from torch.distributed.checkpoint import state_dict_saver as saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(path, overwrite=False, sync_files=True)
-    save = saver.save if "no_dist" in signature(saver.save).parameters else saver.save_state_dict  # torch < 2.7
     with _translated(OSError):
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill tensors, each process its parts; a CheckpointError on all when one could not read."""
-    from torch.distributed.checkpoint import state_dict_loader as loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    load = loader.load if "no_dist" in signature(loader.load).parameters else loader.load_state_dict  # torch < 2.7
     with _translated(CheckpointError, f"The tensors of {path} could not be read: "):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)
 
@@ -199,9 +196,6 @@ def _translated(kind: type[Exception], what: str = "") -> Iterator[None]:
         with warnings.catch_warnings():
             # one process alone is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            # torch calls what it has deprecated
-            warnings.filterwarnings("ignore", ".*_state_dict. is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # its own call, in torch 2.6
             yield
     except CheckpointException as error:  # not an Exception: it would pass all handlers
         causes = [failure for failure, _ in error.failures.values()]

@@ -21,7 +21,6 @@ from torch import Tensor
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import fail, integer, one_of, shorten, wrong_type
-from dpfunc._utils.versions import check_sharding
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint import _format as run
 from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain, sha256, sync_directory, sync_file
@@ -110,8 +109,6 @@ def save(
     >>> checkpoint.state == state._replace(journal=str(run["journal"]))  # with which it must go on
     True
     """
-    if ranks is not None:
-        check_sharding()
     file, parent = journal_path(journal), Path(directory)
     tensors: dict[str, Tensor] = {}
     given = {"plan": plan, "state": state, "params": params, "optimizer_state": optimizer_state}
@@ -262,8 +259,6 @@ def load(
     Traceback (most recent call last):
     dpfunc.errors.CheckpointError: Expected a checkpoint in ..., found none. Start a new run.
     """
-    if ranks is not None:
-        check_sharding()
     file, parent = journal_path(journal), Path(directory)
     name, values = by_writer(partial(_found, parent, file), ranks, _NOT_LOADED)
     path = parent / name

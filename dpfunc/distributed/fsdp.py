@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from dpfunc._utils.processes import is_dtensor, is_independent, local
 from dpfunc._utils.validation import integer, shorten
-from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._ghost import Ghost
@@ -57,7 +56,6 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    check_sharding()
     if mesh.ndim > 2:
         two = "a mesh with one dimension, or two (replicas, parts)"
         raise InvalidArgument(f"Expected {two}, got {mesh}. Take a part of it: mesh['dp'].")
@@ -117,7 +115,6 @@ def shard_frozen(
         the released gradients are those of one process without sharding
         (tests/distributed/test_fsdp.py::test_a_sharded_base_gives_the_same).
     """
-    check_sharding()
     if isinstance(model, LoRA):
         if trainable is not None:
             raise InvalidArgument("Expected trainable=None for an adapter, which knows what is trained.")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from dpfunc._utils.processes import broken, initialized, is_dtensor, shard_dims
 from dpfunc._utils.validation import fail
-from dpfunc._utils.versions import check_sharding
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
 
@@ -174,7 +173,6 @@ def sharded(
             for context, sequence or pipeline parallelism.
         UnsupportedModel: an older torch.
     """
-    check_sharding()
     _check_initialised()
     named = tuple(mesh.mesh_dim_names or ())
     chosen = (*data, *tensor)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.processes import AllGather, is_dtensor, over_gloo
@@ -21,7 +19,6 @@ _WAY_OUT = (
     "gradients and the optimizer's state over the processes. Call functionalize after fully_shard. To train what it "
     "manages: dpfunc.distributed.functionalize_managed(module, ranks)."
 )
-STATE = ("_is_root", "_fsdp_param_groups", "_fsdp_param_group")
 
 
 def _fsdp(name: str) -> type | None:
@@ -42,34 +39,11 @@ def settle(module: nn.Module) -> None:
 
 
 def managed(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that `fully_shard` swaps, by name; sharded or whole, whatever is there now.
-
-    Where this version of torch does not say which they are: every DTensor below a part that was sharded.
-    """
-    parts = fsdp_parts(module)
-    if not parts:
-        return {}
-    groups = [_groups(part) for part in parts.values()]
-    if None in groups:
-        below = tuple(f"{name}.".lstrip(".") for name in parts)
-        return {n: p for n, p in module.named_parameters() if is_dtensor(p) and n.startswith(below)}
-    known = _swapped(chain.from_iterable(groups))  # type: ignore[arg-type]  # none is None
-    return {name: param for name, param in module.named_parameters() if id(param) in known}
-
-
-def _swapped(groups: Iterable[Any]) -> set[int]:
-    """Ids of the parameters of some groups, sharded and whole."""
+    """The parameters that `fully_shard` swaps, by name; sharded or whole, whatever is there now."""
+    groups = [group for part in fsdp_parts(module).values() for group in part._get_fsdp_state()._fsdp_param_groups]
     held = [each for group in groups for each in group.fsdp_params]
-    return {id(each.sharded_param) for each in held} | {id(getattr(each, "_unsharded_param", None)) for each in held}
-
-
-def _groups(part: Any) -> list[Any] | None:
-    state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
-    several, one = (getattr(state, name, None) for name in STATE[1:])
-    if several is None and not hasattr(state, STATE[2]):
-        return None
-    found = [group for group in (several if several is not None else [one]) if group is not None]
-    return found if all(hasattr(group, "fsdp_params") for group in found) else None
+    known = {id(each.sharded_param) for each in held} | {id(getattr(each, "_unsharded_param", None)) for each in held}
+    return {name: param for name, param in module.named_parameters() if id(param) in known}
 
 
 def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
@@ -143,27 +117,12 @@ def refuse_communication(module: nn.Module) -> None:
         )
 
 
-def refuse_old_vmap(module: nn.Module) -> None:
-    """Refuse FSDP2 under torch.func in versions of torch whose hooks torch.func does not know."""
-    if not torch._C._functorch.maybe_current_level() or not fsdp_parts(module):
-        return
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction as Hook
-    except ImportError:
-        return  # a version of torch with other internals: it raises its own errors
-    if "setup_context" not in vars(Hook):
-        raise UnsupportedModel(
-            "This version of torch cannot run models of fully_shard under torch.func (vmap): 2.13 can. Use "
-            'engine="loop".'
-        )
-
-
 @contextmanager
 def recovered(module: nn.Module) -> Iterator[None]:
     """Inside, an error in a pass resets sharded parts for the next; who waits for another learns of it (`arrived`)."""
     done = False
     for part in fsdp_parts(module).values() if over_gloo() else ():
-        with suppress(AttributeError, ValueError):  # an older torch, or several meshes: a timeout ends the wait
+        with suppress(ValueError):  # several meshes: a timeout ends the wait
             part.set_custom_all_gather(AllGather())
     try:
         yield
@@ -172,9 +131,8 @@ def recovered(module: nn.Module) -> Iterator[None]:
         if not done:
             parts = fsdp_parts(module)
             for root in map(parts.__getitem__, outermost(parts)):
-                reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
-                if reset is not None and getattr(root._get_fsdp_state(), "_is_root", None):
-                    reset()
+                if root._get_fsdp_state()._is_root:
+                    root.reset_iter_state()
 
 
 def outermost(names: Iterable[str]) -> list[str]:

@@ -82,9 +82,9 @@ def _group_norm(norm: _BatchNorm, max_groups: int) -> nn.GroupNorm:
     common = 1 if isinstance(norm, nn.BatchNorm1d) else math.gcd(channels, max_groups)
     counts = (count for count in range(common, 1, -1) if common % count == 0 and 2 * count <= channels)
     kind: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
-    result = nn.GroupNorm(next(counts, 1), channels, eps=norm.eps, affine="weight" in theirs, **kind)
-    if "bias" not in theirs:  # an argument of GroupNorm in newer versions of torch only
-        result.register_parameter("bias", None)
+    result = nn.GroupNorm(
+        next(counts, 1), channels, eps=norm.eps, affine="weight" in theirs, bias="bias" in theirs, **kind
+    )
     for name, ours in result.named_parameters():
         with torch.no_grad():
             ours.copy_(theirs[name])

@@ -242,7 +242,6 @@ class Forward:
                 stack.enter_context(self._swapped(params, parts))
                 with _put_back(parts):
                     return self.module(*args, **kwargs)
-        fsdp.refuse_old_vmap(self.module)
         with (
             unfollowed_code_is_an_error(), _checkpoint_is_an_error(), self._writing_is_an_error(),
             self._swapped(params, parts), _put_back(parts),

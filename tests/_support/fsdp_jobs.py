@@ -299,28 +299,6 @@ def what_is_held():
     return counts
 
 
-def without_new_hooks(engine):
-    """As torch before 2.13: its hooks are unknown to torch.func."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
-    class Hook(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, group, *inputs):
-            ctx.group = group
-            return inputs
-
-        @staticmethod
-        def backward(ctx, *grads):
-            ctx.group.post_backward()
-            return None, *grads
-
-    kept, groups.RegisterPostBackwardFunction = groups.RegisterPostBackwardFunction, Hook
-    try:
-        return one_step(*built("helper", mesh_of()), ranks_of(mesh_of()), engine)[:3]
-    finally:
-        groups.RegisterPostBackwardFunction = kept
-
-
 class Stop(torch.autograd.Function):
     generate_vmap_rule = True
 

@@ -78,11 +78,6 @@ def test_refusals_of_modules():
             assert all(part in text for part in REFUSED[name][1].split(".*")), (name, text)
 
 
-def test_older_versions_of_torch():
-    """Their hooks are unknown to torch.func: rows are computed one by one."""
-    assert [found[0] for found in run(2, "fsdp_jobs:without_new_hooks", "auto")] == [[("ok", "")]] * 2
-
-
 LIMIT = 60.0  # seconds, of the group; those that wait for another process must not wait for it
 
 

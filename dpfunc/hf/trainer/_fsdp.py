@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dpfunc import distributed
 from dpfunc._utils.processes import checksum, in_hex, is_dtensor
 from dpfunc._utils.validation import fail, shorten, suggestion
-from dpfunc._utils.versions import check_sharding
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
@@ -132,7 +131,6 @@ def shard(
         return None, args
     given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
     rules.refuse(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
-    check_sharding()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
