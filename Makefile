@@ -120,6 +120,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.rows
+	$(BIN)/python -m benchmarks.launches
 	$(BIN)/python -m benchmarks.targets
 
 # every model family of the extra: which engine takes it

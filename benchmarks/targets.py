@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
-from benchmarks import freed_memory, loader, overhead, pictures, small_steps
+from benchmarks import freed_memory, launches, loader, overhead, pictures, small_steps
 from benchmarks.engines.contestants import JAX_PRIVACY, OPACUS, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
 from benchmarks.results import DOCS, FOLDER, fill, markdown, printed, read
 
 PAGE = DOCS / "performance.md"
-SCALES = {"x": 1.0, "ms": 1e3, "ns": 1.0, "s": 1.0}
+SCALES = {"x": 1.0, "ms": 1e3, "ns": 1.0, "s": 1.0, "operations": 1.0}
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ TARGETS = (
     *(contestant(*numbers, why=why) for *numbers, why in _CONTESTANTS),
     Target("import dpfunc", 150.0, "ms", "startup", ("rows", "import dpfunc", "best_seconds")),
     Target("import dpfunc.accounting", 0.4, "s", "startup", ("rows", "import dpfunc.accounting", "best_seconds")),
+    *(contestant(f"launches, {case.title}", case.aim, "operations", "launches", name, launches.OURS, "operations",
+                 why="launches")
+      for name, case in launches.CASES.items() if case.aim is not None),
     *(Target(f"loader, {case}: {name}", 1.2, "x", "loader", ("ratios", case, name), "loader")
       for name in ("100 steps", "memory") for case in loader.CASES),
 )  # fmt: skip
@@ -115,7 +118,8 @@ def row_of(target: Target, value: float | None) -> list[str]:
     if value is not None and value > target.limit:
         percent = 100 * (value / target.limit - 1)
         verdict = f"missed by {percent:.{0 if percent >= 1 else 1}f} %"
-    shown = ["" if v is None else f"{v:.3g} {target.unit}".replace("x", "").strip() for v in (target.limit, value)]
+    numbers = ["" if v is None else f"{v:.3g}" if v < 1000 else f"{v:,.0f}" for v in (target.limit, value)]
+    shown = [f"{number} {target.unit.replace('x', '')}".strip() if number else "" for number in numbers]
     return [target.title, *shown, verdict]
 
 
