@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -84,6 +84,7 @@ class Plan:
             both. `ledger` and `guarantee` are of the plan's own steps.
         noise: the noise mechanism.
         telemetry: statistics that each step releases with its gradient, in `state.telemetry`.
+        budget: of the data set: `dp_step.init` refuses to begin a run that has not reserved there. Not published.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
@@ -112,6 +113,7 @@ class Plan:
     spent: Ledger | None = None
     noise: Noise = _GAUSSIAN
     telemetry: Telemetry | None = None
+    budget: _Budget | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, methods, domain in _PARTS:
@@ -218,7 +220,8 @@ class Plan:
                 ledger of those before it, `dp_step.init(params, key, ledger=state.ledger)`. All may be published.
             noise_schedule: relative noise over the run; the result is this times one number.
             spent: what earlier phases on the same data have cost; the budget covers both, and a run begins with it.
-            budget: a `dpfunc.Budget`, of which this is the plan for what is left; it says what was spent.
+            budget: a `dpfunc.Budget`, of which this is the plan for what is left; it says what was spent. Before the
+                run begins it reserves: `budget.reserve(plan, key, unit=...)`.
 
         Raises:
             UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
@@ -236,12 +239,12 @@ class Plan:
         before = spent or Ledger(adjacency=adjacency)
         count = integer("runs", runs, minimum=1)
 
-        def plan(scale: float, budget: float | None) -> Plan:
+        def plan(scale: float, target: float | None) -> Plan:
             noise = Schedule(tuple((n, scale * v) for n, v in noise_schedule.pieces)) if noise_schedule else scale
             return cls(
                 sampler=sampler, clip=clip, noise_multiplier=noise, num_steps=num_steps, delta=delta,
-                epsilon=budget, adjacency=adjacency, allocation=allocation, accountant=accountant,
-                allow_large_delta=allow_large_delta, spent=spent, telemetry=telemetry,
+                epsilon=target, adjacency=adjacency, allocation=allocation, accountant=accountant,
+                allow_large_delta=allow_large_delta, spent=spent, telemetry=telemetry, budget=budget,
             )  # fmt: skip
 
         plan(1.0, None)  # bad arguments are found before the search

@@ -120,6 +120,24 @@ def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
     return spent
 
 
+def check_reserved(plan: Plan, key: Key) -> None:
+    """Check that a run whose plan is of a budget has reserved there, by its key or by a text.
+
+    Guarantees:
+        tests/budget/test_budget.py::test_a_plan_of_a_budget_is_reserved_before_it_runs.
+    """
+    if plan.budget is None:
+        return
+    there = [e for e in plan.budget.account().entries.values() if e.state == "reserved"]
+    own = [entry for entry in there if entry.token == fingerprint(key) or entry.token.startswith("text ")]
+    if not any(not plan.ledger().beyond(entry.planned).events for entry in own):
+        raise errors.InvalidArgument(
+            f"Expected a run that has reserved in the budget of its data set, got none with this key and the "
+            f"{plan.num_steps} steps of the plan in {plan.budget!r}: nobody else would know what it costs. Before "
+            "dp_step.init(params, key) call budget.reserve(plan, key, unit=...). Nothing was spent."
+        )
+
+
 def only_step(plan: Plan, first: StepState) -> StepState:
     """The state of a run of one step, whose batch nobody drew."""
     state = first._replace(limit=1, drawn=False)

@@ -74,7 +74,8 @@ class DPStep:
                 Under add/remove adjacency n is private: the plan, epsilon and expected batch size do not depend on it.
 
         Raises:
-            InvalidArgument: bad parameters, or groups and bounds that do not fit them; more records than the bound.
+            InvalidArgument: bad parameters, or groups and bounds that do not fit them; more records than the bound; a
+                plan of a budget in which nothing is reserved for this key.
             LedgerConflict: the ledger uses another adjacency, or lacks steps that the plan's `spent` has.
             BudgetExhausted: not one step fits into the budget. StepAborted: another process raised one of these.
 
@@ -83,6 +84,8 @@ class DPStep:
             RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
         with self._together():
+            if self.ranks is None or self.ranks.writes:
+                states.check_reserved(self.plan, key)
             first = states.first_state(self.plan, params, key, ledger, num_records)
             state = first._replace(noise_state=self._mechanism(0).init(self._with_statistics(params)))
         states.warn_of_start(state, journalled=self.journal is not None)

@@ -109,7 +109,7 @@ def _encoded(value: Any) -> Any:
     if type(value) in _PARTS or type(value) in KINDS.values():
         return {
             "kind": type(value).__name__,
-            **{f.name: _encoded(getattr(value, f.name)) for f in dataclasses.fields(value)},
+            **{f.name: _encoded(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare},
         }
     if isinstance(value, Mapping):
         return {"kind": "mapping", "items": {str(name): _encoded(item) for name, item in value.items()}}

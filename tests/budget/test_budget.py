@@ -252,6 +252,37 @@ def test_a_loop_reserves_and_settles(tmp_path):
         of(budget, "second").reserve(second, "second", unit=UNIT)
 
 
+KEY = dpfunc.insecure_key(5)
+RESERVED = {  # what happened before the run begins, and True if it may
+    "nothing": (lambda b, p: None, False),
+    "another key": (lambda b, p: b.reserve(p, dpfunc.insecure_key(6), unit=UNIT), False),
+    "fewer steps": (lambda b, p: b.reserve(replace(p, num_steps=3), KEY, unit=UNIT), False),
+    "a text, fewer steps": (lambda b, p: b.reserve(p.ledger(3), "a", unit=UNIT), False),
+    "settled": (lambda b, p: (b.reserve(p, KEY, unit=UNIT), b.settle(p.ledger())), False),
+    "the key": (lambda b, p: b.reserve(p, KEY, unit=UNIT), True),
+    "a text": (lambda b, p: b.reserve(p, "a", unit=UNIT), True),
+    "more steps": (lambda b, p: b.reserve(p.ledger(3) + Ledger((Event(0.1, 1e3, 1),)) + p.ledger(1), "a", unit=UNIT), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_plan_of_a_budget_is_reserved_before_it_runs(tmp_path, name):
+    """Also a copy of the plan, and a call without a state; a plan is the same with and without its budget."""
+    (before, fine), budget = RESERVED[name], of(made(tmp_path), "a")
+    found = replace(plan(budget), telemetry=None)
+    assert found == replace(found, budget=None)
+    before(budget, found)
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), found)
+    params, number = {"w": torch.zeros(2)}, budget.account().number
+    if fine:
+        assert dp_step.init(params, KEY).limit == 4
+        return
+    for begin in (lambda: dp_step.init(params, KEY), lambda: dp_step(params, torch.ones(3, 2))):
+        with pytest.raises(InvalidArgument, match="reserved in the budget of its data set"):
+            begin()
+    assert budget.account().number == number
+
+
 def test_a_plan_needs_one_budget():
     with pytest.raises(InvalidArgument, match="epsilon and delta, or the budget"):
         dpfunc.Plan.for_budget(**SHAPE)
