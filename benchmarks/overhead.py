@@ -25,7 +25,7 @@ HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / l
 def one_audit(problem: Problem) -> Callable[[], object]:
     """Compare one row of a step."""
     from dpfunc.engines import auto
-    from dpfunc.engines._guards.audit import Audits, Credited, audit
+    from dpfunc.engines.audit import Audits, Credited, audit
 
     loss_fn, params = problem.functional()
     batch, seed = (problem.inputs, problem.targets), torch.default_generator.get_state()
@@ -47,7 +47,7 @@ def contestant(spec: Spec) -> Contestant:
 
 
 def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
-    from dpfunc.engines._guards.audit import STEPS_IN
+    from dpfunc.engines.audit import STEPS_IN
 
     spec = {"module": "benchmarks.overhead", "cases": "benchmarks.engines.cases", "case": case, "quick": quick}
     names = ("plain", "audit", "whole", "first")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.processes import checksum_and_marks, in_hex, local
+from dpfunc._utils.processes import checksum_and_marks, in_hex, local, on_any_process
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Batch, Params
+from dpfunc.types import Batch, LossFn, Params
+
+_Found = TypeVar("_Found")
 
 _ROWS = (
     "If it belongs to the records, make a tensor of it with one row a record (collate_fn of plan.loader; lists of "
@@ -173,6 +177,22 @@ def pad_rows(batch: Batch, size: int) -> Batch:
 def signature(batch: Batch) -> tuple[object, ...]:
     """Shapes without their first axis, and dtypes, of all leaves: a key for what was learnt from such batches."""
     return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in pytree.tree_leaves(batch))
+
+
+@dataclass(frozen=True)
+class Memo(Generic[_Found]):
+    """What follows from a loss and public facts, computed once. It ends with its loss, and changes no result."""
+
+    _found: MutableMapping[LossFn, dict[object, _Found]] = field(default_factory=WeakIdKeyDictionary)
+
+    def __call__(self, make: Callable[[], _Found], loss_fn: LossFn, params: Params, batch: Batch) -> _Found:
+        """What `make` gives for the first batch of rows with these names, shapes, dtypes and devices."""
+        names = tuple(batch) if isinstance(batch, Mapping) else type(batch)
+        key = (names, signature(batch), *[(name, p.shape, p.dtype, p.device) for name, p in params.items()])
+        of_loss = self._found.setdefault(loss_fn, {})
+        if on_any_process(key not in of_loss):
+            of_loss[key] = make()
+        return of_loss[key]
 
 
 def check_named(params: Params) -> None:

@@ -19,19 +19,19 @@ from torch import Tensor
 from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import batch_size, check_params, pad_rows, refuse_narrow_range, rows, signature, tree_map
+from dpfunc.batches import Memo, batch_size, check_params, pad_rows, refuse_narrow_range, rows, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.audit import Audits, Credited, audit
-from dpfunc.engines._guards.kept_state import refuse_counting
+from dpfunc.engines._guards.kept_state import python_state, refuse_counting
 from dpfunc.engines._guards.loss import joined_aux, refuse_modes, uncompiled, unfollowed_code_is_an_error
 from dpfunc.engines._levels import first_row
 from dpfunc.engines._numerics import ReadTogether, exact
 from dpfunc.engines._per_sample import PerSample
-from dpfunc.engines.explain import automatic_size
-from dpfunc.engines.loop import state_before
+from dpfunc.engines.audit import Audits, Credited, audit
+from dpfunc.engines.microbatches import prepared_size, size_by_row
+from dpfunc.engines.prepare import warmed
 from dpfunc.engines.vmap_grad import Grouped, vmap
 from dpfunc.errors import InvalidArgument, OutOfMemory
 from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state
@@ -66,7 +66,8 @@ class ClippedGrad:
     telemetry: Telemetry | None = None
     _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
-    _sizes: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
+    _sizes: Memo[int | None] = field(default_factory=Memo, repr=False, compare=False)
+    _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
 
     def __call__(
         self, params: Params, batch: Batch, *,
@@ -122,9 +123,10 @@ class ClippedGrad:
         self, parts: Partition, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
     ) -> MicrobatchSums:
         num_samples = len(mask_B)
+        self._prepare(params, batch)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
         several = size < num_samples and not in_lockstep()
-        state = state_before(self.loss_fn, params, rows(batch, 0, 1)) if several else ()
+        state = python_state(self.loss_fn) if several else ()
         generator = torch.default_generator.get_state()
         sums: dict[str, Tensor] = {}
         found: list[MicrobatchSums] = []
@@ -143,16 +145,22 @@ class ClippedGrad:
         _, losses, norms, _, aux = zip(*found, strict=True)
         return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
+    def _prepare(self, params: Params, batch: Batch) -> None:
+        """Let the loss build what it keeps for rows of this shape."""
+        prepare = getattr(self.engine, "prepare", None)
+        with uncompiled():
+            if prepare:
+                prepare(self.loss_fn, params, batch)
+            else:
+                self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
+
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if self.microbatch_size is None:
             return max(2, num_samples) if _narrow(params) else num_samples
         if self.microbatch_size != "auto":
             return self.microbatch_size
-        shapes = signature(batch)
-        largest, of_rows = self._sizes.get(shapes, 0), False
-        if not largest:
-            largest, of_rows = automatic_size(self.loss_fn, params, rows(batch, 0, 1))
-        self._sizes.update({} if of_rows else {shapes: largest})  # what follows from rows holds for their batch alone
+        prepared = self._sizes(partial(prepared_size, self.loss_fn, params, batch), self.loss_fn, params, batch)
+        largest = prepared or size_by_row(self.loss_fn, params, batch)
         return math.ceil(num_samples / math.ceil(num_samples / largest))
 
     @contextmanager

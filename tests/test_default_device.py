@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dpfunc
 from dpfunc import Journal, Plan, clipping, engines, insecure_key, sampling, take
-from dpfunc.engines._guards.audit import rounded_params
+from dpfunc.engines.audit import rounded_params
 from dpfunc.state import replay
 
 IDS, LABELS = torch.randint(11, (12, 6)), torch.randint(3, (12,))

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpfunc
 from dpfunc import Journal
-from dpfunc.engines._guards.audit import Audits
 from dpfunc.engines._numerics import ReadTogether, any_set
+from dpfunc.engines.audit import Audits
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8

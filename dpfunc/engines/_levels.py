@@ -312,6 +312,7 @@ class Passed:
     uses: Sequence[Use]
     aux: Any = None
     by_row: Sequence[str] = ()
+    told: str = ""
 
 
 class Pass(TorchFunctionMode):
@@ -321,16 +322,16 @@ class Pass(TorchFunctionMode):
         over: the open levels. params: name -> plain value. leaves: name -> what the loss gets.
         uses: that are known from earlier passes. take: takes the gradients of one use of a parameter, by name.
         counts: name -> uses in the forward pass, with a rule. rules: operations go to their rules.
-        watched: what the loss keeps was noted.
+        allowed: number of times that Python may be told numbers of rows; none before what the loss keeps is noted.
     """
 
     def __init__(
         self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
-        take: Callable[[str, PerSampleGrad | Late], None], counts: dict[str, int], rules: bool, watched: bool,
+        take: Callable[[str, PerSampleGrad | Late], None], counts: dict[str, int], rules: bool, allowed: float,
     ) -> None:  # fmt: skip
         super().__init__()
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
-        self.rules, self.watched = rules, watched
+        self.rules, self.allowed = rules, allowed
         self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
         with Below():
             self.anchor = over.leaf(torch.zeros((), device="cpu"))
@@ -339,7 +340,7 @@ class Pass(TorchFunctionMode):
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
-        self.in_backward = self.told = False
+        self.in_backward, self.told = False, ""
 
     def plain(self, leaf: object) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -372,9 +373,10 @@ class Pass(TorchFunctionMode):
 
     def reading(self, read: str) -> None:
         """End the pass before Python learns anything of the rows, if what the loss keeps was not noted before it."""
-        if not self.watched:
+        if not self.allowed:
             self.stop(FirstRead(read))
-        self.told = True
+        self.allowed -= 1
+        self.told = self.told or read
 
     def expect(self, names: Iterable[str]) -> None:
         """Count uses of parameters whose gradients will come."""

@@ -414,19 +414,10 @@ class PerSample:
 
 @dataclass
 class Kept:
-    """Gradients of one pass, formed or as factors, until all uses of each parameter are there.
+    """Gradients of one pass, formed or as factors, until all uses of each parameter are there."""
 
-    Args:
-        told: Python was told numbers of rows in the pass.
-    """
-
-    told: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[PerSampleGrad | Late]] = field(default_factory=dict)
-
-    def note(self, told: bool) -> None:
-        """Note if Python was told numbers of rows."""
-        self.told = told
 
     def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Take the gradients of one use of a parameter, in the backward pass."""

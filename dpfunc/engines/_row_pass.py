@@ -6,7 +6,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.processes import is_dtensor
+from dpfunc._utils.processes import failed, is_dtensor, on_any_process
 from dpfunc.batches import own_memory, take
 from dpfunc.engines._batching import by_rows, verified
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
@@ -60,9 +61,10 @@ from dpfunc.engines._recurrent import RECURRENT_LAYERS
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.composite import COMPOSITES
 from dpfunc.engines._rules.table import Use
-from dpfunc.engines.loop import is_warm
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
+
+_Found = TypeVar("_Found")
 
 # What operations of torch, and losses, raise. Other errors of a loss come through as they are.
 ORDINARY = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
@@ -138,10 +140,10 @@ class _RowPass(Pass):
 
     def __init__(
         self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept,
-        watched: bool,
+        allowed: float,
     ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
-        super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, watched)
+        super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, allowed)
         self._modes, self.raised = open_modes(), 0
         self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
         self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
@@ -225,7 +227,7 @@ class _RowPass(Pass):
         self.in_backward = True
         transforms_seen(True)
         with torch._C.DisableTorchFunction():
-            checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=self.told)
+            checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=bool(self.told))
             checks.check_aux(aux, 1)
             if self.settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                 checks.refuse_reentrant((), losses_1)
@@ -422,8 +424,8 @@ def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
 _WITH_RULES, _WITHOUT_RULES = _answered(_OWN, ISLANDS, READS), _answered(_OWN, READS)
 
 
-def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept, watched: bool) -> Passed:
-    """Losses of rows that go the same way; their gradients by rules go to `kept`."""
+def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept, allowed: float) -> Passed:
+    """Losses of rows that go the same way; their gradients by rules go to `kept`. `allowed`: see `Pass`."""
     num_rows = len(rows.positions)
     forget_gone()
     params = rows.plain_params()
@@ -432,7 +434,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             raise Alone(f"tensors of the class {kind.__qualname__} compute all rows at once")
     kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:
-        mode = kind(rows, over, params, settings, uses, kept, watched and is_warm(rows.loss_fn, rows.batch))
+        mode = kind(rows, over, params, settings, uses, kept, allowed)
         with Below():
             record = pytree.tree_map(lambda leaf: over.row(leaf.unsqueeze(1)), own_memory(rows.batch))
         given = params if rows.source else mode.leaves
@@ -446,8 +448,6 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             if mode.stopped is not None:
                 raise mode.stopped from error
             raise
-        finally:
-            kept.note(mode.told)
         if mode.stopped is not None:
             raise mode.stopped
         with Below():
@@ -457,4 +457,24 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             losses_B = over.all_rows(losses_1)[:, 0].detach()
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
-    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row))
+    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row), mode.told)
+
+
+def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:
+    """The first result without an error, and its settings; `Alone` with the reason of the last one if there is none."""
+    reason, unruled = "", False
+    others = product((first.rules, False), (first.own_memory, True), (False, True))
+    for tried in dict.fromkeys((first, *(Settings(*flags) for flags in others))):
+        if tried.rules and unruled:
+            continue
+        try:
+            return attempt(tried), replace(tried, since=reason or tried.since)
+        except DPFuncError:
+            raise
+        except (NoRules, Alone, *ORDINARY) as error:
+            failed(error)
+            refuse_out_of_memory(error)
+            unruled |= isinstance(error, NoRules)
+            reason = (str(error).splitlines() or ["-"])[0]
+            on_any_process(True)  # the next attempt is another message
+    raise Alone(reason)

@@ -1,4 +1,4 @@
-"""Previews of a step: representation, bytes and operations for each use of a parameter; rows that fit into memory."""
+"""Previews of a step: representation, bytes and operations for each use of a parameter."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
-from torch import Tensor
-
-from dpfunc.batches import batch_size, tree_map
-from dpfunc.engines._guards.kept_state import refuse_counting
-from dpfunc.engines._guards.loss import backward_inside
+from dpfunc.batches import batch_size
 from dpfunc.engines._levels import Passed
 from dpfunc.engines._numerics import summed
 from dpfunc.engines._rules.table import Use
-from dpfunc.engines.loop import RowAlone, state_before
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
@@ -135,48 +129,3 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
     unused = params.keys() - {cost.parameter for cost in costs}
     costs += [UseCost(n, "", "unused", tuple(params[n].shape), 0, 0) for n in filter(unused.__contains__, params)]
     return Explanation(num_samples, tuple(costs))
-
-
-# Activations of one microbatch on a CPU. Twice as much or half as much changes the time of a step by a few per cent.
-_CPU_BYTES = 2**28
-# The same on an accelerator, as a share of its memory: the rest is for the model, gradients and what kernels need.
-_DEVICE_SHARE = 4
-
-
-def automatic_size(loss_fn: LossFn, params: Params, row: Batch) -> tuple[int, bool]:
-    """The largest microbatch whose activations stay within a fixed number of bytes, at least 1; and if numbers decided.
-
-    Unless the loss reads numbers, the shapes and the device alone decide, never the time: a step that is repeated takes
-    the same microbatches.
-    """
-    before = state_before(loss_fn, params, row)
-    num_bytes, told = saved_bytes(loss_fn, params, row)
-    refuse_counting(loss_fn, before)
-    device = next(iter(params.values())).device
-    of_device = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE
-    return max(1, (of_device or _CPU_BYTES) // max(1, num_bytes)), told
-
-
-def saved_bytes(loss_fn: LossFn, params: Params, row: Batch) -> tuple[int, bool]:
-    """Bytes that autograd saves of a row, and if the loss has read numbers of it.
-
-    The row runs forward twice: what both calls save are parameters and constants, which are not counted.
-    """
-    saved: dict[int, torch.UntypedStorage] = {}  # alive until they are counted: a freed one could count twice
-    shared = set[int]()
-
-    def count(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    leaves = {name: param.detach().requires_grad_() for name, param in params.items()}
-    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    for _ in range(2):
-        shared, own = set(saved), tree_map(torch.clone, row)
-        alone = RowAlone(own, 0)
-        try:
-            with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks, alone:
-                loss_fn(leaves, own)
-        finally:
-            alone.memory.end()
-    return sum(storage.nbytes() for key, storage in saved.items() if key not in shared), alone.told

@@ -2,131 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
-from dpfunc.batches import batch_size, row_alone, rows, signature, tree_map
-from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
+from dpfunc._utils.processes import in_lockstep, local, on_any_process, refused_by_all
+from dpfunc.batches import Memo, batch_size, row_alone
 from dpfunc.engines._guards import loss as checks
-from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
+from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
-from dpfunc.engines._guards.loss import RowMemory, refuse_earlier, refuse_kept, refuse_undeclared
-from dpfunc.engines._levels import MOST_RAISED, opened, positions_of, run_backward, told_of_transforms
+from dpfunc.engines._guards.loss import refuse_kept
+from dpfunc.engines._levels import positions_of
 from dpfunc.engines._per_sample import Dense, PerSample
-from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
-from dpfunc.errors import DPFuncError, UnsupportedModel
-from dpfunc.rng import cpu_seeds, insecure_key
+from dpfunc.engines._row_alone import Alone, row_gradients
+from dpfunc.engines.prepare import warmed
+from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
-
-# Numbers that a loss may ask of zeros while it builds what it keeps.
-_MANY = 100
-_ASKING = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
-_TELLING = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__", "__format__",
-        "__repr__",
-    )
-)  # fmt: skip
-
-
-class Alone(NamedTuple):
-    """One row that was computed alone."""
-
-    losses_1: Tensor
-    grads: dict[str, Tensor]
-    dtypes: frozenset[torch.dtype]
-    asked: bool
-    told: bool
-    aux: Any = None
-
-
-class _Told(BaseException):
-    """The loss asks what nobody can answer. No Exception, so that code of the loss that catches all does not."""
-
-
-class RowAlone(TorchFunctionMode):
-    """One row alone: every torch function that the loss calls passes here."""
-
-    def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
-        super().__init__()
-        self.memory, self.allowed = RowMemory(), allowed
-        self.draws = OwnDraws([position], torch.default_generator.get_state(), alone=True)
-        self.asked = self.told = False
-        self.stopped: BaseException | None = None
-        self.raised = 0
-        self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
-        self.memory.note(pytree.tree_leaves(row))
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        try:
-            refuse_earlier(args, kwargs, self.memory.depends)
-            refuse_undeclared(func)
-            if func in _ASKING or func in _TELLING:
-                self._tell(func, args)
-        except (DPFuncError, _Told) as error:
-            self.stopped, self.raised = self.stopped or error, self.raised + 1
-            if self.raised <= MOST_RAISED:
-                raise
-            args = self._other(args)
-        found = self._computed(func, args, kwargs)
-        if isinstance(found, Tensor) and found.is_floating_point():
-            self.dtypes.add(found.dtype)
-        self.memory.follow(func, args, kwargs, found)
-        return found
-
-    def refuse_stopped(self) -> None:
-        """Raise what was refused, also where code of the loss has caught it."""
-        if self.stopped is not None:
-            raise self.stopped
-
-    def _other(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments for a loss that catches each error and asks again: zeros are changed, it may wait for a number."""
-        if self.allowed is None:
-            return tuple(args)
-        change = (self.raised % 2) * (-10) ** (self.raised // 2 % 9)
-        return tuple(value + change if isinstance(value, Tensor) else value for value in args)
-
-    def _tell(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.asked = True
-        if not any(isinstance(value, Tensor) and self.memory.depends(value) for value in args):
-            return
-        self.told = True
-        if self.allowed is not None:
-            self.allowed -= 1
-            if self.allowed < 0 or func in _TELLING:  # a loop of Python may wait for a number that zeros never have
-                raise _Told
-
-    def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func in RANDOM and not without_form(kwargs) and not inside_vmap(0):
-            found = random_operation(lambda values_1: values_1[0], self.draws, func, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        bound = arguments(args, kwargs) if func in KINDS else {"dropout": 0.0}
-        drops = bound["dropout"] and bound["train"] and bound["num_layers"] > 1
-        parts = partial(_recurrent, func) if drops else opened(func)
-        if parts is None:
-            return func(*args, **kwargs)
-        with self:
-            return parts(*args, **kwargs)
-
-
-def _recurrent(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return layer_by_layer(func, arguments(args, kwargs))
 
 
 @dataclass(frozen=True)
@@ -134,8 +29,14 @@ class Loop:
     """Engine that `loop` returns."""
 
     by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
+    _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
+
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> None:
+        """Let the loss build what it keeps for rows of this shape."""
+        self._warmed(partial(warmed, loss_fn, params, batch), loss_fn, params, batch)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
+        self.prepare(loss_fn, params, batch)
         return rows_alone(loss_fn, params, batch, positions_of(range(batch_size(batch))))
 
 
@@ -174,7 +75,7 @@ def rows_alone(
     recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
     parts = {name: local(param.detach()) for name, param in params.items()}
     grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
-    before = state_before(loss_fn, params, rows(batch, 0, 1)) if num_samples else ()
+    before = python_state(loss_fn) if num_samples else ()
     losses, aux, reached, asked, told = list[Tensor](), list[Any](), not num_samples, read, False
     for row, position in enumerate(positions):
         torch.default_generator.set_state(seed)
@@ -204,45 +105,6 @@ def rows_alone(
     return result
 
 
-def _copies(params: Params) -> dict[str, Tensor]:
-    """Leaves of a row's own: a loss that writes into parameters (`.data`) spoils these."""
-    return {name: param.detach().clone().requires_grad_() for name, param in params.items()}
-
-
-@contextmanager
-def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
-    """Inside, a loss is called for the row of a mode, and its backward pass runs."""
-    try:
-        with (
-            own_only(recorder), torch.enable_grad(), checks.backward_inside(), checks.uncompiled(),
-            told_of_transforms(), mode.draws.of_row(), mode,
-        ):  # fmt: skip
-            yield
-    finally:
-        mode.memory.end()
-
-
-def row_gradients(
-    loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
-) -> Alone:
-    """Loss and gradients of a row, by its position in the batch. torch's generator is at the state of the step."""
-    leaves, mode = _copies(params), RowAlone(row, position)
-    with checks.parameters_unchanged(leaves), _inside(mode, recorder):
-        losses_1, aux = checks.split_aux(loss_fn(leaves, row))
-        mode.refuse_stopped()
-        checks.refuse_reentrant((), checks.check_losses(losses_1, 1))
-        checks.check_aux(aux, 1)
-        grads = run_backward(losses_1.sum(), tuple(leaves.values()))
-        mode.refuse_stopped()
-    used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
-    local_grads = {
-        name: local_like(grad.to_dense() if grad.is_sparse else grad, params[name]).detach()
-        for name, grad in used.items()
-    }
-    aux = None if aux is None else tree_map(Tensor.detach, aux)
-    return Alone(losses_1.detach(), local_grads, frozenset(mode.dtypes), mode.asked, mode.told, aux)
-
-
 def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> None:
     """Put the gradients of a row into their places; that of a single one is not copied."""
     for name, grad in grads.items():
@@ -262,35 +124,3 @@ def _check_repeats(again: Alone, losses_B: Tensor, grads_B: Mapping[str, Tensor]
             "numbers of rows from call to call, or draws random numbers of another library. Compute each loss from "
             "its own row alone, with torch's random numbers."
         )
-
-
-# Losses, and the shapes of rows that they were called with to build what they keep; no result depends on it.
-_warmed: MutableMapping[LossFn, set[object]] = WeakIdKeyDictionary()
-
-
-def is_warm(loss_fn: LossFn, batch: Batch) -> bool:
-    """True if a loss has had zeros of the shapes of these rows."""
-    return in_lockstep() or signature(batch) in _warmed.get(loss_fn, ())
-
-
-def state_before(loss_fn: LossFn, params: Params, batch: Batch) -> tuple[object, ...]:
-    """Warm up a loss; the state that it keeps before it sees any of these rows."""
-    warm_up(loss_fn, params, batch)
-    return python_state(loss_fn)
-
-
-def warm_up(loss_fn: LossFn, params: Params, batch: Batch) -> None:
-    """Call a loss with a row of zeros, which are nobody's, once for each shape of rows.
-
-    What it builds for a shape (a mask, a table of positions) is no change then. It is stopped where it would be told
-    their numbers.
-    """
-    if is_warm(loss_fn, batch):
-        return
-    _warmed.setdefault(loss_fn, set()).add(signature(batch))
-    zeros = tree_map(lambda leaf: torch.zeros_like(leaf[:1]), batch)
-    leaves, mode = _copies(params), RowAlone(zeros, 0, _MANY)
-    quiet = warnings.catch_warnings(action="ignore")
-    # what is made of zeros is no table of a shape: no row may use it
-    with suppress(Exception, _Told), quiet, cpu_seeds(insecure_key(0)), _inside(mode):
-        loss_fn(leaves, zeros)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,19 +16,19 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.processes import failed, in_lockstep, on_any_process
+from dpfunc._utils.processes import in_lockstep, on_any_process
 from dpfunc._utils.validation import one_of
-from dpfunc.batches import batch_size, signature
+from dpfunc.batches import Memo, batch_size
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both, positions_of
+from dpfunc.engines._levels import Alone, Diverged, FirstRead, Passed, Stop, below_both, positions_of
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
-from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass
-from dpfunc.engines._rules.table import Use
+from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
 from dpfunc.engines.check import warn_without_rules
-from dpfunc.engines.loop import loop, rows_alone, warm_up
+from dpfunc.engines.loop import loop, rows_alone
+from dpfunc.engines.prepare import PreparedLoss, prepare
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
 
@@ -109,39 +110,20 @@ class Grouped:
         return total
 
 
-@dataclass
-class _Known:
-    """Facts about a loss and one shape of rows, from earlier batches of that shape. No result depends on them.
-
-    What failed before Python was told a number of a row fails for all rows of that shape, and is not tried again. What
-    failed later depends on the rows: it is tried with each batch, so that a run that goes on in a new process has the
-    same bits.
-    """
-
-    settings: Settings
-    read: str = ""  # name of a function by which it was told numbers of rows
-    together: frozenset[str] = frozenset()  # see `Measured`
-    by_row: frozenset[str] = frozenset()  # functions that ran row by row
-    uses: dict[object, Use] = field(default_factory=dict)
-
-    def _learn(self, **changes: Any) -> None:
-        vars(self).update(changes)
-
-
 class _Calls:
     """Calls of a loss for one batch. What it keeps must be the same after them, if it is told numbers of rows, or if
     the number of calls follows from the rows."""
 
-    def __init__(self, loss_fn: LossFn, seed: Tensor, known: _Known) -> None:
-        self.loss_fn, self.seed, self.known, self.read, self.number = loss_fn, seed, known, known.read, 0
-        self.done = False
+    def __init__(self, loss_fn: LossFn, seed: Tensor, prepared: PreparedLoss, read: str) -> None:
+        self.loss_fn, self.seed, self.prepared, self.read = loss_fn, seed, prepared, read
+        self.number, self.done, self.settings = 0, False, prepared.settings
         self.kept: tuple[object, ...] = ()
-        self.gradients, self.settings = Kept(), known.settings  # of the last pass
+        self.by_row = set[str]()
 
     @property
-    def watched(self) -> bool:
-        """True if what the loss keeps was noted; FSDP keeps what it communicates."""
-        return bool(self.kept) or in_lockstep()
+    def allowed(self) -> float:
+        """Numbers that Python may be told: none before what the loss keeps is noted (in lockstep, others wait)."""
+        return math.inf if self.kept or in_lockstep() else 0
 
     def begin(self) -> None:
         """Begin a call: rows draw the same in each."""
@@ -150,17 +132,18 @@ class _Calls:
         if self.kept and (self.read or self.done):  # what one call changes, another could change back
             self.end()
             refuse_kept(self.loss_fn)
-        elif (self.read or self.number > 1) and not self.watched:
+        elif (self.read or self.number > 1) and not self.allowed:
             self.kept = python_state(self.loss_fn)
 
-    def build(self, rows: Rows, read: str) -> None:
-        """Let the loss build what it keeps for rows of this shape; the next call notes it."""
-        warm_up(self.loss_fn, rows.params, rows.batch)
+    def first_read(self, read: str) -> None:
+        """Note that Python is about to be told numbers of rows; the next call notes what the loss keeps."""
         self.read, self.kept = read, ()
 
-    def collect(self, gradients: Kept) -> None:
-        """Note where the gradients of the next pass go."""
-        self.gradients = gradients
+    def passed(self, rows: Rows, settings: Settings, kept: Kept) -> Passed:
+        """One pass over rows."""
+        found = one_pass(rows, settings, self.prepared.known, kept, self.allowed)
+        self.by_row.update(found.by_row)
+        return found
 
     def succeed(self, settings: Settings) -> None:
         """Note that a call was no error."""
@@ -175,17 +158,20 @@ class _Calls:
 
 @dataclass(frozen=True)
 class VmapGrad:
-    """Engine of `auto`, `vmap` and `ghost`; it remembers for each loss how its rows could be computed."""
+    """Engine of `auto`, `vmap` and `ghost`; it prepares each loss once for rows of a shape."""
 
     rules: bool = True
     two_passes: bool = False
     source: Source | None = field(default=None, repr=False)
     by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
     told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
-    _known: MutableMapping[LossFn, dict[object, _Known]] = field(
-        default_factory=WeakIdKeyDictionary, repr=False, compare=False
-    )
+    _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:
+        """What is known of a loss for rows of this shape; see `PreparedLoss`."""
+        rows = Rows(loss_fn, params, batch, (), self.source)
+        return self._prepared(partial(prepare, rows, rules=self.rules), loss_fn, params, batch)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
         """Gradients of all rows, in one pass where they go the same way."""
@@ -193,8 +179,8 @@ class VmapGrad:
         if not num_rows:
             return rows_alone(loss_fn, params, batch, ())
         refuse_kept(loss_fn)
-        known = self._known.setdefault(loss_fn, {}).setdefault(signature(batch), _Known(Settings(self.rules)))
-        calls = _Calls(loss_fn, torch.default_generator.get_state(), known)
+        prepared = self.prepare(loss_fn, params, batch)
+        calls = _Calls(loss_fn, torch.default_generator.get_state(), prepared, prepared.reads)
         every, ended = Rows(loss_fn, params, batch, range(num_rows), self.source), False
         try:
             with parameters_unchanged(params):
@@ -219,7 +205,7 @@ class VmapGrad:
             return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
         todo: list[Sequence[int]] = [every.positions]
         done, passes, read = list[_Part](), 0, ""
-        while on_any_process(bool(todo)):
+        while not passes or on_any_process(bool(todo)):
             if passes == _MAX_PASSES:
                 if in_lockstep():
                     done, todo = [], [every.positions]
@@ -246,7 +232,7 @@ class VmapGrad:
         for part in reversed(parts):
             if part.alone:
                 return Decision("loop", f"rows alone, since {part.alone}")
-        settings, names = calls.settings, tuple(sorted(calls.known.by_row))
+        settings, names = calls.settings, tuple(sorted(calls.by_row))
         by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
             told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
@@ -260,45 +246,27 @@ class VmapGrad:
 
     def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
         """Gradients of these rows by the first settings that compute them; or groups in which they can be computed."""
-        known, reason, unruled, told = calls.known, "", False, False
-        always = known.settings  # of what failed before, no row of this shape can be computed
-        for tried in _from(known.settings):
-            if tried.rules and unruled:
-                continue
-            tried = replace(tried, since=reason or tried.since)
-            always = always if told else tried
+
+        def attempt(settings: Settings) -> PerSample | Ghost | Diverged:
             calls.begin()
             try:
-                found = self._pass(rows, tried, calls)
-            except FirstRead as stop:
-                known._learn(read=str(stop))
-                calls.build(rows, str(stop))
-                return self._try(rows, calls)
+                return self._pass(rows, settings, calls)
             except Diverged as stop:
-                found = stop
-            except DPFuncError:
-                raise
-            except (NoRules, Alone, *ORDINARY) as error:
-                failed(error)
-                refuse_out_of_memory(error)
-                unruled |= isinstance(error, NoRules)
-                told |= calls.gradients.told
-                reason = (str(error).splitlines() or ["-"])[0]
-                on_any_process(True)  # the next attempt is another message
-                continue
-            calls.succeed(tried)
-            known._learn(settings=always)
-            return found
-        raise Alone(reason)
+                return stop
+
+        try:
+            found, settings = first_that_does(calls.prepared.settings, attempt)
+        except FirstRead as stop:
+            calls.first_read(str(stop))
+            return self._try(rows, calls)
+        calls.succeed(settings)
+        return found
 
     def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
-        known = calls.known
         if not self.two_passes or not settings.rules:
             kept = Kept()
-            calls.collect(kept)
-            passed = one_pass(rows, settings, known.uses, kept, calls.watched)
-            known._learn(by_row=known.by_row.union(passed.by_row))
+            passed = calls.passed(rows, settings, kept)
             if passed.disagreed is not None:
                 return passed.disagreed
             if self.told is not None:
@@ -307,12 +275,10 @@ class VmapGrad:
             with exact(passed.losses_B.device), torch.no_grad():
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
             return PerSample(passed.losses_B, grads, aux=passed.aux)
-        together = known.together
+        together = calls.prepared.together
         while True:
             measured = Measured(together=together)
-            calls.collect(measured)
-            passed = one_pass(rows, settings, known.uses, measured, calls.watched)
-            known._learn(by_row=known.by_row.union(passed.by_row))
+            passed = calls.passed(rows, settings, measured)
             if passed.disagreed is not None:
                 return passed.disagreed
             with exact(passed.losses_B.device), torch.no_grad():
@@ -322,7 +288,6 @@ class VmapGrad:
                 again = partial(self._weigh, rows, settings, measured, calls, around)
                 return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
             together = together | missed
-            known._learn(together=known.together if measured.told else together)
             calls.begin()
 
     def _weigh(
@@ -331,11 +296,11 @@ class VmapGrad:
     ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
         weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
-        after, calls = torch.default_generator.get_state(), _Calls(rows.loss_fn, first.seed, first.known)
+        after, calls = torch.default_generator.get_state(), _Calls(rows.loss_fn, first.seed, first.prepared, first.read)
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
-                passed = one_pass(rows, settings, first.known.uses, weighted, calls.watched)
+                passed = calls.passed(rows, settings, weighted)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
@@ -368,13 +333,6 @@ class VmapGrad:
                 f"devices of the batch and the model: loss_fn gets batches of one row. (All rows: {reason}.)"
             ) from error
         return _Part(rows.positions, found, alone=reason)
-
-
-def _from(first: Settings) -> Iterator[Settings]:
-    """The settings to try, in this order."""
-    yield first
-    others = product((first.rules, False), (first.own_memory, True), (False, True))
-    yield from dict.fromkeys(each for each in (Settings(*flags) for flags in others) if each != first)
 
 
 def auto() -> VmapGrad:

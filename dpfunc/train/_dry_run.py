@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from dpfunc import accounting
-from dpfunc.engines.explain import explain, saved_bytes
+from dpfunc.engines.explain import explain
+from dpfunc.engines.microbatches import saved_bytes
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn

@@ -20,7 +20,7 @@ import dpfunc
 from dpfunc import clipping, distributed, engines, sampling
 from dpfunc._utils.processes import distributed as whole_of
 from dpfunc.batches import rows, take
-from dpfunc.engines._guards.audit import rounded_params
+from dpfunc.engines.audit import rounded_params
 from dpfunc.errors import DPFuncError
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import clipped_grad, make_clipped_grad
-from dpfunc.engines._guards import audit as module
-from dpfunc.engines._guards.audit import FIRST_ROWS, ROWS_IN, STEPS_IN, Audits, Credited, audit
+from dpfunc.engines import audit as module
 from dpfunc.engines._per_sample import Dense, PerSample
+from dpfunc.engines.audit import FIRST_ROWS, ROWS_IN, STEPS_IN, Audits, Credited, audit
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 

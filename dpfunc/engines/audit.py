@@ -20,7 +20,7 @@ from dpfunc.batches import batch_size, row_alone
 from dpfunc.engines._guards.kept_state import python_state
 from dpfunc.engines._levels import positions_of
 from dpfunc.engines._numerics import TOLERANCES, accumulation_dtype, lengths, tolerance_of
-from dpfunc.engines.loop import Alone, row_gradients
+from dpfunc.engines._row_alone import Alone, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads

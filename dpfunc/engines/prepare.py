@@ -1,0 +1,116 @@
+"""Preparation of a loss for rows of one shape: what a pass must know before it, from public facts alone.
+
+A loss is called with made-up rows and parameters, so that nothing of it follows from records, from earlier batches or
+from the step: a run that goes on in a new process has the same bits. What a batch cannot do with it goes to groups or
+to the loop for that batch, and is not remembered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.processes import in_lockstep
+from dpfunc.batches import tree_map
+from dpfunc.engines._levels import Alone, FirstRead
+from dpfunc.engines._per_sample import Kept
+from dpfunc.engines._row_alone import warm_up
+from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
+from dpfunc.engines._rules.table import Use
+from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
+from dpfunc.types import Batch, LossFn, Params
+
+# Numbers that Python may be told of made-up rows: a loop of Python may wait for one that they never have.
+_MANY = 100
+
+
+@dataclass(frozen=True)
+class PreparedLoss:
+    """What is known of a loss for rows of one shape.
+
+    Args:
+        settings: those with which made-up rows could be computed together.
+        reads: name of the function by which Python was told numbers of them; empty without one.
+        uses: name of each parameter -> operations that use it, `vmap(grad)` for those without a rule; none where the
+            loss does not use it. Empty if no made-up row could be computed.
+        together: parameters with one use by a rule, and others: their gradients are measured together.
+        known: uses of parameters, by their shapes: a memo, which changes no result.
+    """
+
+    settings: Settings
+    reads: str = ""
+    uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    together: frozenset[str] = frozenset()
+    known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)
+
+
+def made_up(params: Params) -> dict[str, Tensor]:
+    """Parameters that are nobody's: each result of a layer is a mean of its inputs, so that numbers stay in range."""
+    return {name: torch.full_like(p.detach(), 1 / max(1, *p.shape[-1:])) for name, p in params.items()}
+
+
+def made_up_row(batch: Batch, value: int) -> Batch:
+    """A row that is nobody's: one number everywhere."""
+    return tree_map(lambda leaf: leaf.new_full((1, *leaf.shape[1:]), value), batch)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Inside, random numbers and warnings are nobody's; errors are left to the batch, but where processes wait."""
+    key, quiet = insecure_key(0), warnings.catch_warnings(action="ignore")
+    with nullcontext() if in_lockstep() else suppress(Exception), quiet, torch_seed(key), cpu_seeds(key):
+        yield
+
+
+def warmed(loss_fn: LossFn, params: Params, batch: Batch) -> None:
+    """Let a loss build what it keeps for rows of a shape (a mask, a table of positions): it is no change later."""
+    if not in_lockstep():  # FSDP would communicate
+        with aside():
+            warm_up(loss_fn, made_up(params), made_up_row(batch, 0), _MANY)
+
+
+def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
+    """Prepare the loss of these rows, of whose numbers, and number, nothing is used.
+
+    Two made-up rows are computed, each as a batch of its own: ones; and zeros where Python reads numbers, or where ones
+    are no row of the loss. With `rows.source`, parameters are the module's own.
+    """
+    found = PreparedLoss(Settings(rules))
+    if not rows.source:
+        warmed(rows.loss_fn, rows.params, rows.batch)
+    for value in (1, 0) if not rows.are_split else ():
+        with aside():
+            params = rows.params if rows.source else made_up(rows.params)
+            own = replace(rows, params=params, batch=made_up_row(rows.batch, value), positions=range(1))
+            found = _prepared_by(own, found)
+            if found.uses and not found.reads:
+                break
+    return found
+
+
+def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
+    """What is known with a made-up row, beyond what was known before."""
+
+    def attempt(settings: Settings) -> PreparedLoss:
+        kept = Kept()
+        passed = one_pass(row, settings, {}, kept, _MANY)
+        of_rules = [(name, use.name) for use in passed.uses for name in use.wanted.values()]
+        uses = {name: dict.fromkeys(before.uses.get(name, ())) for name in row.params}
+        for name, operation in (*reversed(of_rules), *((name, "vmap(grad)") for name in passed.rest)):
+            uses[name][operation] = None
+        together = before.together.union(name for name in passed.rest if kept.counts.get(name) == 1)
+        reads = before.reads or passed.told
+        return PreparedLoss(settings, reads, {name: tuple(ops) for name, ops in uses.items()}, together)
+
+    try:
+        found, settings = first_that_does(before.settings, attempt)
+    except FirstRead as stop:
+        return replace(before, reads=str(stop))
+    except Alone:
+        return before
+    return replace(found, settings=settings)
