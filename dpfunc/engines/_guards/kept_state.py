@@ -9,10 +9,12 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import io
 import itertools
 import logging
 import pickle
 import random
+import re
 import sys
 import warnings
 import weakref
@@ -30,7 +32,7 @@ from collections.abc import (
     Set,
 )
 from contextvars import ContextVar
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -42,7 +44,7 @@ from types import (
     TracebackType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +65,13 @@ _LIBRARIES = frozenset(("dpfunc", *sys.stdlib_module_names))
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # also those of a user, or of another environment
 # The calls that run now, and what handles messages.
 _RUNNING = (FrameType, TracebackType, logging.Handler)
+# What other threads and processes change at any time. And what libraries have for `with` notes how to go back, or
+# belongs to others, too: files, pools, locks, profiles, progress bars, `torch.no_grad()`.
+_OF_OTHERS = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
+_MEMORY = (io.StringIO, io.BytesIO, memoryview)  # for `with`, and no more than their numbers
+# What never changes; of a path, but for texts that it makes of itself when it is asked.
+_AS_THEY_ARE = (ModuleType, CodeType, PurePath)
+_WEAK: tuple[Any, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 # All modules: a library may import others when it is used for the first time.
 _IMPORTED = id(sys.modules)
 # Tables of Arrow cannot be written, and may be larger than the memory.
@@ -73,14 +82,12 @@ _OF_GENERATION = frozenset(("rope_deltas", "recurrent_states", "conv1d_state"))
 _LEFT_OUT: tuple[tuple[type, frozenset[str]], ...] = (
     # What recurrent layers of torch keep of their parameters, and replace in each call.
     (torch.nn.RNNBase, frozenset(("_flat_weights", "_flat_weight_refs"))),
-    # What `torch.autocast` notes when it is entered, to go back to it.
-    (torch.autocast, frozenset(("prev", "prev_cache_enabled", "prev_fastdtype"))),
     # What functions of torch that are never compiled (`torch.utils.checkpoint`) keep of themselves at their first call.
     (FunctionType, frozenset(("__dynamo_disable",))),
     # Which messages are wanted, and other loggers.
     (logging.Logger, frozenset(("_cache", "manager", "parent", "root", "handlers"))),
-    # What Python notes of a class when it is asked: by `isinstance`, for annotations, for a copy.
-    (type, frozenset(("_abc_impl", "__annotations__", "__annotations_cache__", "__slotnames__"))),
+    # What Python notes of a class when it is asked: by `isinstance`, for annotations, for a copy, for several flags.
+    (type, frozenset(("_abc_impl", "__annotations__", "__annotations_cache__", "__slotnames__", "_value2member_map_"))),
 )
 
 # Functions by which code reaches values whose names it makes: of its own module, and of any object.
@@ -95,30 +102,57 @@ _never_equal = itertools.count()
 
 def python_state(loss_fn: object) -> tuple[object, ...]:
     """Values that change when what a function keeps changes: types, sizes and bits of all that it reaches."""
+    return _after_collection(loss_fn).values
+
+
+class _Walk(NamedTuple):
+    """Objects that a loss reaches, what is compared of each, and the place of the one that leads to it."""
+
+    objects: list[Any]
+    values: tuple[Any, ...]
+    parents: list[int]
+
+
+def _after_collection(loss_fn: object) -> _Walk:
+    """A walk without garbage, which vanishes from weak containers at any time."""
+    found = _walk(loss_fn, weak=False)
+    if not found.objects:
+        gc.collect()
+        found = _walk(loss_fn)
+    return found
+
+
+def _walk(loss_fn: object, weak: bool = True) -> _Walk:
+    """All that a loss reaches; nothing if there are weak references, and those are not wanted."""
+    objects: list[Any] = [loss_fn, torch.initial_seed()]
+    parents, values = [0, 0], list[object]()
     number_of: dict[int, int] = {}
-    values, todo = list[object](), deque[Any]([loss_fn, torch.initial_seed()])
-    alive = list[Any]()  # so that identities stay
     names, modules = set[str](), list[ModuleType]()
-    while todo and len(alive) < _MAX_OBJECTS:
-        value = todo.popleft()
+    for place, value in enumerate(objects):  # to which its parts are added
         kind = type(value)
         if kind in _PLAIN:
-            values += (kind, repr(value) if kind is float or kind is complex else value)
+            values.append((kind, repr(value) if kind is float or kind is complex else value))
         elif id(value) in number_of:
             values.append(number_of[id(value)])
+        elif len(number_of) == _MAX_OBJECTS:
+            break
+        elif not weak and issubclass(kind, _WEAK):
+            return _Walk([], (), [])
         else:
-            number_of[id(value)] = len(alive)
-            alive.append(value)
+            number_of[id(value)] = place
             parts = _parts(value, kind)
-            values += (kind, value if parts is None else len(parts))
-            todo += (parts or ())[:: max(1, len(parts or ()) // _MANY)]
+            values.append((kind, value if parts is None else len(parts)))
+            objects += (parts or ())[:: max(1, len(parts or ()) // _MANY)]
+            parents += [place] * (len(objects) - len(parents))
             names.update(_names(value.__code__) if kind is FunctionType and not _of_library(value) else ())
             modules += [value] if issubclass(kind, ModuleType) and not _of_library(value) else []
-        if not todo:  # a module in a closure or an attribute: any function may use its values by their names
-            found = [value for module in modules for value in _within(names, vars(module), _OF_ANY)]
-            todo += [value for value in found if type(value) not in _PLAIN and id(value) not in number_of]
-            values += [] if todo else [(type(value), repr(value)) for value in found if type(value) in _PLAIN]
-    return tuple(values)
+        if modules and place + 1 == len(objects):  # in a closure or an attribute: any function may use their values
+            found = [each for module in modules for each in _within(names, vars(module), _OF_ANY)]
+            new = [each for each in found if type(each) not in _PLAIN and id(each) not in number_of]
+            objects += new or [each for each in found if type(each) in _PLAIN]
+            modules = modules if new else []
+            parents += [0] * (len(objects) - len(parents))
+    return _Walk(objects, tuple(values), parents)
 
 
 def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
@@ -126,10 +160,10 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
 
     None for what is not looked into, and is compared as it is.
     """
-    if issubclass(kind, (ModuleType, CodeType)) or (issubclass(kind, type) and _of_library(value)):
+    if issubclass(kind, _AS_THEY_ARE) or (issubclass(kind, type) and _of_library(value)):
         return None
     left_out, inner = _of_class(kind)
-    if issubclass(kind, _RUNNING) or id(value) == _IMPORTED:
+    if inner is None or id(value) == _IMPORTED or (kind is functools._lru_cache_wrapper and _is_named(value)):
         return ()
     try:
         own = getattr(value, "__dict__", None) or {}
@@ -145,8 +179,12 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
 
 
 @functools.lru_cache(4096)
-def _of_class(kind: type) -> tuple[frozenset[str], Callable[[Any], Iterable[Any]]]:
-    """Names of attributes that are left out, and what a class alone knows of its objects."""
+def _of_class(kind: type) -> tuple[frozenset[str], Callable[[Any], Iterable[Any]] | None]:
+    """Names of attributes that are left out, and what a class alone knows of its objects; None: all is left out."""
+    entered = hasattr(kind, "__enter__") and _of_library(kind) and not issubclass(kind, _MEMORY)
+    packages = {str(each.__module__).partition(".")[0] for each in kind.__mro__}
+    if entered or issubclass(kind, _RUNNING) or not _OF_OTHERS.isdisjoint(packages):
+        return frozenset(), None
     left_out = (names for concerns, names in _LEFT_OUT if issubclass(kind, concerns))
     known = (inner for kinds, inner in _INSIDE if issubclass(kind, kinds))
     return _OF_GENERATION.union(*left_out), next(known, _memory if _hides(kind) else lambda value: ())
@@ -155,6 +193,11 @@ def _of_class(kind: type) -> tuple[frozenset[str], Callable[[Any], Iterable[Any]
 def _of_generation(value: object) -> bool:
     """True for tensors only: numbers of Python would reach the next call unseen."""
     return value is None or isinstance(value, Tensor)
+
+
+def _is_named(value: Any) -> bool:
+    """True for a function that a library has under its name; its cache says nothing that a call would not."""
+    return _of_library(value) and getattr(sys.modules.get(value.__module__), value.__name__, None) is value
 
 
 def _of_library(value: Any) -> bool:
@@ -185,9 +228,9 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 def _reached(function: Any) -> Iterable[Any]:
     """Values that a function reaches: in its closure, among global names that it uses, and its defaults."""
-    yield from (function.__closure__, function.__defaults__, function.__kwdefaults__)
-    if not _of_library(function):  # tools that measure which lines run exchange the code of a library while it runs
-        yield function.__code__
+    yield from (*gc.get_referents(*(function.__closure__ or ())), function.__defaults__, function.__kwdefaults__)
+    if not _of_library(function):  # tools that measure which lines run exchange code, and have constants of their own
+        yield tuple(each for each in function.__code__.co_consts if type(each) in _PLAIN)
         yield from _named(_names(function.__code__), function.__globals__)
 
 
@@ -197,7 +240,8 @@ def _named(names: Collection[str], scope: Mapping[str, Any]) -> Iterable[Any]:
     found = [sys.modules.get(n) or sys.modules.get(f"{package}.{n}") or vars(builtins).get(n) for n in names]
     found += _within(names, scope, _BY_TEXT)
     spaces = [value for value in found if isinstance(value, _SPACES)]
-    for space in spaces:
+    found = [None if isinstance(value, ModuleType) and _of_library(value) else value for value in found]
+    for space in spaces:  # of which some may be imported later
         own = _within(names, vars(space), frozenset()) if _of_library(space) and space is not sys else []
         spaces += [value for value in own if isinstance(value, _SPACES) and value not in spaces]
         found += [value for value in own if type(value) in _PLAIN or isinstance(value, _DATA)]
@@ -208,7 +252,9 @@ def _within(names: Collection[str], scope: Mapping[str, Any], by_text: Set[str])
     """Values of these names; where some may be made as text, all but code."""
     if by_text.isdisjoint(names):
         return [scope[name] for name in sorted(names) if name in scope]
-    return [value for name, value in scope.items() if name in names or not isinstance(value, _SPACES)]
+    others = (value for name, value in scope.items() if name in names or not isinstance(value, _SPACES))
+    said = scope.get("__warningregistry__", others)  # warnings that were said once
+    return [value for value in others if value is not said]
 
 
 _SPACES = (ModuleType, type, FunctionType)
@@ -273,7 +319,7 @@ def _copied(value: Any) -> Iterable[Any]:
         with warnings.catch_warnings(action="ignore"):
             found = value.__reduce_ex__(2)
     except _UNREADABLE:
-        return (next(_never_equal),) if isinstance(value, Iterator) else ()
+        return (next(_never_equal),) if isinstance(value, Iterator) and not hasattr(value, "__dict__") else ()
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -295,13 +341,47 @@ _INSIDE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
 )
 
 
-def note_changed(loss_fn: object, before: object, told: str = "") -> None:
+def note_changed(loss_fn: object, before: tuple[object, ...], told: str = "") -> None:
     """Note a loss that has changed what it keeps: what it has kept stays."""
-    if loss_fn not in keeping and python_state(loss_fn) != before:
-        keeping[loss_fn] = told or "is called once for each row or part of a batch, whose number tells of other rows"
+    if loss_fn in keeping or _walk(loss_fn).values == before:
+        return
+    after = _after_collection(loss_fn)
+    if after.values != before:
+        why = told or "is called several times for a batch, so a counter would reveal the number of other rows"
+        keeping[loss_fn] = f"{why}, and what it keeps from call to call has changed: {_where(before, after)}"
 
 
-def refuse_counting(loss_fn: object, before: object) -> None:
+def _where(before: Sequence[Any], after: _Walk) -> str:
+    """Names on the way to what has changed, and the type of what has the last one; no values, no keys."""
+    pairs = enumerate(itertools.zip_longest(before, after.values))
+    place = min(next(number for number, (one, other) in pairs if one != other), len(after.values) - 1)
+    way, found, named = [place], "torch.initial_seed()" if place == 1 else "loss", place
+    while way[0] > 1:
+        way.insert(0, after.parents[way[0]])
+    for owner, part in itertools.pairwise(way):
+        name = _name(after, owner, part, found)
+        found, named = (f"{found}{name}", part) if name else (found, named)
+    return f"{_OF_MODULE.sub('.', found.removeprefix('loss, '))} ({type(after.objects[named]).__name__})"
+
+
+_OF_MODULE = re.compile(r"\._(modules|buffers|parameters)\.")
+
+
+def _name(walk: _Walk, owner: int, part: int, way: str) -> str:
+    """The name of a part of an object; empty where it has none."""
+    value, first, scope = walk.objects[owner], walk.parents.index(owner, 2), dict[str, Any]()
+    own = getattr(value, "__dict__", None)  # of which the names are the first part
+    names = ["", *(f".{name}" for name in walk.objects[first].split())] if own else []
+    if type(value) is FunctionType:
+        names += [f", closure {name!r}" for name in value.__code__.co_freevars]
+        scope = {f", global {name!r}": value.__globals__.get(name) for name in _names(value.__code__)}
+    elif isinstance(value, dict) and _OF_MODULE.search(f"{way}."):
+        scope = {f".{name}": each for name, each in value.items()}
+    same = (name for name, each in scope.items() if each is walk.objects[part])
+    return names[part - first] if part - first < len(names) else next(same, "")
+
+
+def refuse_counting(loss_fn: object, before: tuple[object, ...]) -> None:
     """Refuse a loss that changes what it keeps where it is called several times for one batch, or one row a call."""
     note_changed(loss_fn, before)
     refuse_kept(loss_fn)

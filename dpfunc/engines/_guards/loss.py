@@ -216,11 +216,10 @@ def refuse_kept(loss_fn: object) -> None:
     """Refuse a loss that keeps something from call to call."""
     if keeping and loss_fn in keeping:
         raise UnsupportedModel(
-            f"The loss {keeping[loss_fn]}, and what it keeps from call to call has changed (a counter, a list, an "
-            "attribute, a buffer, a cache, a random generator of its own): samples of this step or of later ones would "
-            "influence each other. Keep nothing from call to call: model.eval() for BatchNorm and spectral norm, "
-            "torch's default generator for random numbers, tensors in place of Python numbers; or count in the "
-            "training loop, and give the count as a column of the batch."
+            f"The loss {keeping[loss_fn]}. Samples of this step or of later ones would influence each other. Keep "
+            "nothing from call to call: model.eval() for BatchNorm and spectral norm, torch's default generator for "
+            "random numbers, tensors in place of Python numbers; or count in the training loop, and give the count as "
+            "a column of the batch."
         )
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import builtins
+import concurrent.futures
+import enum
+import fnmatch
 import functools
+import gc
 import importlib
+import io
 import itertools
 import logging
+import multiprocessing
 import os
+import queue
 import random
+import re
+import sys
+import tempfile
+import threading
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import tqdm
 from keepers import KEEPERS, attribute, entry, of, user
 from torch import nn
 from torch.nn import functional as F
@@ -24,12 +39,20 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping, engines
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.engines._guards.kept_state import python_state
+from dpfunc.engines._guards.kept_state import python_state, refuse_counting
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
 D = 4
 every_engine = pytest.mark.parametrize("engine", ["auto", "vmap", "ghost", "loop"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """A collection looks at what these tests make only, which is quick."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # Places where a loss may keep something from call to call: each gives `value()` and `change()`.
@@ -793,3 +816,177 @@ def test_a_tool_may_exchange_the_code_of_a_library(monkeypatch):
 
     before, own.__code__ = python_state(own), own.__code__.replace(co_consts=(None, 1, 2))
     assert python_state(own) != before
+
+
+class Cycle:
+    """Unreachable, it stays until the collector runs."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def keys(value):
+    """A weak container whose only entry is garbage."""
+    kept = value()
+    kept[Cycle()] = 1
+    return kept
+
+
+def entered(kept):
+    with kept:
+        pass
+
+
+def exchanged(function):
+    """As tools do that count lines: another code, with objects of their own among its constants."""
+    code = function.__code__
+    function.__code__ = code.replace(co_consts=(*code.co_consts, Cycle()), co_linetable=b"")
+
+
+def of_a_thread(work):
+    thread = threading.Thread(target=work.put, args=(1,))
+    return (work, thread), lambda kept: (thread.start(), thread.join())
+
+
+def pool():
+    return concurrent.futures.ThreadPoolExecutor(1), lambda kept: kept.submit(int).result()
+
+
+def written():
+    return tempfile.TemporaryFile("w"), lambda kept: (print("message", file=kept, flush=True), kept.close())
+
+
+def bar():
+    return tqdm.tqdm(total=5, file=io.StringIO()), lambda kept: kept.update()
+
+
+def with_globals():
+    inside = types.FunctionType((lambda: globals()).__code__, {"warnings": warnings, "__builtins__": builtins})
+
+    def warn(kept):
+        with warnings.catch_warnings(action="ignore"):
+            exec("warnings.warn('once')", kept.__globals__)
+        kept.__globals__["__warningregistry__"]["once"] = True
+
+    return inside, warn
+
+
+def imported_later():
+    sys.modules.pop("colorsys", None)
+    return (lambda x: x.colorsys()), lambda kept: importlib.import_module("colorsys")
+
+
+FLAG = enum.Flag("FLAG", "A B C")
+# What a loss reaches, and what changes it at any time, and is no state of a loss.
+OTHERS = {
+    "weak set": lambda: (keys(weakref.WeakKeyDictionary), lambda kept: gc.collect()),
+    "weak reference": lambda: (weakref.ref(Cycle()), lambda kept: gc.collect()),
+    "weak proxy": lambda: (weakref.proxy(Cycle()), lambda kept: gc.collect()),
+    "queue of a thread": lambda: of_a_thread(queue.Queue()),
+    "event": lambda: (threading.Event(), threading.Event.set),
+    "pool of threads": pool,
+    "queue of processes": lambda: (multiprocessing.Queue(), lambda kept: kept.put(1)),
+    "future": lambda: (concurrent.futures.Future(), lambda kept: kept.set_result(1)),
+    "file": written,
+    "progress bar": bar,
+    "profile": lambda: (torch.profiler.record_function("forward"), entered),
+    "no_grad": lambda: (torch.no_grad(), entered),
+    "inference_mode": lambda: (torch.inference_mode(), entered),
+    "catch_warnings": lambda: (warnings.catch_warnings(), entered),
+    "path": lambda: (Path("a") / "b", lambda kept: (str(kept), hash(kept))),
+    "warnings that were said": with_globals,
+    "module that is imported": imported_later,
+    "lru_cache of a library": lambda: (fnmatch._compile_pattern, lambda kept: kept("no such text*")),
+    "code of a function": lambda: (lambda x: x + 1, exchanged),
+    "flags": lambda: (FLAG, lambda kept: kept(7) | kept.A),
+    "rows of a loader": lambda: (iter(torch.utils.data.DataLoader(torch.arange(4))), lambda kept: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_others_change_is_no_state_of_a_loss(name):
+    """The collector of garbage, other threads, tools and libraries: a refusal would end a job in the middle."""
+    gc.disable()
+    try:
+        kept, change = OTHERS[name]()
+        loss_fn = kept if isinstance(kept, types.FunctionType) else (lambda p, x: kept)
+        before = python_state(loss_fn)
+        change(kept)
+        assert python_state(loss_fn) == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_loss_beside_a_collector_and_a_thread(engine):
+    """Between the calls of a loss garbage is collected, and a thread uses what the loss reaches."""
+    work, known = queue.Queue(), weakref.WeakSet()
+
+    def make():
+        def loss_fn(p, x):
+            known.add(Cycle())
+            thread = threading.Thread(target=work.put, args=(None,))
+            thread.start(), thread.join()
+            if bool((x > 1e9).any()):
+                work.get()
+            if len(known) > 2:
+                gc.collect()
+            return linear(p, x)
+
+        return loss_fn
+
+    assert all(sums is not None for sums in released(make, engine, steps()[:2], size=4))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList([nn.BatchNorm1d(2)]), 0
+
+
+def places_of_a_user():
+    """Loss, change, and where the message says it is."""
+    net, cache, names, number = Counting(), {"private": 1}, ["private"], 0
+    helper = lambda: cache
+
+    def count():
+        nonlocal number
+        number += 1
+
+    def grow():
+        net.mask = torch.ones(1)
+
+    reached = lambda p, x: (net, helper, names, number, COUNT, settings_of(p))
+    return {
+        "closure 'net'.calls (int)": (reached, lambda: setattr(net, "calls", 1)),
+        "closure 'net'.layers.0.running_mean (Tensor)": (reached, lambda: net.layers[0].running_mean.add_(1)),
+        "closure 'net' (Counting)": (reached, grow),
+        "closure 'helper', closure 'cache' (dict)": (reached, lambda: cache.update(more=1)),
+        "closure 'names' (list)": (reached, lambda: names.append("more")),
+        "closure 'number' (int)": (reached, count),
+        "global 'COUNT' (int)": (reached, a_global()[1]),
+        "global 'settings_of'.n (int)": (reached, lambda: setattr(settings_of, "n", 1)),
+        "loss.layers.0.training (bool)": (net, net.layers[0].eval),
+        "loss.calls (int)": (types.MethodType(lambda self, p, x: 0, net), lambda: setattr(net, "calls", 1)),
+        "torch.initial_seed() (int)": (reached, lambda: torch.manual_seed(torch.initial_seed() + 1)),
+    }
+
+
+def settings_of(p):
+    return p
+
+
+settings_of.n = 0
+
+
+@pytest.mark.parametrize("where", places_of_a_user())
+def test_the_message_says_where_a_change_is(where):
+    """By names, which are public; no values and no keys."""
+    loss_fn, change = places_of_a_user()[where]
+    settings_of.n = 0
+    before = python_state(loss_fn)
+    with torch.random.fork_rng(devices=[]):
+        change()
+        with pytest.raises(UnsupportedModel, match=re.escape(f"changed: {where}.")) as error:
+            refuse_counting(loss_fn, before)
+    assert "private" not in str(error.value)
