@@ -92,8 +92,7 @@ def shard_dims(tensor: Tensor) -> dict[int, int]:
     """Mesh dimension -> the dimension of the tensor that it divides. Empty for tensors that are whole."""
     if not is_dtensor(tensor):
         return {}
-    placements = tensor.placements
-    return {axis: int(p.dim) for axis, p in enumerate(placements) if hasattr(p, "dim") and not p.is_partial()}
+    return {axis: int(p.dim) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim") and not p.is_partial()}
 
 
 def window(tensor: Tensor, name: str) -> Window:

@@ -22,8 +22,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 def fail(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:
     """The error for a value outside its domain: `Expected DOMAIN, got NAME=VALUE. HINT`."""
-    tail = f" {hint}" if hint else ""
-    return InvalidArgument(f"Expected {domain}, got {name}={value!r}.{tail}")
+    return InvalidArgument(f"Expected {domain}, got {name}={value!r}.{f' {hint}' if hint else ''}")
 
 
 def wrong_type(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:

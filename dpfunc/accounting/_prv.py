@@ -64,8 +64,7 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> 
             f"(privacy losses up to {limit:.3g}, {steps} steps). Use method 'rdp'."
         )
     mesh = eps_error / per_error
-    half = int(next_fast_len(math.ceil(limit / mesh) + 2, real=True)) - 1
-    return Grid(half, mesh, eps_error, delta_error)
+    return Grid(int(next_fast_len(math.ceil(limit / mesh) + 2, real=True)) - 1, mesh, eps_error, delta_error)
 
 
 def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float) -> tuple[float, float]:

@@ -210,8 +210,7 @@ def schedule_ledger(
     >>> schedule_ledger(0.1, Schedule(((100, 1.2), (200, 0.9))), num_steps=150)
     Ledger(150 steps, add_remove: (q=0.1, sigma=0.9) x 50 + (q=0.1, sigma=1.2) x 100)
     """
-    end = integer("num_steps", num_steps)
-    spans = stretches(0, end, sampling_prob, noise_multiplier)
+    spans = stretches(0, integer("num_steps", num_steps), sampling_prob, noise_multiplier)
     events = [Event(schedule_at(sampling_prob, a), schedule_at(noise_multiplier, a), b - a) for a, b in spans]
     return Ledger(tuple(events), adjacency)
 

@@ -138,8 +138,7 @@ def selection_epsilon(
     open_unit("delta", delta)
     curve = selection_curve(np.max([_curve(each) for each in one_run], axis=0), ORDERS, runs)
     note = f"best of K private runs, mean of K {runs.mean:g}, shape {runs.shape:g}"
-    found = converted(curve + _curve(before), ORDERS, delta)
-    return Guarantee(found, delta, "rdp", before.adjacency, note)
+    return Guarantee(converted(curve + _curve(before), ORDERS, delta), delta, "rdp", before.adjacency, note)
 
 
 def calibrate_search(

@@ -107,8 +107,7 @@ class Account(NamedTuple):
 
     def charged(self, without: str = "") -> Ledger:
         """Ledger of all runs, or of all but one, with what came before the budget."""
-        ledgers = [entry.charged for entry in self.entries.values() if entry.run != without]
-        return self.facts.earlier.compose(*ledgers)
+        return self.facts.earlier.compose(*[entry.charged for entry in self.entries.values() if entry.run != without])
 
 
 def line(name: str, value: object) -> str:

@@ -25,8 +25,7 @@ json_option: Callable[[Any], Any] = click.option(
 
 def describe(guarantee: Guarantee) -> dict[str, Any]:
     """A guarantee as JSON values; infinity as null, since JSON has none."""
-    values = dataclasses.asdict(guarantee)
-    return {**values, "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
+    return {**dataclasses.asdict(guarantee), "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,7 @@ def train(
         from dpfunc.train.run import run_job
 
         with _interruptible(job, writes):
-            record = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say)
-            report.values["record"] = record or None
+            report.values["record"] = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say) or None
 
 
 @click.command()

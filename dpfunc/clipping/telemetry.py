@@ -145,8 +145,7 @@ class Telemetry:
         """Parameters, and one that stands for the statistics, for what lays noise out as them."""
         if _LEAF in params:
             raise fail(f"no parameter of the name {_LEAF}", "params", _LEAF, "Rename it: telemetry has that name.")
-        device = next(iter(params.values())).device
-        return {**params, _LEAF: torch.zeros(self.num_values, device=device)}
+        return {**params, _LEAF: torch.zeros(self.num_values, device=next(iter(params.values())).device)}
 
     def add(self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]) -> ClippedSum:
         """The clipped sum with that of the statistics of the same records. UNRELEASED, as what goes in."""

@@ -86,8 +86,7 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
     out = torch.arange(m, device="cpu") if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
     planted.foretell(plan)
-    own = dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings)
-    return seen_noise(own)
+    return seen_noise(dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings))
 
 
 @dataclass(frozen=True)

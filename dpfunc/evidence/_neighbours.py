@@ -80,8 +80,7 @@ class Replay:
         Args:
             path: of the JSON file. source: the script with the loop, of which the file has a digest. plan: its plan.
         """
-        values = replay_values(self, Path(source), plan, {})
-        replace_file(Path(path), json.dumps(values, indent=1) + "\n", 0o600)
+        replace_file(Path(path), json.dumps(replay_values(self, Path(source), plan, {}), indent=1) + "\n", 0o600)
 
     def __repr__(self) -> str:
         others = f"what moves: {'; '.join(self.moved)}" if self.moved else "nothing else moves"

@@ -79,8 +79,7 @@ class Canaries:
             found[name] = torch.from_numpy(draws.choice(size, share, replace=False, shuffle=False))
             left -= share
         own = tuple(name for name in params for _ in range(len(found[name])))
-        positions = torch.cat([found[name] for name in params])
-        return cls(own, positions, coins(number, key), positive("norm", norm))
+        return cls(own, torch.cat([found[name] for name in params]), coins(number, key), positive("norm", norm))
 
     def extend(self, data: Batch) -> tuple[Batch, Tensor]:
         """The data set with the canaries behind it: `(data, number)`, where number is that of the canary, or -1.

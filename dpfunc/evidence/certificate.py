@@ -367,8 +367,7 @@ def _compare_with_opacus(ledger: Ledger, delta: float, result: Mapping[str, Any]
     from opacus.accountants import RDPAccountant
 
     accountant, known = RDPAccountant(), result["accountants"][1]["epsilon"]
-    steps = fewer_kinds(ledger.law)[0]
-    accountant.history.extend((e.noise_multiplier, e.sampling_prob, e.num_steps) for e in steps)
+    accountant.history.extend((e.noise_multiplier, e.sampling_prob, e.num_steps) for e in fewer_kinds(ledger.law)[0])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # of Opacus: looser, and still a bound
         epsilon = float(accountant.get_epsilon(delta, alphas=[*RDPAccountant.DEFAULT_ALPHAS, *_ORDERS]))

@@ -46,8 +46,7 @@ class Draws:
         for step in self.steps():  # asked for with the first batch: torch calls `iter` twice where there are workers
             # Processes with other records draw other randomness.
             key = fold_in(self.key, "records", step, *((self.rank,) if self.rank else ()))
-            drawn = self.sampler.indices(self.key, step)
-            own = own_records(drawn, self.num_records, self.rank, self.size).tolist()
+            own = own_records(self.sampler.indices(self.key, step), self.num_records, self.rank, self.size).tolist()
             checked = len(own) > 1 and step % CHECKED_IN == 0
             # of an empty draw the first record, for the structure of its batch
             yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]

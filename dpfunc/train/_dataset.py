@@ -91,8 +91,7 @@ def read_records(job: Job, processing: Any) -> Records:
     """Read the training and evaluation records of a job; messages name a row by its number."""
     # tests/train/test_dataset.py::test_one_person_more_changes_nothing_of_the_others
     data, unit = job.data, job.data.unit_column
-    table = _table(job, processing, data.train, unit, job.deduplicates)
-    train, held_out = _split(job, table)
+    train, held_out = _split(job, _table(job, processing, data.train, unit, job.deduplicates))
     if data.eval is not None:
         held_out = _table(job, processing, data.eval, None, deduplicate=False).rows
     if not train:

@@ -111,8 +111,7 @@ class _JobLoop:
         public = {name: record[name] for name in sorted({*record} - {"date", "digest"})}
         tape.seen.append(left_in(self.folder, lines(), elsewhere) | {f"file {RECORD_FILE}": str(public)})
         if tape.forced is None:
-            found = read_steps(self.folder / files.JOURNAL, missing="empty")
-            self.journal = found.get(fingerprint(self.key), {})
+            self.journal = read_steps(self.folder / files.JOURNAL, missing="empty").get(fingerprint(self.key), {})
             if trainer._run.state.step == trainer._run.state.limit:
                 prepared = self.prepared
                 save_model(self.folder.with_name(folders.MODEL), prepared.job, trainer.model, prepared.processing)

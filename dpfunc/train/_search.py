@@ -321,8 +321,7 @@ def noisy(value: float, noise: float, key: Key) -> float:
 
 def _evaluate(candidate: Candidate, folder: Path, key: Key) -> float:
     """Train a candidate, and the sum of the scores of its held-out records."""
-    model = train_candidate(candidate, folder, key)
-    return score(candidate.prepared, model, candidate.prepared.records.evaluation)
+    return score(candidate.prepared, train_candidate(candidate, folder, key), candidate.prepared.records.evaluation)
 
 
 def run_public(search: Search, insecure_seed: int | None = None) -> Iterator[float]:

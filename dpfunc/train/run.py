@@ -149,8 +149,7 @@ def run_job(
             reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
             distributed.once(ranks, lambda: folders.write_job(job, prepared.job, reasons, folder, insecure_seed))
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
-        continues = resume and (job.privacy.dp_enabled or folders.has_checkpoint(job))
-        trainer.train(resume_from_checkpoint=continues)
+        trainer.train(resume_from_checkpoint=resume and (job.privacy.dp_enabled or folders.has_checkpoint(job)))
         if job.privacy.dp_enabled:  # no model is saved whose accounting lacks steps of the journal
             distributed.once(ranks, lambda: folders.check_accounting(folder))
         distributed.once(

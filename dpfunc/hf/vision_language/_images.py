@@ -67,8 +67,7 @@ class ImageTextCollator:
             for i, name in enumerate(("input_ids", "attention_mask", "labels"))
         }
         if self.max_images:
-            marks = (batch["input_ids"] == self.processor.image_token_id).long()
-            batch |= dict.fromkeys(self.image.marks, marks)
+            batch |= dict.fromkeys(self.image.marks, (batch["input_ids"] == self.processor.image_token_id).long())
             batch |= self._tensors([_images_of(sample) for sample in samples])
         return batch
 
@@ -265,8 +264,7 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     """
     if nested or "pixel_values" not in batch or "pixel_attention_mask" in batch:
         return dict(batch)
-    names = _several_a_sample(batch)
-    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in names}}
+    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in _several_a_sample(batch)}}
 
 
 def _several_a_sample(batch: Mapping[str, Tensor]) -> list[str]:
