@@ -12,5 +12,4 @@ if TYPE_CHECKING:
 __all__ = ["Journal", "journal_ledger", "load", "make_record", "save"]
 
 if not TYPE_CHECKING:
-    _HOMES = {"journal": "Journal journal_ledger", "record": "make_record", "saving": "load save"}
-    __getattr__ = lazy(__name__, _HOMES)
+    __getattr__ = lazy(__name__, {"journal": "Journal journal_ledger", "record": "make_record", "saving": "load save"})

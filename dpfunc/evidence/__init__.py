@@ -16,8 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    _HOMES = {
+    __getattr__ = lazy(__name__, {
         "canaries": "Canaries coins exposure loss_drops", "certificate": "certify check",
         "_neighbours": "Replay replay", "_one_run": "Audit audit largest_bound plot",
-    }  # fmt: skip
-    __getattr__ = lazy(__name__, _HOMES)
+    })  # fmt: skip

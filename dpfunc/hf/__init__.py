@@ -12,5 +12,6 @@ if TYPE_CHECKING:
 __all__ = ["DPTrainer", "PrivacyArguments", "make_loss_fn"]
 
 if not TYPE_CHECKING:
-    _HOMES = {"trainer.trainer": "DPTrainer", "trainer.arguments": "PrivacyArguments", "tasks": "make_loss_fn"}
-    __getattr__ = lazy(__name__, _HOMES)
+    __getattr__ = lazy(
+        __name__, {"trainer.trainer": "DPTrainer", "trainer.arguments": "PrivacyArguments", "tasks": "make_loss_fn"}
+    )

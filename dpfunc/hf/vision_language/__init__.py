@@ -11,5 +11,4 @@ if TYPE_CHECKING:
 __all__ = ["image_text_collator", "image_text_loss", "prepare", "strategy"]
 
 if not TYPE_CHECKING:
-    _HOMES = {"_images": "image_text_collator", "_strategies": "image_text_loss prepare strategy"}
-    __getattr__ = lazy(__name__, _HOMES)
+    __getattr__ = lazy(__name__, {"_images": "image_text_collator", "_strategies": "image_text_loss prepare strategy"})
