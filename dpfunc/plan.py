@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, warn, wrong_type
+from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, refuse, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.batches import own_records
@@ -127,53 +127,39 @@ class Plan:
         one_of("adjacency", self.adjacency, ADJACENCIES)
         one_of("allocation", self.allocation, ("uniform", "optimal"))
         one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
-        self._check_spent()
-        self._check_delta()
-        self._check_sampler()
+        self._check_parts()
         self.noise.check(self.sampler, self.noise_multiplier)
-        self._check_telemetry()
         self._check_budget()
 
-    def _check_spent(self) -> None:
-        if not isinstance(self.spent, Ledger | None):
-            raise wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)
-        if self.spent is not None and self.spent.adjacency != self.adjacency:
-            raise LedgerConflict(
-                f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {self.spent.adjacency!r}."
-            )
-
-    def _check_delta(self) -> None:
-        n = self.sampler.dataset_size
-        if self.delta * n >= 1 and not self.allow_large_delta:
-            raise InvalidArgument(
-                f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={self.delta:g}. A mechanism that "
-                f"publishes one random record has delta = 1 / {n}. Choose e.g. delta={min(1e-5, n**-1.1):.1g}, or "
-                "pass allow_large_delta=True and say so with the result."
-            )
-
-    def _check_sampler(self) -> None:
-        if self.adjacency not in self.sampler.adjacencies:
-            raise InvalidArgument(
-                f"Expected adjacency to be one of {self.sampler.adjacencies} with {type(self.sampler).__name__}, got "
-                f"adjacency={self.adjacency!r}. Batches of a fixed size change when a record is added or removed: use "
-                "Poisson, or claim zero_out or replace_one."
-            )
+    def _check_parts(self) -> None:
+        """Check that the parts fit together: no combination of them is known whose epsilon would not hold."""
+        n, allowed = max(self.sampler.dataset_size, 1), self.sampler.adjacencies
+        counted = getattr(self.spent, "adjacency", self.adjacency)
         epoch = getattr(self.sampler, "steps_per_epoch", 1)
         starts = self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
-        if inside := [start for start in starts if start % epoch]:
-            raise InvalidArgument(
-                f"Expected the noise schedule to change between epochs of {epoch} steps, got a change at step "
-                f"{inside[0]}. A shuffled epoch is one release, with one noise multiplier."
-            )
-
-    def _check_telemetry(self) -> None:
-        if not isinstance(self.telemetry, Telemetry | None):
-            raise wrong_type("telemetry to be a clipping.Telemetry, or None", "telemetry", self.telemetry)
-        if self.telemetry is not None and self.allocation == "optimal":
-            raise fail(
-                'allocation="uniform" with telemetry', "allocation", self.allocation,
-                "The optimal one gives few numbers, as statistics are, much of the noise.",
-            )  # fmt: skip
+        inside = next((start for start in starts if start % epoch), None)
+        refuse(
+            (not isinstance(self.spent, Ledger | None),
+             wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)),
+            (counted != self.adjacency, LedgerConflict(
+                f"Expected spent with adjacency {self.adjacency!r}, as the plan has, got {counted!r}.")),
+            (self.delta * n >= 1 and not self.allow_large_delta,
+             f"Expected delta < 1 / dataset_size = {1 / n:.3g}, got delta={self.delta:g}. A mechanism that "
+             f"publishes one random record has delta = 1 / {n}. Choose e.g. delta={min(1e-5, n**-1.1):.1g}, or "
+             "pass allow_large_delta=True and say so with the result."),
+            (self.adjacency not in allowed,
+             f"Expected adjacency to be one of {allowed} with {type(self.sampler).__name__}, got "
+             f"adjacency={self.adjacency!r}. Batches of a fixed size change when a record is added or removed: use "
+             "Poisson, or claim zero_out or replace_one."),
+            (inside is not None,
+             f"Expected the noise schedule to change between epochs of {epoch} steps, got a change at step "
+             f"{inside}. A shuffled epoch is one release, with one noise multiplier."),
+            (not isinstance(self.telemetry, Telemetry | None),
+             wrong_type("telemetry to be a clipping.Telemetry, or None", "telemetry", self.telemetry)),
+            (self.telemetry is not None and self.allocation == "optimal",
+             fail('allocation="uniform" with telemetry', "allocation", self.allocation,
+                  "The optimal one gives few numbers, as statistics are, much of the noise.")),
+        )  # fmt: skip
 
     def _check_budget(self) -> None:
         if self.epsilon is None:

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, probability, records, warn
+from dpfunc._utils.validation import (
+    fail,
+    integer,
+    named,
+    one_of,
+    open_unit,
+    positive,
+    probability,
+    records,
+    refuse,
+    warn,
+)
 from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import NoiseWarning
@@ -330,25 +341,24 @@ def _head_inputs(
 ) -> float | None:
     """Inputs of the head, its bias included; None without a head."""
     if strategy == "head":
-        if num_classes is None:
-            raise fail("num_classes >= 1 with a head", "num_classes", num_classes, "Pass the number of its outputs.")
-        if num_head_parameters is not None and num_head_parameters != d:
-            raise fail(f"num_head_parameters={d}, all that are trained", "num_head_parameters", num_head_parameters)
+        refuse(
+            (num_classes is None,
+             fail("num_classes >= 1 with a head", "num_classes", None, "Pass the number of its outputs.")),
+            (num_head_parameters not in (None, d),
+             fail(f"num_head_parameters={d}, all that are trained", "num_head_parameters", num_head_parameters)),
+        )  # fmt: skip
         return d / integer("num_classes", num_classes, minimum=1)
     if strategy == "lora" and num_classes is not None and num_head_parameters is not None:
         own = integer("num_head_parameters", num_head_parameters, minimum=1)
-        if own > d:
-            raise fail(f"num_head_parameters <= {d}, what is trained", "num_head_parameters", own)
+        refuse((own > d, fail(f"num_head_parameters <= {d}, what is trained", "num_head_parameters", own)))
         return own / integer("num_classes", num_classes, minimum=1)
-    _refuse_head(strategy, num_classes=num_classes, num_head_parameters=num_head_parameters, feature_norm=feature_norm)
+    facts = {"num_classes": num_classes, "num_head_parameters": num_head_parameters, "feature_norm": feature_norm}
+    together = " Pass num_classes and num_head_parameters together." if strategy == "lora" else ""
+    hint = f"strategy is {strategy!r}.{together}"
+    refuse(
+        *((value is not None, fail(f"no {name} without a head", name, value, hint)) for name, value in facts.items())
+    )
     return None
-
-
-def _refuse_head(strategy: Strategy, **facts: float | None) -> None:
-    for name, value in facts.items():
-        if value is not None:
-            hint = " Pass num_classes and num_head_parameters together." if strategy == "lora" else ""
-            raise fail(f"no {name} without a head", name, value, f"strategy is {strategy!r}.{hint}")
 
 
 def _clip(strategy: Strategy, noise: float, norm: float) -> Flat | Automatic:

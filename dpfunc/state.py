@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
 from dpfunc._utils.processes import digest, local
-from dpfunc._utils.validation import fail, integer, warn, wrong_type
+from dpfunc._utils.validation import fail, integer, refuse, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.rules import group_bounds, partition
@@ -107,16 +107,14 @@ def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
     if not isinstance(spent, Ledger):
         advice = "Read a journal by dpfunc.checkpoint.journal_ledger(path)."
         raise wrong_type("ledger to be a dpfunc.Ledger", "ledger", ledger, advice)
-    if spent.adjacency != plan.adjacency:
-        raise errors.LedgerConflict(
-            f"Expected a ledger with adjacency {plan.adjacency!r}, as the plan has, got {spent.adjacency!r}."
-        )
-    if spent.lacks(known):
-        raise errors.LedgerConflict(
+    lacks = spent.lacks(known)
+    refuse(
+        (spent.adjacency != plan.adjacency, errors.LedgerConflict(
+            f"Expected a ledger with adjacency {plan.adjacency!r}, as the plan has, got {spent.adjacency!r}.")),
+        (lacks, errors.LedgerConflict(
             f"Expected a ledger with the {known.num_steps} steps that the plan counts as spent, got one that lacks "
-            f"{spent.lacks(known)} of them. Leave ledger= out to begin with plan.spent, or compose it with what came "
-            "after."
-        )
+            f"{lacks} of them. Leave ledger= out to begin with plan.spent, or compose it with what came after.")),
+    )  # fmt: skip
     return spent
 
 
@@ -262,15 +260,13 @@ def check_own_plan(state: StepState, digest_of_plan: str) -> None:
 
 def check_new_journal(journal: object, plan: Plan) -> None:
     """Check that a journal, if there is one, can write down the steps of a plan."""
-    if journal is not None and not callable(journal):
-        raise errors.InvalidArgument(
-            f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."
-        )
-    if getattr(journal, "plan", plan) != plan:
-        raise errors.InvalidArgument(
-            "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
-            "Journal(path, plan); phases on the same records may share the path."
-        )
+    refuse(
+        (journal is not None and not callable(journal),
+         f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."),
+        (getattr(journal, "plan", plan) != plan,
+         "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
+         "Journal(path, plan); phases on the same records may share the path."),
+    )  # fmt: skip
 
 
 def check_journal(state: StepState, journal: object) -> None:

@@ -30,6 +30,13 @@ def wrong_type(domain: str, name: str, value: object, hint: str = "") -> Invalid
     return InvalidArgument(f"Expected {domain}, got {name} of type {type(value).__name__}.{f' {hint}' if hint else ''}")
 
 
+def refuse(*rules: tuple[object, Exception | str]) -> None:
+    """Raise the error of the first rule that is broken: (broken, error), where a text is an InvalidArgument."""
+    for broken, error in rules:
+        if broken:
+            raise error if isinstance(error, Exception) else InvalidArgument(error)
+
+
 def real(
     name: str, value: object, domain: str, hint: str = "", inside: Callable[[float], bool] = math.isfinite
 ) -> float:

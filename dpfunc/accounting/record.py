@@ -233,13 +233,16 @@ class SelectionRecord(_Published):
         super().__post_init__()
         checks.positive("epsilon", self.epsilon)
         checks.positive("target_epsilon", self.target_epsilon)
-        if not self.ledgers or len(self.ledgers) != len(self.candidates):
-            raise checks.fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))
         refuse_replaced("adjacency", self.spent.adjacency)
-        if self.chosen is not None and checks.integer("chosen", self.chosen) >= len(self.candidates):
-            raise checks.fail(f"chosen < {len(self.candidates)}", "chosen", self.chosen)
-        if (self.chosen is None) != (self.chosen_score is None):
-            raise checks.fail("chosen together with its score", "chosen_score", self.chosen_score)
+        n, chosen = len(self.candidates), self.chosen
+        checks.refuse(
+            (not self.ledgers or len(self.ledgers) != n,
+             checks.fail("one ledger for each candidate", "len(ledgers)", len(self.ledgers))),
+            (chosen is not None and checks.integer("chosen", chosen) >= n,
+             checks.fail(f"chosen < {n}", "chosen", chosen)),
+            ((chosen is None) != (self.chosen_score is None),
+             checks.fail("chosen together with its score", "chosen_score", self.chosen_score)),
+        )  # fmt: skip
 
     def guarantee(self, delta: float) -> Guarantee:
         """The cost of `spent` and of the search, computed again from what was counted."""

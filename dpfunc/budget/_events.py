@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dpfunc._utils.validation import fail, one_of, open_unit, positive
+from dpfunc._utils.validation import fail, one_of, open_unit, positive, refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import to_values
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
@@ -131,10 +131,11 @@ def damaged(what: str) -> CheckpointError:
 def read_account(about: tuple[Any, ...], rows: Iterable[tuple[Any, ...]]) -> Account:
     """Read the row about a budget, and its events; what is missing, changed or in another order is found."""
     number, schema, text, head, found = about
-    if schema != SCHEMA:
-        raise fail(f"a budget of schema {SCHEMA!r}", "schema", schema, "Use the version of dpfunc that made it.")
-    if digest([number, schema, text, head]) != found:
-        raise damaged("facts with another digest")
+    version = "Use the version of dpfunc that made it."
+    refuse(
+        (schema != SCHEMA, fail(f"a budget of schema {SCHEMA!r}", "schema", schema, version)),
+        (digest([number, schema, text, head]) != found, damaged("facts with another digest")),
+    )
     previous, entries, count = "", dict[str, BudgetEntry](), 0
     try:
         values = json.loads(text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dpfunc._utils.validation import refuse
 from dpfunc.accounting import RunCount
 from dpfunc.accounting.record import listed
 from dpfunc.accounting.selection import SHAPES
@@ -287,21 +288,19 @@ def _check_options(
     public: Path | None, private: bool, costs: dict[str, float | None], out: Path | None, resume: bool
 ) -> None:
     """Check that all options are of one of the two kinds of search, and that those of its cost are there."""
-    if (public is not None) == private:
-        raise click.UsageError("Expected either --public FILE or --private.")
-    for name, value in costs.items():
-        if (value is None) == private:
-            missing = (
-                f"Missing option '{name}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, "
-                "and a --score-noise of 2 % of the held-out records. --dry-run shows the cost."
-            )
-            raise click.UsageError(missing if private else f"Expected {name} with --private only.")
-    if private and out is not None:
-        raise click.UsageError("Expected --out with --public only.")
-    if resume and not private:
-        raise click.UsageError("Expected --resume with --private only.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidArgument("Expected one process for a search, got several (WORLD_SIZE): start it without torchrun.")
+    missing = (
+        "Missing option '{}'. It decides what a search costs, so it has no default: e.g. --mean-runs 8, and a "
+        "--score-noise of 2 % of the held-out records. --dry-run shows the cost."
+    )
+    about = missing if private else "Expected {} with --private only."
+    refuse(
+        ((public is not None) == private, click.UsageError("Expected either --public FILE or --private.")),
+        *(((value is None) == private, click.UsageError(about.format(name))) for name, value in costs.items()),
+        (private and out is not None, click.UsageError("Expected --out with --public only.")),
+        (resume and not private, click.UsageError("Expected --resume with --private only.")),
+        (int(os.environ.get("WORLD_SIZE", "1")) > 1,
+         "Expected one process for a search, got several (WORLD_SIZE): start it without torchrun."),
+    )  # fmt: skip
 
 
 def _search_public(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpfunc._utils.processes import AllGather, is_dtensor, over_gloo
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import UnsupportedModel
 
 _WAY_OUT = (
@@ -72,18 +72,17 @@ def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
 
 
 def _refuse_wrapper(name: str, part: nn.Module) -> None:
-    kind = type(part)
-    old = _fsdp("FullyShardedDataParallel")
-    if old is not None and isinstance(part, old):
-        raise UnsupportedModel(
+    kind, old = type(part), _fsdp("FullyShardedDataParallel")
+    refuse(
+        (old is not None and isinstance(part, old), UnsupportedModel(
             f"{name} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use "
             "torch.distributed.fsdp.fully_shard (FSDP2): dpfunc.distributed.shard_frozen(module, mesh, trainable=...)."
-        )
-    if kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"):
-        raise UnsupportedModel(
+        )),
+        (kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"), UnsupportedModel(
             f"{name} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
             "engine.module, and update parameters with an optimizer of torch."
-        )
+        )),
+    )  # fmt: skip
 
 
 def _of_zero(param: Tensor) -> bool:

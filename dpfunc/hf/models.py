@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
 from dpfunc.functional.forward import refuse_unsupported
@@ -205,14 +205,15 @@ def four_bit(compute_dtype: torch.dtype) -> Any:
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected a floating dtype, got compute_dtype=torch.int8.
     """
-    if not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point:
-        raise InvalidArgument(f"Expected a floating dtype, got compute_dtype={compute_dtype!r}.")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UnsupportedModel(
+    refuse(
+        (not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point,
+         f"Expected a floating dtype, got compute_dtype={compute_dtype!r}."),
+        (importlib.util.find_spec("bitsandbytes") is None, UnsupportedModel(
             "A base in 4 bits needs bitsandbytes, which is not installed: `pip install 'bitsandbytes>=0.46'`. On CPUs "
             "it is slow. Without it, LoRA on a base in bfloat16 trains the same parameters with the same noise, in "
             "four times the memory for weights."
-        )
+        )),
+    )  # fmt: skip
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dpfunc.functional
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import Functional
 from dpfunc.functional._names import select
@@ -133,23 +133,20 @@ def _active(peft_model: nn.Module) -> dict[str, Any]:
 
 def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    for unsupported, reason in (
-        (kind == "ADALORA", "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use "
-         "LoRA, with rank_pattern for ranks that differ."),
-        (getattr(config, "velora_config", None) is not None, "VeLoRA compresses activations by averages over the "
-         "batch, which mixes its samples. Set velora_config=None."),
-        (getattr(config, "target_parameters", None), "LoRA of parameters (target_parameters) registers a "
-         "parametrization in each forward pass, which sets the memory of the weight (Tensor.set_), and torch's "
-         "transforms take no such write. Use target_modules."),
-    ):  # fmt: skip
-        if unsupported:
-            raise UnsupportedModel(reason)
     start = getattr(config, "init_lora_weights", True)
-    if start in _LOOK_AT_DATA and not initialized_on_public_data:
-        raise InvalidArgument(
-            f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
-            "If it was computed from public data, say initialized_on_public_data=True."
-        )
+    refuse(
+        (kind == "ADALORA", UnsupportedModel(
+         "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use LoRA, with "
+         "rank_pattern for ranks that differ.")),
+        (getattr(config, "velora_config", None) is not None, UnsupportedModel(
+         "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None.")),
+        (getattr(config, "target_parameters", None), UnsupportedModel(
+         "LoRA of parameters (target_parameters) registers a parametrization in each forward pass, which sets the "
+         "memory of the weight (Tensor.set_), and torch's transforms take no such write. Use target_modules.")),
+        (start in _LOOK_AT_DATA and not initialized_on_public_data,
+         f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
+         "If it was computed from public data, say initialized_on_public_data=True."),
+    )  # fmt: skip
 
 
 def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import one_of
+from dpfunc._utils.validation import one_of, refuse
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import losses
 from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of
@@ -260,10 +260,10 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         raise InvalidArgument(f"Expected forward to be a function (params, **inputs), got {forward!r}.")
     if isinstance(task, str):
         task = TASKS[one_of("task", task, TASKS, "Or pass a function.")]
-    if isinstance(task, nn.Module):
-        raise _refusal(type(task).__name__)
-    if not callable(task):
-        raise InvalidArgument(f"Expected task to be a name or {_FUNCTION}, got {task!r}.")
+    refuse(
+        (isinstance(task, nn.Module), _refusal(type(task).__name__)),
+        (not callable(task), f"Expected task to be a name or {_FUNCTION}, got {task!r}."),
+    )
     return partial(task, forward if isinstance(forward, Caller) else Caller(forward, facts_of(forward)))
 
 
@@ -325,17 +325,15 @@ def _guess(base: Any, config: object) -> str | None:
 
 def _split(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     dropped = "The Trainer drops columns that the model's forward function does not name."
-    if not isinstance(batch, Mapping) or "labels" not in batch:
-        got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise InvalidArgument(
-            f"Expected a batch with 'labels', got {got}. The collator makes them of a column 'label' or 'labels' with "
-            f"numbers, or of the token ids of language models (DataCollatorForLanguageModeling, mlm=False). {dropped}"
-        )
-    if len(batch) == 1:
-        raise InvalidArgument(
-            "Expected inputs of the model beside 'labels' in the batch, got none. Tokenize the texts first: "
-            f"dataset.map(lambda row: tokenizer(row['text'], truncation=True)). {dropped}"
-        )
+    got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+    refuse(
+        (not isinstance(batch, Mapping) or "labels" not in batch,
+         f"Expected a batch with 'labels', got {got}. The collator makes them of a column 'label' or 'labels' with "
+         f"numbers, or of the token ids of language models (DataCollatorForLanguageModeling, mlm=False). {dropped}"),
+        (got == ["labels"],
+         "Expected inputs of the model beside 'labels' in the batch, got none. Tokenize the texts first: "
+         f"dataset.map(lambda row: tokenizer(row['text'], truncation=True)). {dropped}"),
+    )  # fmt: skip
     return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
 
 

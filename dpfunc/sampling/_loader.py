@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from dpfunc._utils.validation import refuse
 from dpfunc.batches import batch_size, deal, own_records, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
@@ -152,27 +153,24 @@ def data_loader(
 def check_readable(dataset: Any, name: str = "dataset") -> int:
     """Check that records can be read by index, each once: no loader, stream or dictionary. Their number."""
     kind = type(dataset).__name__
-    if dataset is None:
-        raise InvalidArgument(f"Expected {name} to be given, got {name}=None.")
-    if isinstance(dataset, DataLoader):
-        raise InvalidArgument(
-            f"Expected {name} to be a data set, got a DataLoader, which draws batches of its own. Pass what it was "
-            "made of (loader.dataset), and its collate_fn."
-        )
-    if isinstance(dataset, Mapping):
-        raise InvalidArgument(
-            f"Expected a data set that {name}[i] gives record i of, got {name} of type {kind} with the names "
-            f"{sorted(map(str, dataset))[:5]}. Take one split of a dictionary of data sets. Of a dictionary of columns "
-            "make a list of records; or, in your own loop, take rows: dpfunc.take(data, indices) for indices in "
-            "plan.batches(state)."
-        )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise InvalidArgument(
-            f"Expected a data set with a length and an index, got {name} of type {kind}, a stream: a plan draws the "
-            "records of a batch by their index, from all of them. Load it without streaming, or read it into a list; "
-            "or, in your own loop, read it in its order, which has another cost: sampling.InOrder, see "
-            "docs/guides/loop.md."
-        )
+    names = sorted(map(str, dataset))[:5] if isinstance(dataset, Mapping) else []
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    refuse(
+        (dataset is None, f"Expected {name} to be given, got {name}=None."),
+        (isinstance(dataset, DataLoader),
+         f"Expected {name} to be a data set, got a DataLoader, which draws batches of its own. Pass what it was "
+         "made of (loader.dataset), and its collate_fn."),
+        (isinstance(dataset, Mapping),
+         f"Expected a data set that {name}[i] gives record i of, got {name} of type {kind} with the names "
+         f"{names}. Take one split of a dictionary of data sets. Of a dictionary of columns "
+         "make a list of records; or, in your own loop, take rows: dpfunc.take(data, indices) for indices in "
+         "plan.batches(state)."),
+        (isinstance(dataset, IterableDataset) or not indexed,
+         f"Expected a data set with a length and an index, got {name} of type {kind}, a stream: a plan draws the "
+         "records of a batch by their index, from all of them. Load it without streaming, or read it into a list; "
+         "or, in your own loop, read it in its order, which has another cost: sampling.InOrder, see "
+         "docs/guides/loop.md."),
+    )  # fmt: skip
     refuse_repeated(dataset, name)
     return len(dataset)
 
@@ -180,16 +178,14 @@ def check_readable(dataset: Any, name: str = "dataset") -> int:
 def check_dataset(dataset: object, dataset_size: int, num_records: int | None = None) -> None:
     """Check that a data set can be read by index, and has as many records as the plan, or as the run said."""
     length = check_readable(dataset)
-    if num_records is not None and length != num_records:
-        raise InvalidArgument(
-            f"Expected len(dataset) to be num_records={num_records}, with which the run began, got len(dataset)="
-            f"{length}. Load the data set of the run. Nothing was spent."
-        )
-    if num_records is None and length != dataset_size:
-        raise InvalidArgument(
-            f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
-            f"{length}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
-            "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
-            "public bound on their number, say so when the run begins: "
-            "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."
-        )
+    refuse(
+        (num_records not in (None, length),
+         f"Expected len(dataset) to be num_records={num_records}, with which the run began, got len(dataset)="
+         f"{length}. Load the data set of the run. Nothing was spent."),
+        (num_records is None and length != dataset_size,
+         f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
+         f"{length}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
+         "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
+         "public bound on their number, say so when the run begins: "
+         "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."),
+    )  # fmt: skip

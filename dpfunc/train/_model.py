@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import quantised_layers
 from dpfunc.hf.models import four_bit
@@ -89,16 +89,14 @@ def _options(job: Job) -> dict[str, Any]:
 
 
 def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
-    if tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None):
-        raise InvalidArgument(
-            f"Expected an end-of-text token in the tokenizer of {path!r}, which has none. Name one of its tokens, by "
-            "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."
-        )
-    if job.task == "token_classification" and not tokenizer.is_fast:
-        raise InvalidArgument(
-            f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
-            "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."
-        )
+    refuse(
+        (tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None),
+         f"Expected an end-of-text token in the tokenizer of {path!r}, which has none. Name one of its tokens, by "
+         "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."),
+        (job.task == "token_classification" and not tokenizer.is_fast,
+         f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
+         "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."),
+    )  # fmt: skip
 
 
 def load_base(job: Job, processing: Any) -> nn.Module:

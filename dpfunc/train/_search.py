@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import fail, positive, unique_json
+from dpfunc._utils.validation import fail, positive, refuse, unique_json
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search, record
 from dpfunc.accounting.record import RECORD_FILE, SelectionRecord, listed
 from dpfunc.checkpoint._chain import replace_file
@@ -43,7 +43,7 @@ from dpfunc.train._model import choose_parameters, key_of, load_base, load_proce
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train._run_folder import MODEL
 from dpfunc.train._saved import save_model
-from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict, refuse
+from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict
 from dpfunc.train.run import Prepared, check_job, make_trainer
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import fail, one_of, suggestion, wrong_type
+from dpfunc._utils.validation import fail, one_of, refuse, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 
@@ -74,13 +74,6 @@ _TOGETHER = {
 
 def _key(text: str, default: object = dataclasses.MISSING) -> Any:
     return field(default=default, metadata={"help": text})
-
-
-def refuse(*rules: tuple[object, InvalidArgument | str]) -> None:
-    """Raise the error of the first rule that is broken: (broken, error), for what no type of one key can say."""
-    for broken, error in rules:
-        if broken:
-            raise error if isinstance(error, InvalidArgument) else InvalidArgument(error)
 
 
 @dataclass(frozen=True)

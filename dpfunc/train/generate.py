@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc import distributed
-from dpfunc._utils.validation import fail, integer, positive, probability
+from dpfunc._utils.validation import fail, integer, positive, probability, refuse
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
@@ -67,10 +67,11 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     """
     root = Path(folder)
     job, insecure_seed = saved_job(root)
-    if job.task != "causal_lm":
-        raise InvalidArgument(f"Expected a run with task causal_lm, got {job.task!r} in {str(root)!r}.")
-    if not (root / MODEL).is_dir():
-        raise CheckpointError(f"Expected a finished run, got {str(root)!r} without {MODEL}/. Go on with it: --resume.")
+    refuse(
+        (job.task != "causal_lm", f"Expected a run with task causal_lm, got {job.task!r} in {str(root)!r}."),
+        (not (root / MODEL).is_dir(), CheckpointError(
+            f"Expected a finished run, got {str(root)!r} without {MODEL}/. Go on with it: --resume.")),
+    )  # fmt: skip
     why = "" if insecure_seed is None else "has a key that anybody can guess (--insecure-seed)"
     spent = _record_of(root, why if job.privacy.dp_enabled else "was trained without privacy", allow_non_private)
     if spent and prompts and same_file(prompts, trained_on(root)):

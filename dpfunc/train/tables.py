@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
 
 Row = dict[str, str]
@@ -144,16 +145,15 @@ def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[
             )
     if unit is None:
         return values
-    if isinstance(row[unit], bool) or not isinstance(row[unit], str | int) or not values[unit].strip():
-        raise InvalidArgument(
-            f"Expected a person in the column {unit!r} {where}: a text that is not empty, or a whole number. "
-            "Leave the row out, or give it a name of its own if it is nobody else's."
-        )
-    if values[unit] != values[unit].strip():
-        raise InvalidArgument(
-            f"Expected a person without spaces around in the column {unit!r} {where}: with and "
-            "without them a name would be two people."
-        )
+    plain = values[unit].strip()
+    refuse(
+        (isinstance(row[unit], bool) or not isinstance(row[unit], str | int) or not plain,
+         f"Expected a person in the column {unit!r} {where}: a text that is not empty, or a whole number. "
+         "Leave the row out, or give it a name of its own if it is nobody else's."),
+        (values[unit] != plain,
+         f"Expected a person without spaces around in the column {unit!r} {where}: with and "
+         "without them a name would be two people."),
+    )  # fmt: skip
     return values
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpfunc import distributed
 from dpfunc._utils.processes import checksum, in_hex, is_dtensor
-from dpfunc._utils.validation import fail, shorten, suggestion
+from dpfunc._utils.validation import fail, refuse, shorten, suggestion
 from dpfunc.distributed._object_collectives import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
@@ -60,14 +60,14 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     rules.refuse(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
     layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
-    if layers and policy != _BY_LAYER:
-        only = f"transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only"
-        raise InvalidArgument(f"Expected {only}, got {layers!r} and {policy!r}. Leave one of them out.")
-    if (policy == _BY_SIZE) != bool(size) or not str(size).isdecimal():
-        raise InvalidArgument(
-            f"Expected a whole number min_num_params >= 1 with auto_wrap_policy={_BY_SIZE!r}, and none without, "
-            f"got min_num_params={size!r} and {policy!r}. Set both, or name the layers: transformer_layer_cls_to_wrap."
-        )
+    refuse(
+        (layers and policy != _BY_LAYER,
+         f"Expected transformer_layer_cls_to_wrap with auto_wrap_policy={_BY_LAYER!r} only, got {layers!r} and "
+         f"{policy!r}. Leave one of them out."),
+        ((policy == _BY_SIZE) != bool(size) or not str(size).isdecimal(),
+         f"Expected a whole number min_num_params >= 1 with auto_wrap_policy={_BY_SIZE!r}, and none without, "
+         f"got min_num_params={size!r} and {policy!r}. Set both, or name the layers: transformer_layer_cls_to_wrap."),
+    )  # fmt: skip
     return Sharding(
         policy=policy,
         layers=tuple(map(str.strip, layers.split(",") if isinstance(layers, str) else layers)),

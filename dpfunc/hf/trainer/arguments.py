@@ -8,7 +8,18 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
-from dpfunc._utils.validation import boolean, fail, integer, named, one_of, open_unit, positive, probability, suggestion
+from dpfunc._utils.validation import (
+    boolean,
+    fail,
+    integer,
+    named,
+    one_of,
+    open_unit,
+    positive,
+    probability,
+    refuse,
+    suggestion,
+)
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Automatic, Flat, Statistic, Telemetry
@@ -124,7 +135,7 @@ class PrivacyArguments:
 
     def _check_complete(self) -> None:
         given = "neither" if self.dp_epsilon is None else "both"
-        for wrong, message in (
+        refuse(
             ((self.dp_epsilon is None) == (self.dp_noise_multiplier is None),
              f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise is "
              "computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."),
@@ -137,9 +148,7 @@ class PrivacyArguments:
             (self.dp_max_grad_norm is None and self.dp_clip == "flat",
              "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
              "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."),
-        ):  # fmt: skip
-            if wrong:
-                raise InvalidArgument(message)
+        )  # fmt: skip
 
     @classmethod
     def from_names(cls, values: Mapping[str, Any]) -> PrivacyArguments:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.validation import integer, one_of, shorten
+from dpfunc._utils.validation import integer, one_of, refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.functional._fsdp import outermost
@@ -159,21 +159,19 @@ def _check_weights(model: nn.Module, name: str, train_projector: bool) -> None:
     """Check that the base is in 4 bits exactly where the strategy needs it, and that what is trained is in float."""
     quantised = quantised_layers(model)
     packed = _below(parts(model).projector, quantised)
-    for wrong, message in (
-        (name == "qlora" and not quantised,
+    refuse(
+        (name == "qlora" and not quantised, UnsupportedModel(
          "Expected a base in 4 bits for the strategy 'qlora', got weights in float. Load it with from_pretrained(..., "
          "quantization_config=BitsAndBytesConfig(load_in_4bit=True)), which needs `pip install bitsandbytes`; or take "
-         "'lora', which trains the same parameters with the same noise and the same epsilon, in more memory."),
-        (name in ("full", "lora") and quantised,
+         "'lora', which trains the same parameters with the same noise and the same epsilon, in more memory.")),
+        (name in ("full", "lora") and quantised, UnsupportedModel(
          f"Expected weights in float for the strategy {name!r}, got quantised ones in {shorten(quantised)}. Take "
-         "'qlora', or load the model without quantization_config."),
-        (packed and (name == "projector" or train_projector),
+         "'qlora', or load the model without quantization_config.")),
+        (packed and (name == "projector" or train_projector), UnsupportedModel(
          f"Expected a projector in float to train it, got quantised weights in {shorten(packed)}. Leave it out of the "
          "quantization: BitsAndBytesConfig(..., llm_int8_skip_modules=['model.multi_modal_projector', 'lm_head']), or "
-         "modules_to_not_convert of TorchAoConfig."),
-    ):  # fmt: skip
-        if wrong:
-            raise UnsupportedModel(message)
+         "modules_to_not_convert of TorchAoConfig.")),
+    )  # fmt: skip
 
 
 class Parts(NamedTuple):
