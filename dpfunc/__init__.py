@@ -5,8 +5,6 @@ sampling -> engines -> clipping -> noise -> accounting, and `dp_step(params, bat
 A name is imported when it is first used: accounting and the command `dpfunc` do not wait for torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dpfunc._utils.lazy import lazy

@@ -1,7 +1,5 @@
 """The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The state of a run: all that the next step needs, and when it may take one."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

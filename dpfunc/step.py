@@ -1,7 +1,5 @@
 """One private step: params, batch and state in; released gradients and the next state out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Packages whose names are imported when they are first used: accounting and the command do not wait for torch."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

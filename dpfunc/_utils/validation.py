@@ -1,7 +1,5 @@
 """Validation of arguments: every message states the domain, the name and the value, then what to do."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

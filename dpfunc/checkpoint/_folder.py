@@ -1,7 +1,5 @@
 """A directory of checkpoints: names, lists of files with digests, and removal that a kill may interrupt."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A run as JSON values: its state, its plan, and how two of them differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -14,8 +14,6 @@ steps was computed, and which runs continue others.
 In each row the ledger gets all steps of the lineage that the journal has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each process writes and reads its parts of the tensors.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections import Counter, OrderedDict

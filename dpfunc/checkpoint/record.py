@@ -1,7 +1,5 @@
 """Record of the privacy cost of a run, to be published with its result: `privacy_accounting.json`."""
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Mapping, Sequence

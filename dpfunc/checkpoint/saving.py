@@ -1,7 +1,5 @@
 """Save a run, and load it with any number of processes: each has its parts of the tensors, one what all have alike."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

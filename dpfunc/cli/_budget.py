@@ -1,7 +1,5 @@
 """The commands `dpfunc budget create`, `show`, `reserve`, `settle` and `history`."""
 
-from __future__ import annotations
-
 import secrets
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `dpfunc doctor`: what is installed, and whether what a run stands on works here."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version

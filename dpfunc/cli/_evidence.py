@@ -1,7 +1,5 @@
 """The commands `dpfunc certify`, `verify` and `audit`. To check a certificate needs neither data nor torch."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands `dpfunc ledger show` and `dpfunc ledger check`: what runs have cost, from the files that they left."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

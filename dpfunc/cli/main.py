@@ -1,7 +1,5 @@
 """The `dpfunc` command: accounting without writing Python, and without torch, which takes seconds to import."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -3,8 +3,6 @@
 Fields `clip_norm` and `groups` of a rule: see `Flat`.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import math

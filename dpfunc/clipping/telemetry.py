@@ -4,8 +4,6 @@ The scaled statistics of a record get a share of the squared bound C^2 behind it
 rest: sensitivity, noise and ledger are those of a plan without telemetry.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Small exchanges between the processes of a run. One process alone (`ranks=None`) exchanges nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Sums over the processes of a step: gathered parameters in, one packed message with noise out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

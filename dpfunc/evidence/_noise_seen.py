@@ -1,7 +1,5 @@
 """The noise of an audited run: what was added to each clipped sum, against the normal law that the plan claims."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Modules whose parameters are gathered for each forward pass, so that they cannot be arguments: FSDP2 and others."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Selection of parameters by name, and all places where a tensor is stored."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """BatchNorm mixes samples: find it, and replace it by GroupNorm."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Modules as pure functions `forward(params, *args)`, and errors for modules that cannot be one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Facts about a model of Transformers on which its loss depends."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

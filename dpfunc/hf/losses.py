@@ -8,8 +8,6 @@ They select nothing by value: what is ignored is multiplied away, so that every 
 fit are an `InvalidArgument`; on a CPU also classes that the outputs do not have.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import chain
 

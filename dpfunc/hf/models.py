@@ -1,7 +1,5 @@
 """Helpers for models of Transformers: a check before training, causal attention, a base in 4 bits."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Adapters of PEFT: which of their parameters are trained, as a pure function, and back into PEFT's own files."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A classifier over the mean of an encoder's last hidden states: what sentence encoders were trained for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The model is called without labels. What it would compute from them is a mean over the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType

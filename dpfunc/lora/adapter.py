@@ -3,8 +3,6 @@
 A layer becomes `h = W x + (alpha / rank) B A x`, with A (rank, in) and B (out, rank).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import difflib

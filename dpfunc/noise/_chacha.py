@@ -8,8 +8,6 @@ A block gives four pairs of uniforms of 64 bits, and each pair two normals (Box 
 2**-65, so numbers go up to 9.49 sigma; a truncation there has probability 2e-21.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -17,8 +17,6 @@ own, and goes from word to word. All operations are rounded as IEEE 754 says, bu
 the words, and `log1p`, which makes the numbers of the tail.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import deque

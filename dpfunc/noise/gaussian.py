@@ -1,7 +1,5 @@
 """The Gaussian mechanism on clipped sums."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What each noise mechanism brings: how noise is added, its state, and what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 

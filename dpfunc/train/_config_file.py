@@ -1,7 +1,5 @@
 """Jobs from a YAML file, flags that override it, and a grid; what is not understood is refused, never dropped."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Records of a job: rows of a table, what is refused, what the model gets, one by one or by person, and batches."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

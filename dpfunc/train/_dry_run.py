@@ -1,7 +1,5 @@
 """Dry run of a job: its plan and an estimate of its memory, without training and without writing."""
 
-from __future__ import annotations
-
 import torch
 
 from dpfunc import accounting

@@ -1,7 +1,5 @@
 """Replays and audits of jobs: that of a run folder, run again by the same Trainer, on neighbours or with canaries."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

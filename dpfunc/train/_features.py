@@ -5,8 +5,6 @@ Morlet wavelets at two scales, averaged; nothing is learnt. The filters are thos
 which a test compares them; Kymatio itself cannot be imported by its documented path beside SciPy 1.17.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Outputs of frozen layers for each record, computed once before training instead of in every step."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The model of a job, with exactly those parameters requiring gradients that its strategy trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values that a job leaves out: rate, batch size and steps from the recipe of its strategy; how texts are pooled."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """The folder of a run: the job that is kept in it, checks before it is used, its cost, and what it protected."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The model that a run leaves: written, read back as anybody would read it, and compared with the trained one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The score of a model is a sum to which each held-out record adds a number between 0 and 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Costs of each strategy: trained parameters, memory and norm of the DP noise, computed from shapes alone."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

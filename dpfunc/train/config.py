@@ -1,7 +1,5 @@
 """A training job as values, checked before anything is loaded: types, limits and texts document the job file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

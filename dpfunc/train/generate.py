@@ -1,7 +1,5 @@
 """Synthetic text from a language model that `dpfunc train` left behind: post-processing, which costs no privacy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Run a job: load, plan, train with DPTrainer, save, and report what was spent and what is not covered."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Records that a private run cannot learn from, refused before anything is spent: labels, and padding of short rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of a private Trainer run besides the Trainer's own: its state, and its accounting."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

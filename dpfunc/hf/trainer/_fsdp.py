@@ -1,7 +1,5 @@
 """FSDP of the Trainer: its settings, each followed, named as useless or refused; and a model in parts."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The recipe of a model: which trained parameters are a new head, how long its inputs are, what a rate can reach."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

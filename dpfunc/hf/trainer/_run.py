@@ -1,7 +1,5 @@
 """A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and what it says."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence

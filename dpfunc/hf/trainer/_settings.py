@@ -4,8 +4,6 @@ Variables of `accelerate launch` and `TrainingArguments` are checked first, for 
 of them is checked last, so that nothing gets past by another way.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """The Trainer of Transformers with private steps: change the class, add PrivacyArguments."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

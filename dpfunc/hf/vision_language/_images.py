@@ -1,7 +1,5 @@
 """Images, and text with them as one batch: each sample has as many images and image tokens, real or not."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

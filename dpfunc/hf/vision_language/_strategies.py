@@ -1,7 +1,5 @@
 """Vision-language models: which parameters a strategy trains, and the model as a function of them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

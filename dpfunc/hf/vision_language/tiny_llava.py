@@ -3,8 +3,6 @@
 `python -m dpfunc.hf.vision_language.tiny_llava FOLDER` writes FOLDER/llava, FOLDER/images and FOLDER/data.jsonl.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
