@@ -1,7 +1,5 @@
 """The plan of a run: public facts only, cross-checked when it is built."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -195,7 +193,7 @@ class Plan:
         allow_large_delta: bool = False,
         telemetry: Telemetry | None = None,
         budget: _Budget | None = None,
-    ) -> Plan:
+    ) -> "Plan":
         """The plan with Poisson sampling and the least noise that keeps all steps within (epsilon, delta).
 
         Args:
@@ -225,7 +223,7 @@ class Plan:
         before = spent or Ledger(adjacency=adjacency)
         count = integer("runs", runs, minimum=1)
 
-        def plan(scale: float, target: float | None) -> Plan:
+        def plan(scale: float, target: float | None) -> "Plan":
             noise = Schedule(tuple((n, scale * v) for n, v in noise_schedule.pieces)) if noise_schedule else scale
             return cls(
                 sampler=sampler, clip=clip, noise_multiplier=noise, num_steps=num_steps, delta=delta,

@@ -1,8 +1,6 @@
 """Agreement of the processes that take a step: before it about all that must be equal, after it about the release."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,7 +67,7 @@ class Agreement:
         """Say what this process means by its call."""
         self._own = own
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.processes import digest
-from dpfunc._utils.validation import integer, wrong_type
+from dpfunc._utils.validation import integer, refuse, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
@@ -214,10 +214,12 @@ def replay(
     >>> replay(dp_step, init, step, 9 + torch.rand(50, 2)).holds
     True
     """
-    if not isinstance(dp_step, DPStep):
-        raise wrong_type("dp_step to be a step of dpfunc.make_dp_step", "dp_step", dp_step)
-    if dp_step.ranks is not None:
-        raise InvalidArgument("Expected a step of one process, got ranks. Replay the step with ranks=None.")
+    refuse(
+        (not isinstance(dp_step, DPStep),
+         wrong_type("dp_step to be a step of dpfunc.make_dp_step", "dp_step", dp_step)),
+        (getattr(dp_step, "ranks", None) is not None,
+         "Expected a step of one process, got ranks. Replay the step with ranks=None."),
+    )  # fmt: skip
     integer("steps", steps, minimum=1)
     integer("candidates", candidates, minimum=1)
     loop = partial(_run, dp_step, init, step, fold_in(insecure_key(0) if key is None else key, "replay"))

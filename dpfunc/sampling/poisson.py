@@ -1,11 +1,9 @@
 """Poisson sampling, also with batches of a largest size: an independent trial for each record."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +74,7 @@ class Poisson:
             object.__setattr__(self, "sampling_prob", probability("sampling_prob", self.sampling_prob))
 
     @classmethod
-    def of_batch_size(cls, dataset_size: int, expected_batch_size: float) -> Poisson:
+    def of_batch_size(cls, dataset_size: int, expected_batch_size: float) -> Self:
         """The sampler with q = expected_batch_size / dataset_size.
 
         >>> Poisson.of_batch_size(64, 48).sampling_prob

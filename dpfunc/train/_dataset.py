@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.vision_language._images import check_readable, image_text_collator
@@ -110,24 +111,19 @@ def read_records(job: Job, processing: Any) -> Records:
 def _check_trainable(job: Job, train: Sequence[Row], units: int, records: int, processing: Any) -> None:
     """Check that there are two classes, about as many records as the plan is for, and memory for their features."""
     data, bound, most = job.data, job.privacy.dp_dataset_size, job.training.cache_mib
-    if job.task in ("text_classification", *FEATURES) and len({row[data.label_column] for row in train}) == 1:
-        raise InvalidArgument(
-            f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
-            "record would be given. Check data.label_column, and that the table is whole."
-        )
-    if job.task not in FEATURES:
-        return
-    if bound is not None and 2 * units < bound:
-        raise InvalidArgument(
-            f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got {units}. "
-            "Is the table whole? Or choose a lower bound."
-        )
-    needed = -(-records * processing.size * 4 // 2**20)
-    if needed > most:
-        raise InvalidArgument(
-            f"Expected features that take at most training.cache_mib={most} MiB, got {records} records of "
-            f"{processing.size} features, which take {needed}. Raise it, or take smaller images."
-        )
+    size = processing.size if job.task in FEATURES else 0
+    needed = -(-records * size * 4 // 2**20)
+    refuse(
+        (job.task in ("text_classification", *FEATURES) and len({row[data.label_column] for row in train}) == 1,
+         f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
+         "record would be given. Check data.label_column, and that the table is whole."),
+        (job.task in FEATURES and bound is not None and 2 * units < bound,
+         f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got {units}. "
+         "Is the table whole? Or choose a lower bound."),
+        (needed > most,
+         f"Expected features that take at most training.cache_mib={most} MiB, got {records} records of "
+         f"{size} features, which take {needed}. Raise it, or take smaller images."),
+    )  # fmt: skip
 
 
 def _folder(job: Job, file: str) -> Path:

@@ -79,10 +79,12 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
 def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The settings that the script and the launcher make, over what is not said; None without FSDP."""
     config, switch = getattr(args, "fsdp_config", None) or {}, environment.get(rules.SWITCH, "")
-    if not args.fsdp and config:
-        raise InvalidArgument(f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none.")
-    if rules.word(switch) not in (*rules.OFF, *rules.ON):
-        raise fail(f"{rules.SWITCH} to be true or false", rules.SWITCH, switch)
+    refuse(
+        (not args.fsdp and config,
+         f"Expected fsdp=True beside fsdp_config, got fsdp_config={config!r}. Use both, or none."),
+        (rules.word(switch) not in (*rules.OFF, *rules.ON),
+         fail(f"{rules.SWITCH} to be true or false", rules.SWITCH, switch)),
+    )  # fmt: skip
     if not args.fsdp and rules.word(switch) in rules.OFF:
         return None
     asked = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **_launched(environment), **config}

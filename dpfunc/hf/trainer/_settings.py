@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpfunc._utils import validation as checks
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import integer, positive, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
@@ -233,13 +234,12 @@ def attributes(settings: object) -> Callable[[str], Any]:
 def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> None:
     """Check the class and the constructor's arguments: some would be found out at the first checkpoint, after steps."""
     privacy, model, key = values["privacy"], values["model"], values["key"]
-    if not isinstance(privacy, PrivacyArguments):
-        raise wrong_type("privacy to be PrivacyArguments", "privacy", privacy)
-    if key is not None and not isinstance(key, Key):
-        raise wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")
     refuse(_TRAINER, values.get)
-    if not isinstance(model, nn.Module):
-        raise wrong_type("model to be a module", "model", model)
+    checks.refuse(
+        (not isinstance(privacy, PrivacyArguments), wrong_type("privacy to be PrivacyArguments", "privacy", privacy)),
+        (not isinstance(key, Key | None), wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")),
+        (not isinstance(model, nn.Module), wrong_type("model to be a module", "model", model)),
+    )
     if not privacy.dp_enabled:
         return
     _refuse_sharded(model)

@@ -1,12 +1,10 @@
 """The privacy arguments of a training script: one dataclass that command lines, YAML files and scripts share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dpfunc._utils.validation import (
     boolean,
@@ -151,7 +149,7 @@ class PrivacyArguments:
         )  # fmt: skip
 
     @classmethod
-    def from_names(cls, values: Mapping[str, Any]) -> PrivacyArguments:
+    def from_names(cls, values: Mapping[str, Any]) -> Self:
         """The arguments from a mapping, e.g. of a YAML file; names that other libraries use are understood.
 
         Args:
