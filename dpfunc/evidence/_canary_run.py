@@ -19,11 +19,11 @@ from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._neighbours import Init, Replay, Step, replay
-from dpfunc.evidence._noise_seen import NoiseSeen, seen_noise
+from dpfunc.evidence._noise_seen import seen_noise
 from dpfunc.evidence._one_run import Audit, largest_bound
 from dpfunc.evidence._one_run import audit as bound
 from dpfunc.evidence._result import audit_values, replay_values
-from dpfunc.evidence._watch import Running, Tape, WatchedSampler, settings_of
+from dpfunc.evidence._watch import Running, Tape, WatchedNoise, WatchedSampler, settings_of
 from dpfunc.evidence.canaries import Canaries, behind, coins
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in
@@ -64,7 +64,7 @@ class Planted:
         scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
         claim = plan.ledger(len(self.reads))
         found = bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
-        noise = plan.noise.differs() if isinstance(plan.noise, NoiseSeen) else ""
+        noise = plan.noise.watch.differs() if isinstance(plan.noise, WatchedNoise) else ""
         return dataclasses.replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
 
     def foretell(self, plan: Plan) -> None:

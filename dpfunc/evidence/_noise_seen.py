@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.noise import Gaussian, Mechanism
+from dpfunc.evidence._watch import Add, WatchedNoise
+from dpfunc.noise import Gaussian
 from dpfunc.noise.gaussian import noise_std
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
-from dpfunc.types import Allocation, ClippedSum, Event, Schedule
+from dpfunc.types import Allocation, ClippedSum
 
 _CELLS = 16  # of equal probability, by which the law is compared
 _LOOKED_AT = 2**16  # numbers of one parameter and step
@@ -59,33 +60,23 @@ class _Seen:
 
 @dataclass(frozen=True)
 class NoiseSeen:
-    """The noise of a plan, which is compared with its claim where it is added. Its repr is that of the noise."""
+    """Noise that is compared with its claim where it is added; of each parameter what was seen."""
 
-    noise: Gaussian
     seen: dict[str, _Seen] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return repr(self.noise)
-
-    def check(self, sampler: Any, noise_multiplier: float | Schedule) -> None:
-        self.noise.check(sampler, noise_multiplier)
-
-    def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
-        return self.noise.events(sampler, noise_multiplier, start, stop)
-
-    def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Any) -> Mechanism:
-        inner = self.noise.mechanism(noise_multiplier, allocation, source)
+    def around(self, inner: Add, noise_multiplier: float, allocation: Allocation) -> Add:
+        """The addition of noise, which looks at the numbers before and after."""
 
         def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
             sums = {name: _some(value).clone() for name, value in clipped.sums.items()}
             stds = noise_std(clipped, noise_multiplier, allocation)
-            values, after = inner.add(clipped, state, key)
+            values, after = inner(clipped, state, key)
             for name, before_P in sums.items():
                 if std := stds[clipped.group_of[name]]:
                     self.seen.setdefault(name, _Seen()).add((_some(values[name]) - before_P) / std)
             return values, after
 
-        return Mechanism(inner.init, add)
+        return add
 
     def differs(self) -> str:
         """The first parameter whose noise is not what the plan claims, in words; empty if there is none."""
@@ -102,4 +93,8 @@ def _some(value: Tensor) -> Tensor:
 
 def seen_noise(plan: Plan) -> Plan:
     """The plan, by its repr, whose noise is compared with its claim; noise that is not Gaussian has no claim here."""
-    return dataclasses.replace(plan, noise=NoiseSeen(plan.noise)) if isinstance(plan.noise, Gaussian) else plan
+    return (
+        dataclasses.replace(plan, noise=WatchedNoise(plan.noise, NoiseSeen()))
+        if isinstance(plan.noise, Gaussian)
+        else plan
+    )

@@ -28,6 +28,7 @@ from dpfunc.state import StepState, replay
 from dpfunc.step import DPStep, StepResult
 from dpfunc.types import Allocation, Batch, ClippedSum, Event, Params, Schedule, Unreleased
 
+Add: TypeAlias = Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]  # of a mechanism of noise
 _DEEP = 8  # objects inside of objects
 _IGNORED = -100  # a label without a loss
 
@@ -55,13 +56,35 @@ class Tape:
     def __repr__(self) -> str:
         return "Tape()"
 
+    def around(self, inner: Add, noise_multiplier: float, allocation: Allocation) -> Add:
+        """The addition of noise, which notes what is summed, and releases again what a forced run released."""
+
+        def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
+            kept = dataclasses.replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
+            values, after = inner(clipped, state, key)
+            place = len(self.releases)
+            if self.forced is not None and place < len(self.forced.releases):
+                before = self.forced.releases[place]
+                values, after = before.values, before.state
+            facts = {
+                "sensitivity": kept.sensitivities,
+                "clip groups": kept.group_of,
+                "key of the noise": fingerprint(key),
+            }
+            self.releases.append(Release(kept, facts, values, after))
+            return {name: value.clone() for name, value in values.items()}, after
+
+        return add
+
 
 @dataclass(frozen=True)
 class WatchedNoise:
-    """The noise of a plan, which notes what is summed. Its repr is that of the noise: it is the same plan."""
+    """The noise of a plan, each addition of which goes through `watch.around`. Its repr is that of the noise: it is the
+    same plan.
+    """
 
     noise: Noise
-    tape: Tape
+    watch: Any
 
     def __repr__(self) -> str:
         return repr(self.noise)
@@ -73,24 +96,8 @@ class WatchedNoise:
         return self.noise.events(_own(sampler), noise_multiplier, start, stop)
 
     def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Any) -> Mechanism:
-        inner, tape = self.noise.mechanism(noise_multiplier, allocation, source), self.tape
-
-        def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
-            kept = dataclasses.replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
-            values, after = inner.add(clipped, state, key)
-            place = len(tape.releases)
-            if tape.forced is not None and place < len(tape.forced.releases):
-                before = tape.forced.releases[place]
-                values, after = before.values, before.state
-            facts = {
-                "sensitivity": kept.sensitivities,
-                "clip groups": kept.group_of,
-                "key of the noise": fingerprint(key),
-            }
-            tape.releases.append(Release(kept, facts, values, after))
-            return {name: value.clone() for name, value in values.items()}, after
-
-        return Mechanism(inner.init, add)
+        inner = self.noise.mechanism(noise_multiplier, allocation, source)
+        return Mechanism(inner.init, self.watch.around(inner.add, noise_multiplier, allocation))
 
 
 @dataclass(frozen=True)
