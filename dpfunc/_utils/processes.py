@@ -170,8 +170,8 @@ def in_hex(digest: int) -> str:
 
 # In a step: the processes with other records, in lockstep; or "independent", nothing in the loss communicates.
 _context: ContextVar[dist.ProcessGroup | Literal["independent"] | None] = ContextVar("dpfunc_process", default=None)
+# Groups in which messages of a step that one process left are still on their way, and why it left.
 broken: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""Groups in which messages of a step that one process left are still on their way, and why it left."""
 
 _LOOK = timedelta(seconds=0.2)  # who waits looks so often whether another process failed
 _ALIKE = 2.0  # seconds in which processes in lockstep fail, if all of them do

@@ -23,10 +23,10 @@ from dpfunc.types import Adjacency
 Array = NDArray[np.float64]
 Direction = Literal["remove", "add", "replace"]
 _BOTH: tuple[Direction, ...] = ("remove", "add")
+# Orders of two neighbours that cost differently.
 DIRECTIONS: dict[Adjacency, tuple[Direction, ...]] = {
     "add_remove": _BOTH, "zero_out": _BOTH, "replace_one": ("replace",)
 }  # fmt: skip
-"""Orders of two neighbours that cost differently."""
 
 
 def _log_ratio(q: Array | float, exponent: Array) -> Array:
@@ -55,8 +55,8 @@ def log_ratios(q: Array | float, s: Array | float, x: Array, direction: Directio
     return _log_ratio(q, (x - 0.25) / 2 / s**2), _log_ratio(q, (-x - 0.25) / 2 / s**2)
 
 
+# Means of the second parts of P and of Q, see `log_ratios`.
 MEANS: dict[Direction, tuple[float, float]] = {"remove": (1.0, 0.0), "add": (0.0, -1.0), "replace": (0.5, -0.5)}
-"""Means of the second parts of P and of Q, see `log_ratios`."""
 
 
 def part_masses(s: Array | float, edges: Array, direction: Direction) -> Array:
@@ -102,8 +102,7 @@ def normal_masses(z: Array) -> Array:
     return np.asarray(np.where(z[..., :-1] > 0, above, below))
 
 
-Kind = tuple[float, float, int]
-"""sampling_prob, noise_multiplier, num_steps."""
+Kind = tuple[float, float, int]  # sampling_prob, noise_multiplier, num_steps
 
 ULP = float(np.finfo(np.float64).eps)
 
@@ -163,8 +162,7 @@ def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) ->
     return Atoms(mass, loss, p[..., -1])
 
 
-Fixed = tuple[int, Atoms]
-"""Number of steps, and the law of one."""
+Fixed = tuple[int, Atoms]  # number of steps, and the law of one
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
-RATES = (0.001, 0.01, 0.1)
-"""False positives at which the page says how many true ones there can be."""
+RATES = (0.001, 0.01, 0.1)  # false positives at which the page says how many true ones there can be
 
 _DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
 _WIDTH = 1.0  # of log delta, where the bound on true positives is least

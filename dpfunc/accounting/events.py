@@ -110,13 +110,13 @@ OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: b
 _Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fields -> an event, number of steps
 
 
+# Class of an event -> law of the loss of one step, for neighbours in one order.
 _LAWS: Mapping[type, Callable[[Any, Direction], Atoms]] = {
     Allocated: lambda e, d: allocated(e.num_batches, e.noise_multiplier, d),
     Capped: lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d),
     Laplace: lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d),
     Opaque: lambda e, d: stated(e.epsilon, e.delta),
 }
-"""Class of an event -> law of the loss of one step, for neighbours in one order."""
 
 
 def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:

@@ -361,5 +361,5 @@ _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
     "epoch": checks.non_negative,
     "chosen_score": partial(checks.real, domain="a finite chosen_score"),
 }
+# Domains of other fields, by their type.
 _USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: checks.integer, float: checks.positive}
-"""Domains of other fields, by their type."""

@@ -45,8 +45,7 @@ class Position(NamedTuple):
     before: Head = Head()  # the end without the last line
 
 
-Line = tuple[Head, dict[str, Any]]
-"""The end of the file up to a line, and the values in the line."""
+Line = tuple[Head, dict[str, Any]]  # the end of the file up to a line, and the values in the line
 
 
 def head_path(path: Path) -> Path:

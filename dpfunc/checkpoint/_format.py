@@ -26,10 +26,10 @@ from dpfunc.types import Batch, Schedule
 SCHEMA = 3
 _PLAN_SCHEMA = 1
 _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
+# What a saved plan may hold, beside events: all dataclasses among the public names of these folders.
 _PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if dataclasses.is_dataclass(cls)}
-"""What a saved plan may hold, beside events: all dataclasses among the public names of these folders."""
+# Fields of a state that are JSON values.
 _KEPT = ("step", "limit", "charged", "drawn", "num_records", "released", "telemetry")
-"""Fields of a state that are JSON values."""
 
 
 @dataclass(frozen=True)

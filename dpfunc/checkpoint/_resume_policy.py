@@ -37,8 +37,8 @@ from dpfunc.types import Event, Params
 
 NOTES = "resumed.jsonl"
 LaterRuns = Literal["refuse", "ignore"]
+# Entries of a layout that a reader cannot understand: others come first in messages.
 _DIGESTS = ("all machines", "parts of parameters")
-"""Entries of a layout that a reader cannot understand: others come first in messages."""
 
 
 def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:

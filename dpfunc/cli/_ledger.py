@@ -19,8 +19,7 @@ from dpfunc.cli._output import describe, json_option, print_checks, print_json, 
 from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
-_Row = tuple[str, bool, str]
-"""Name of a check, True if it agrees, and what was found."""
+_Row = tuple[str, bool, str]  # name of a check, True if it agrees, and what was found
 _METHODS = click.Choice(ACCOUNTANTS)
 _SETTINGS = {
     "mechanism": known.MECHANISMS,
@@ -40,15 +39,13 @@ _path_argument = click.argument("path", type=click.Path(exists=True, path_type=P
 class _Source:
     """Cost of a run as its files state it."""
 
-    path: Path
-    """Of the file that was read."""
-    ledger: Ledger
-    """All that it counts; of a search what came before it."""
+    path: Path  # of the file that was read
+    ledger: Ledger  # all that it counts; of a search what came before it
     record: Record | SelectionRecord | None = None
+    # Steps in the journals of the same folder that the ledger does not count; None without a journal.
     uncounted: int | None = None
-    """Steps in the journals of the same folder that the ledger does not count; None without a journal."""
+    # Runs in these journals, and the number of steps that each has taken.
     steps: Mapping[str, int] = field(default_factory=dict)
-    """Runs in these journals, and the number of steps that each has taken."""
 
     def guarantee(self, delta: float, method: str) -> accounting.Guarantee:
         """The cost, computed again, never by the method that a file names. That of a search is counted by rdp alone."""

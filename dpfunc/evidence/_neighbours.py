@@ -38,8 +38,8 @@ from dpfunc.types import Batch
 
 Init = Callable[[WatchedStep, Batch, Key], Any]
 Step = Callable[[WatchedStep, Batch, Any], Any]
+# Runs on data for so many steps; the tape gets what is summed, what there is after each step, and what is left.
 Loop = Callable[[Any, int, Tape], None]
-"""Runs on data for so many steps; the tape gets what is summed, what there is after each step, and what is left."""
 
 # Rounding: sums of other rows are computed in other shapes. Relative to the sensitivity, and to the sum.
 _OF_SENSITIVITY, _OF_SUM = 1e-3, 3e-6

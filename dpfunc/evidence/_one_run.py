@@ -15,8 +15,8 @@ from dpfunc.accounting._gaussian import gaussian_epsilon
 from dpfunc.errors import InvalidArgument
 
 Array = npt.NDArray[np.float64]
+# Inverse of a trade-off curve: true positives -> the least false positives that the claim allows for them.
 Curve = Callable[[float], float]
-"""Inverse of a trade-off curve: true positives -> the least false positives that the claim allows for them."""
 
 # Numbers of guesses that are tried: shares of all canaries, as guesses of both kinds, and of "in" alone.
 _BOTH = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -50,8 +50,7 @@ class Tape:
     releases: list[Release] = field(default_factory=list)
     rows: list[list[bytes]] = field(default_factory=list)
     draws: list[Tensor] = field(default_factory=list)
-    seen: list[dict[str, object]] = field(default_factory=list)
-    """What the loop has after each step, by its place."""
+    seen: list[dict[str, object]] = field(default_factory=list)  # what the loop has after each step, by its place
 
     def __repr__(self) -> str:
         return "Tape()"
@@ -255,6 +254,7 @@ def _of_function(own: FunctionType) -> Mapping[str, object]:
 
 
 _Kind: TypeAlias = type[Any] | tuple[type[Any], ...]
+# What has parts that are no attributes -> its parts, by their place.
 _KINDS: tuple[tuple[_Kind, Callable[[Any], Mapping[str, object] | None]], ...] = (
     (Running, lambda own: {"": own.has}),
     ((DPStep, Plan), lambda own: {}),  # of the replay itself: they hold its tape
@@ -269,4 +269,3 @@ _KINDS: tuple[tuple[_Kind, Callable[[Any], Mapping[str, object] | None]], ...] =
     ((list, tuple, deque), lambda own: {"": len(own), **{f"[{number}]": part for number, part in enumerate(own)}}),
     ((set, frozenset), lambda own: {"": repr(sorted(map(repr, own)))}),
 )
-"""What has parts that are no attributes -> its parts, by their place."""

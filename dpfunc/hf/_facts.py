@@ -14,11 +14,10 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED, ctc
 from dpfunc.types import Params
 
-AnyForward = Callable[..., Any]
-"""`forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`."""
+AnyForward = Callable[..., Any]  # `forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`.
 
+# Decoders with a table of positions that is looked up from the start of the row, padding or not.
 _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
-"""Decoders with a table of positions that is looked up from the start of the row, padding or not."""
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # layers that look positions up in a table
 _NESTED = ("idefics", "smolvlm", "mllama")  # images have an axis for the samples and one for those of a sample
 

@@ -16,8 +16,8 @@ from dpfunc.functional._names import select
 from dpfunc.functional.forward import check_params, unwrapped
 from dpfunc.types import Params
 
+# Initial values of LoRA that are computed from activations or gradients of data, without noise.
 _LOOK_AT_DATA = ("eva", "corda", "lora_ga")
-"""Initial values of LoRA that are computed from activations or gradients of data, without noise."""
 
 
 def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NORMALS = 8
-"""Numbers of a block."""
+NORMALS = 8  # numbers of a block
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 _STEPS = (16, 12, 8, 7)
 _ROUNDS = 10  # of the columns, then of the diagonals

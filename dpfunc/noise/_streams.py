@@ -60,8 +60,8 @@ class Part(NamedTuple):
         return self.window.shape
 
 
+# Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread.
 Room = tuple["Scratch", Words]
-"""Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread."""
 
 
 def room_for(size: int) -> Room:
@@ -122,8 +122,7 @@ def tiles(part: Window, size: int = TILE, columns: int = TILE_COLS) -> Iterator[
             yield Tile(i * in_a_row + j, height, width, inside, there)
 
 
-_Leaves = Mapping[str, Tensor | Part]
-"""What noise is for: name -> tensor, DTensor, or a part that is described only."""
+_Leaves = Mapping[str, Tensor | Part]  # what noise is for: name -> tensor, DTensor, or a part that is described only
 
 
 def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[str, Tensor]:

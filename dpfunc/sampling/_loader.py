@@ -17,8 +17,8 @@ from dpfunc.sampling._repeated import refuse_repeated, warn_of_equal
 from dpfunc.sampling.base import Sampler
 from dpfunc.types import Batch
 
+# Of so many steps the batch of one is checked, the first included; more would take a fifth of a small batch's time.
 CHECKED_IN = 100
-"""Of so many steps the batch of one is checked, the first included; more would take a fifth of a small batch's time."""
 
 
 class Drawn(NamedTuple):

@@ -24,11 +24,11 @@ MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 _ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
 _ALTERNATIVES |= {other: key for key, other in _ALTERNATIVES.items()}
 _NOTHING = ("null", "none")
+# Keys of a job that can be searched, with their sections.
 GRID_KEYS = {
     "learning_rate": ("training", "learning_rate"), "batch_size": ("training", "batch_size"),
     "steps": ("training", "steps"), "rank": ("lora", "rank"),
 }  # fmt: skip
-"""Keys of a job that can be searched, with their sections."""
 _SPELT = {way: key for key, place in GRID_KEYS.items() for way in (key, ".".join(place), key.replace("_", "-"))}
 FACTORS = (0.3, 1.0, 3.0)
 _MOST_COMBINATIONS = 1000
@@ -179,8 +179,8 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
         raise explained(error, flag) from None
 
 
+# Values to try: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate.
 Grid = tuple[Mapping[str, tuple[str, ...]], tuple[float, ...]]
-"""Values to try: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate."""
 
 
 def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:

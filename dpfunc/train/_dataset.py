@@ -33,10 +33,9 @@ class Records:
 
     train: tuple[Mapping[str, Any], ...]
     evaluation: tuple[Mapping[str, Any], ...]
+    # Positions in `train` of the records of each person, where people are the unit.
     persons: tuple[range, ...] | None = None
-    """Positions in `train` of the records of each person, where people are the unit."""
-    seen: bool = False
-    """Evaluation records are trained on as well."""
+    seen: bool = False  # evaluation records are trained on as well
 
     @property
     def units(self) -> tuple[Any, ...]:

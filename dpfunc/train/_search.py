@@ -48,8 +48,8 @@ from dpfunc.types import Event, schedule_at
 
 _LOSS = "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1"
 _RIGHT = "number of held-out records whose most likely class is their label"
+# What a score is, by task.
 MEANING = {**dict.fromkeys(("text_classification", *FEATURES), _RIGHT), "causal_lm": _LOSS, "vqa": _LOSS}
-"""What a score is, by task."""
 _HELD_OUT = 0.2  # of public records, where the job has no share
 _SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under way: as secret as the data
 _STATE = "state.json"
@@ -66,8 +66,7 @@ class Candidate:
     values: dict[str, float]
     prepared: Prepared
     plan: Plan
-    alone: float
-    """Noise multiplier with which it alone, without a search, would spend the budget."""
+    alone: float  # noise multiplier with which it alone, without a search, would spend the budget
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,12 @@ class Search:
 
     job: Job
     candidates: tuple[Candidate, ...]
-    records: Records
-    """Public; or private, the held-out ones included."""
-    size: int
-    """Public number of private records."""
-    spent: Ledger
-    """By earlier runs on the private records."""
+    records: Records  # public; or private, the held-out ones included
+    size: int  # public number of private records
+    spent: Ledger  # by earlier runs on the private records
     runs: RunCount | None = None
     score_noise: float = 0.0
-    cost: Guarantee | None = None
-    """Of all runs, the earlier ones included."""
+    cost: Guarantee | None = None  # of all runs, the earlier ones included
 
     @property
     def counted(self) -> tuple[RunCount, Guarantee]:
@@ -95,8 +90,8 @@ class Search:
         return self.runs, self.cost
 
 
+# Result of a private search, released: its record, and why there is no model, if there is none.
 Outcome = tuple[SelectionRecord, str | None]
-"""Result of a private search, released: its record, and why there is no model, if there is none."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +103,7 @@ class _State:
     slot: str | None = None
     candidate: int | None = None
     score: float | None = None
-    failure: str | None = None
-    """Of the first run that failed."""
+    failure: str | None = None  # of the first run that failed
 
 
 def prepare_search(

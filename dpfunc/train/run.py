@@ -60,21 +60,15 @@ NOT_COVERED = (
 class Prepared:
     """Model, private records and plan of a job, loaded into memory; what is trained requires gradients."""
 
-    job: Job
-    """With the values of its recipe."""
+    job: Job  # with the values of its recipe
     model: nn.Module = field(repr=False)
-    processing: Any = field(repr=False)
-    """Tokenizer or processor."""
+    processing: Any = field(repr=False)  # tokenizer or processor
     records: Records = field(repr=False)
-    plan: Plan | None
-    """None for the twin without privacy."""
+    plan: Plan | None  # None for the twin without privacy
     num_steps: int
-    spent: Ledger | None = None
-    """By earlier runs."""
-    recipe: Recipe | None = None
-    """Of the values that the job has left out; None if there were none."""
-    budget: Budget | None = None
-    """Where the run reserves: no run of a search does."""
+    spent: Ledger | None = None  # by earlier runs
+    recipe: Recipe | None = None  # of the values that the job has left out; None if there were none
+    budget: Budget | None = None  # where the run reserves: no run of a search does
 
     @property
     def num_trained(self) -> int:
@@ -310,8 +304,8 @@ def _regression(prediction: Any) -> dict[str, float]:
     return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
 
 
+# Task -> its metrics besides the loss.
 _MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": _regression}
-"""Task -> its metrics besides the loss."""
 
 
 def _metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:

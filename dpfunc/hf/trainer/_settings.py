@@ -25,8 +25,8 @@ from dpfunc.rng import Key
 
 _logger = logging.getLogger(__name__)
 
+# Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function.
 Domain = tuple[str, ...] | Callable[[Any], bool]
-"""Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function."""
 
 # What is expected, as messages say it: the first level of the table.
 _TRAINER = "arguments of DPTrainer that make one private run"
@@ -65,6 +65,7 @@ def word(value: object) -> str:
     return "" if value is None else str(getattr(value, "value", value)).strip().lower()
 
 
+# What is expected -> name of a setting, with dots -> its domain, and what to do instead of a value outside of it.
 SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
     _TRAINER: {
         "model_init": (not_, "Each model is a run of its own. Pass model=, a module."),
@@ -184,8 +185,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "A process with fewer batches would leave the others waiting inside of the model. Leave it at True."),
     },
 }  # fmt: skip
-"""What is expected -> name of a setting, with dots -> its domain, and what to do instead of a value outside of it."""
 
+# Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask.
 _UPLOADS = (
     ("wandb", "WANDB_LOG_MODEL", "false", (*OFF, "end")),
     ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS", "false", OFF),
@@ -196,8 +197,8 @@ _UPLOADS = (
     ("dvclive", "HF_DVCLIVE_LOG_MODEL", "false", (*OFF, "true")),
     ("flyte", "", "always", ()),
 )
-"""Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask."""
 
+# Methods of the Trainer on which privacy depends, and what to do instead of overriding them.
 _OVERRIDES = {
     "compute_loss": _LOSS,
     "training_step": "Use callbacks, or write a loop over dpfunc.make_dp_step.",
@@ -205,7 +206,6 @@ _OVERRIDES = {
     **dict.fromkeys(("get_batch_samples", "_get_train_sampler", "_get_dataloader"),
         "Epsilon holds for the batches that the plan draws; dp_poisson_sampling=False shuffles."),
 }  # fmt: skip
-"""Methods of the Trainer on which privacy depends, and what to do instead of overriding them."""
 
 
 def _outside(expected: str, given: Callable[[str], Any]) -> list[tuple[str, Any, str]]:

@@ -28,6 +28,7 @@ from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 
+# Of each argument, where it is given.
 _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
     "dp_delta": open_unit,
@@ -39,7 +40,6 @@ _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
     "dp_recipe": partial(one_of, allowed=STRATEGIES),
 }
-"""Of each argument, where it is given."""
 
 _HIGHEST = {"loss": "10", "accuracy": "1", "clipped": "1"}  # values of statistics, where none is given
 
