@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import RunCount
@@ -194,8 +195,7 @@ def generate(
         read = partial(generation.load_writer, run_dir, allow_non_private=allow_non_private, prompts=prompts)
         with importing():
             writer = all_or_none(read, ranks, "Nothing was drawn")
-        from rich.console import Console
-        from rich.progress import track
+            from rich.progress import track
 
         texts: Iterator[dict[str, Any]] = generation.sample(writer, rows, how, ranks)
         if writes:
@@ -308,7 +308,6 @@ def _search_public(
 ) -> None:
     """Compare the candidates on public records, and write the job of the best one."""
     import yaml
-    from rich.console import Console
     from rich.progress import track
 
     from dpfunc.train._search import MEANING, noise_of, run_public, tuned
@@ -341,7 +340,6 @@ def _search_public(
 
 def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
     """Do a private search, or show its plan."""
-    from rich.console import Console
 
     from dpfunc.train._search import interrupted_search, outcome_lines, run_search, search_lines
 

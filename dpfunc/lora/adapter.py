@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from einops import einsum, rearrange
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -338,8 +340,6 @@ def save(path: Path | str, adapter: LoRA, params: Params) -> None:
     >>> again.config == adapter.config
     True
     """
-    from safetensors.torch import save_file
-
     every = {name: value.detach().cpu().clone().contiguous() for name, value in adapter._every(params).items()}
     config = json.dumps(dataclasses.asdict(adapter.config))
     unfinished = Path(f"{path}.unfinished")
@@ -380,9 +380,6 @@ def _form(value: Tensor | None) -> str:
 
 
 def _read(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
-
     try:
         with safe_open(str(path), framework="pt") as file:
             return load_file(path), file.metadata() or {}
