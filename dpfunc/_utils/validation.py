@@ -28,6 +28,12 @@ def wrong_type(domain: str, name: str, value: object, hint: str = "") -> Invalid
     return InvalidArgument(f"Expected {domain}, got {name} of type {type(value).__name__}.{f' {hint}' if hint else ''}")
 
 
+def expect(holds: object, domain: str, name: str, value: object, hint: str = "") -> None:
+    """Check that a value is in its domain: the error is that of `fail`."""
+    if not holds:
+        raise fail(domain, name, value, hint)
+
+
 def refuse(*rules: tuple[object, Exception | str]) -> None:
     """Raise the error of the first rule that is broken: (broken, error), where a text is an InvalidArgument."""
     for broken, error in rules:
@@ -45,8 +51,7 @@ def real(
         number = float(cast(SupportsFloat, value))
     except OverflowError:
         raise fail(domain, name, "an integer that float64 cannot hold", hint) from None
-    if not (math.isfinite(number) and inside(number)):
-        raise fail(domain, name, value, hint)
+    expect(math.isfinite(number) and inside(number), domain, name, value, hint)
     return number
 
 
@@ -64,16 +69,14 @@ def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     """An integer >= minimum; floats and bools are refused, numpy integers are welcome."""
     whole = not isinstance(value, bool) and hasattr(value, "__index__")
     number = cast(SupportsIndex, value).__index__() if whole else minimum - 1
-    if number < minimum:
-        raise fail(f"an integer {name} >= {minimum}", name, value, hint)
+    expect(number >= minimum, f"an integer {name} >= {minimum}", name, value, hint)
     return number
 
 
 def records(dataset_size: object) -> int:
     """A number of records, 1 <= dataset_size <= 2**46."""
     size = integer("dataset_size", dataset_size, minimum=1)
-    if size > _LARGEST_DATASET:
-        raise fail(f"dataset_size <= {_LARGEST_DATASET}", "dataset_size", dataset_size)
+    expect(size <= _LARGEST_DATASET, f"dataset_size <= {_LARGEST_DATASET}", "dataset_size", dataset_size)
     return size
 
 
@@ -82,8 +85,7 @@ def sampling_prob_of(dataset_size: object, expected_batch_size: object) -> float
     n = records(dataset_size)
     domain = "0 < expected_batch_size <= dataset_size"
     size = real("expected_batch_size", expected_batch_size, domain)
-    if not 0 < size <= n:
-        raise fail(domain, "expected_batch_size", expected_batch_size, f"The data set has {n} records.")
+    expect(0 < size <= n, domain, "expected_batch_size", expected_batch_size, f"The data set has {n} records.")
     return size / n
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpfunc._utils.validation import fail, non_negative, open_unit, real
+from dpfunc._utils.validation import expect, non_negative, open_unit, real
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
 from dpfunc.accounting._search import falling_root, least
 from dpfunc.accounting.accountant import all_take_part
@@ -102,8 +102,7 @@ class TradeOff:
     ledger: Ledger
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ledger, Ledger):
-            raise fail("a Ledger", "ledger", self.ledger, "Use Ledger((Event(...), ...)).")
+        expect(isinstance(self.ledger, Ledger), "a Ledger", "ledger", self.ledger, "Use Ledger((Event(...), ...)).")
 
     def true_positives(self, false_positives: float) -> float:
         """Most true positives of a test with at most this share of false ones, 0 < share < 1.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfunc._utils.validation import apart, fail, positive, real
+from dpfunc._utils.validation import apart, expect, fail, positive, real
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
 from dpfunc.accounting._pairs import allocated, capped, laplace, stated
 from dpfunc.errors import DPFuncError, InvalidArgument
@@ -123,8 +123,7 @@ def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ..
     """Plain Poisson-sampled Gaussian steps of a law, and those of the kinds of this file."""
     found: tuple[list[Event], list[Event]] = [], []
     for event in events:
-        if type(event) not in (Event, ZCDP, *_LAWS):
-            raise fail("a law of events that accountants know", "event", event)
+        expect(type(event) in (Event, ZCDP, *_LAWS), "a law of events that accountants know", "event", event)
         found[type(event) is not Event].append(event)
     return tuple(found[0]), tuple(found[1])
 
@@ -206,8 +205,9 @@ def from_values(values: object) -> Event:
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
         for name, value in given.items():  # what the kind sets by itself must be as given
-            if getattr(event, name) != value:
-                raise fail(f"{name} = {getattr(event, name)!r} in an event of its kind", name, value)
+            expect(
+                getattr(event, name) == value, f"{name} = {getattr(event, name)!r} in an event of its kind", name, value
+            )
     except DPFuncError as error:
         raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
     return event

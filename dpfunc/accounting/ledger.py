@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dpfunc._utils.validation import fail, integer, one_of, open_unit, signed, unique_json, unsigned
+from dpfunc._utils.validation import expect, fail, integer, one_of, open_unit, signed, unique_json, unsigned
 from dpfunc.accounting.accountant import METHODS, Guarantee, cached_epsilon
 from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, surplus, to_values
 from dpfunc.errors import InvalidArgument, LedgerConflict
@@ -111,8 +111,7 @@ class Ledger:
         """
         values = unsigned("ledger", parsed(text, "a ledger", _SCHEMA))
         check_fields("a ledger", values, ("schema", "adjacency", "events"))
-        if not isinstance(values["events"], list):
-            raise fail("a list of events", "events", values["events"])
+        expect(isinstance(values["events"], list), "a list of events", "events", values["events"])
         return cls(tuple(map(from_values, values["events"])), cast(Adjacency, values["adjacency"]))
 
     def __repr__(self) -> str:
@@ -146,8 +145,7 @@ def compose(*ledgers: Ledger) -> Ledger:
     if not ledgers:
         raise InvalidArgument("Expected at least one ledger to compose, got none.")
     for ledger in ledgers:
-        if not isinstance(ledger, Ledger):
-            raise fail("a Ledger", "ledger", ledger)
+        expect(isinstance(ledger, Ledger), "a Ledger", "ledger", ledger)
     adjacencies = sorted({ledger.adjacency for ledger in ledgers})
     if len(adjacencies) > 1:
         raise LedgerConflict(
@@ -186,8 +184,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
     >>> print(f"{epsilon(Ledger(events), delta=1e-5).epsilon:.2f}")
     1.83
     """
-    if not isinstance(ledger, Ledger):
-        raise fail("a Ledger", "ledger", ledger, "Use Ledger((Event(...), ...)).")
+    expect(isinstance(ledger, Ledger), "a Ledger", "ledger", ledger, "Use Ledger((Event(...), ...)).")
     one_of("method", method, METHODS)
     return cached_epsilon(ledger.law, ledger.adjacency, open_unit("delta", delta), method)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from dpfunc._utils.validation import fail, integer, non_negative, open_unit, positive, real
+from dpfunc._utils.validation import expect, integer, non_negative, open_unit, positive, real
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import calibrate_noise
@@ -98,8 +98,7 @@ def privacy_requirements(
     """
     n = integer("dataset_size", dataset_size, minimum=2)
     size = integer("batch_size", batch_size, minimum=1)
-    if size > n:
-        raise fail(f"batch_size <= dataset_size = {n}", "batch_size", batch_size)
+    expect(size <= n, f"batch_size <= dataset_size = {n}", "batch_size", batch_size)
     positive("epochs", epochs)
     target = positive("target_epsilon", target_epsilon)
     chosen = suggest_delta(n) if delta is None else open_unit("delta", delta)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dpfunc._utils.validation import fail, one_of, open_unit, positive, refuse
+from dpfunc._utils.validation import expect, fail, one_of, open_unit, positive, refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import to_values
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
@@ -34,8 +34,7 @@ class Facts:
         one_of("adjacency", self.adjacency, ADJACENCIES)
         for name in (self.unit, *self.spenders):
             line("unit and spenders", name)
-        if not self.spenders:
-            raise fail("the names of who may spend", "spenders", self.spenders)
+        expect(self.spenders, "the names of who may spend", "spenders", self.spenders)
         Ledger(adjacency=self.adjacency).compose(self.earlier)  # of one adjacency
 
     def to_json(self) -> str:

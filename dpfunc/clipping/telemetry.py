@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, named, open_unit, real, shorten, wrong_type
+from dpfunc._utils.validation import expect, fail, integer, named, open_unit, real, shorten, wrong_type
 from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ClippedSum, Params, Unreleased
@@ -45,8 +45,7 @@ class Statistic:
 
     def __post_init__(self) -> None:
         edges = tuple(real("edges", edge, "finite edges") for edge in self.edges)
-        if list(edges) != sorted(set(edges)):
-            raise fail("increasing edges", "edges", self.edges)
+        expect(list(edges) == sorted(set(edges)), "increasing edges", "edges", self.edges)
         object.__setattr__(self, "edges", edges)
         if self.name == "clipped" or edges:
             object.__setattr__(self, "high", 1.0)
@@ -124,8 +123,7 @@ class Telemetry:
         if not statistics or not all(isinstance(each, Statistic) for each in statistics):
             raise wrong_type("statistics to be some clipping.Statistic", "statistics", self.statistics)
         names = [each.name for each in statistics]
-        if len(set(names)) < len(names):
-            raise fail("one statistic of each name", "statistics", names)
+        expect(len(set(names)) == len(names), "one statistic of each name", "statistics", names)
         object.__setattr__(self, "statistics", statistics)
         object.__setattr__(self, "share", open_unit("share", self.share))
 

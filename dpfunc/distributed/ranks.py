@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.processes import broken, initialized, is_dtensor, shard_dims
-from dpfunc._utils.validation import fail
+from dpfunc._utils.validation import expect, fail
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
 
@@ -245,8 +245,7 @@ def from_environment(timeout: timedelta = timedelta(minutes=5)) -> Ranks | None:
         raise InvalidArgument(f"Expected {missing[0]} beside WORLD_SIZE in the environment. {_TORCHRUN}")
     if torch.cuda.is_available():
         device, devices = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
-        if device >= devices:
-            raise fail(f"a CUDA device for each process, of {devices} devices", "LOCAL_RANK", device)
+        expect(device < devices, f"a CUDA device for each process, of {devices} devices", "LOCAL_RANK", device)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout)
     else:

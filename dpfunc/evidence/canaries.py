@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, positive
+from dpfunc._utils.validation import expect, integer, positive
 from dpfunc.batches import batch_size, rows, tree_map
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import InvalidArgument
@@ -68,8 +68,7 @@ class Canaries:
         Canaries(norm=100.0)
         """
         total, number = sum(param.numel() for param in params.values()), integer("count", count, minimum=1)
-        if number > total:
-            raise fail(f"count <= {total}, the number of coordinates of params", "count", count)
+        expect(number <= total, f"count <= {total}, the number of coordinates of params", "count", count)
         draws = stream(fold_in(check_key(key), "coordinates"))
         found: dict[str, Tensor] = {}
         left = number

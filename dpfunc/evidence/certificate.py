@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dpfunc._utils.validation import boolean, digest, fail, integer, positive, unique_json, unsigned
+from dpfunc._utils.validation import boolean, digest, expect, fail, integer, positive, unique_json, unsigned
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._rdp import composed_curve, converted
 from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
@@ -216,11 +216,9 @@ def ledger_of(values: Mapping[str, Any]) -> Ledger:
 
 def _read_run(folder: Path) -> tuple[Record, dict[str, dict[int, Taken]], Path]:
     """The record of a run, the steps in its journal, and the path of that; refused unless they agree."""
-    if not (folder / RECORD_FILE).is_file():
-        raise fail(f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
+    expect((folder / RECORD_FILE).is_file(), f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
     journals = sorted(folder.glob("*journal.jsonl"))
-    if len(journals) != 1:
-        raise fail("one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
+    expect(len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
     record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
     counted = whole_ledger(runs.values())
     if record.run not in runs or counted != record.ledger:
@@ -321,8 +319,7 @@ def _placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     for name in (name for name in _PLACED if place[name] != claim[name]):
         raise fail(f"a run with the {name} of its budget, {place[name]!r}", name, claim[name])
     total = others.compose(own).epsilon(values["claim"]["delta"]).epsilon
-    if total > most * (1 + _ROUNDING):
-        raise fail(f"all runs within the budget of the data set, {most:g}", "epsilon", total)
+    expect(total <= most * (1 + _ROUNDING), f"all runs within the budget of the data set, {most:g}", "epsilon", total)
     return {
         "run": check_field("unit", place["run"]),
         "number": integer("number", place["number"], minimum=1),
@@ -335,8 +332,9 @@ def _placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 def _result(ledger: Ledger, delta: float) -> dict[str, Any]:
     points, method = curve(ledger, delta), tight_method(ledger)
     tight, second = dict(points)[delta], "opacus" if _is_plain(ledger) else "rdp"
-    if not math.isfinite(tight):
-        raise fail("steps with noise", "epsilon", tight, "Nothing is protected, so nothing can be certified.")
+    expect(
+        math.isfinite(tight), "steps with noise", "epsilon", tight, "Nothing is protected, so nothing can be certified."
+    )
     other = _by_renyi(ledger, delta) if second == "opacus" else ledger.epsilon(delta, "rdp").epsilon
     return {
         "epsilon": min(tight, other),

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpfunc._utils.validation import boolean, fail, integer, one_of, positive, real, shorten
+from dpfunc._utils.validation import boolean, expect, fail, integer, one_of, positive, real, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._names import pattern, select
 from dpfunc.functional.forward import Forward, check_params, functionalize, unwrapped
@@ -188,8 +188,7 @@ def _select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str,
             if name not in candidates:
                 kinds = "targets to be names of Linear, Embedding, Conv2d or Conv1D layers"
                 raise fail(kinds, "targets", name, _hint(name, dict(module.named_modules()), candidates))
-    if not chosen:
-        raise fail("targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
+    expect(chosen, "targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
     return {name: layer for name, layer in candidates.items() if name in chosen}
 
 

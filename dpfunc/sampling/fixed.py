@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, records
+from dpfunc._utils.validation import expect, integer, records
 from dpfunc.rng import Key, check_key
 from dpfunc.sampling.poisson import check_span, generator_of
 from dpfunc.types import Adjacency, Allocated, Capped, Event
@@ -31,8 +31,7 @@ class _FixedBatches:
     def __post_init__(self) -> None:
         n = integer("dataset_size", self.dataset_size, minimum=1)
         size = integer("batch_size", self.batch_size, minimum=1)
-        if size > n:
-            raise fail("batch_size <= dataset_size", "batch_size", self.batch_size, f"The data set has {n} records.")
+        expect(size <= n, "batch_size <= dataset_size", "batch_size", self.batch_size, f"The data set has {n} records.")
         object.__setattr__(self, "dataset_size", n)
         object.__setattr__(self, "batch_size", size)
 

@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpfunc._utils.validation import fail, integer
+from dpfunc._utils.validation import expect, integer
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, check_key, fold_in, stream
@@ -117,8 +117,7 @@ def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tenso
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    if isinstance(persons, (str, bytes)):
-        raise fail("one person a row", "persons", persons)
+    expect(not isinstance(persons, (str, bytes)), "one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}
     for number, person in enumerate(persons):
         if person is None or person == "" or person != person:  # NaN, as tables have it for a missing value

@@ -12,7 +12,7 @@ import click
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import fail, suggestion
+from dpfunc._utils.validation import expect, fail, suggestion
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
 from dpfunc.train.config import SECTIONS, TOP, Job, explained, job_from_dict
@@ -205,8 +205,7 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
             raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply these.")
         chosen = (1.0,)
     size = len(chosen) * math.prod(map(len, values.values()))
-    if size > _MOST_COMBINATIONS:
-        raise fail(f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
+    expect(size <= _MOST_COMBINATIONS, f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)
     return values, chosen
 
 

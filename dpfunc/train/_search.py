@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import fail, positive, refuse, unique_json
+from dpfunc._utils.validation import expect, fail, positive, refuse, unique_json
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search, record
 from dpfunc.accounting.record import RECORD_FILE, SelectionRecord, listed
 from dpfunc.checkpoint._chain import replace_file
@@ -172,8 +172,7 @@ def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, i
     share = job.data.eval_fraction or _HELD_OUT
     data = dataclasses.replace(job.data, train=str(public), eval=None, spent=None, eval_fraction=share)
     records = read_records(dataclasses.replace(job, data=data), processing)
-    if not records.evaluation:
-        raise fail("public records to compare on", "data.eval_fraction", share, "The table is too small.")
+    expect(records.evaluation, "public records to compare on", "data.eval_fraction", share, "The table is too small.")
     order = stream(key_of(job, "public records")).permutation(len(records.train))[:size]
     return dataclasses.replace(records, train=tuple(records.train[row] for row in order)), size
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import fail, one_of, refuse, suggestion, wrong_type
+from dpfunc._utils.validation import expect, fail, one_of, refuse, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 
@@ -160,8 +160,7 @@ class DataSection:
                        self.prompt_template, f"({error})") from error  # fmt: skip
         names = tuple(name for _, name, _, _ in parts if name is not None)
         plain = all(name.isidentifier() for name in names) and not any(spec or change for _, _, spec, change in parts)
-        if not plain:
-            raise fail("plain column names in braces", "data.prompt_template", self.prompt_template)
+        expect(plain, "plain column names in braces", "data.prompt_template", self.prompt_template)
         return names
 
 

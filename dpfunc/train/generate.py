@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc import distributed
-from dpfunc._utils.validation import fail, integer, positive, probability, refuse
+from dpfunc._utils.validation import expect, integer, positive, probability, refuse
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
@@ -164,8 +164,7 @@ def write_texts(path: Path, texts: Iterator[dict[str, Any]], ranks: Ranks | None
     """Write texts to a new .jsonl file, and count them. All processes iterate, and one writes; what it cannot write
     stops all (tests/distributed/test_launch.py::test_what_one_process_cannot_write_stops_all).
     """
-    if path.suffix != ".jsonl":
-        raise fail("a .jsonl file", "out", str(path))
+    expect(path.suffix == ".jsonl", "a .jsonl file", "out", str(path))
     files: list[TextIO] = []
     count = 0
     try:
