@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
-from dpfunc.engines._islands import Kernel, Native, Results
-from dpfunc.engines._levels import Alone, Pass, apply_node, at_a_level, below_both, is_row
+from dpfunc.engines._islands import Results, joined
+from dpfunc.engines._levels import Alone, Pass, at_a_level, is_row
 from dpfunc.engines._reads import agreed
 
 _log = logging.getLogger("dpfunc")
@@ -88,7 +88,7 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         each = [_of_row(own) for own in rows]
         leaves, specs = zip(*map(pytree.tree_flatten, each), strict=True)
         _same(owner, [str(found) for found in specs], name)
-        joined = []
+        stacked = []
         rest[:] = [specs[0], *leaves[0]]
         for place, found in enumerate(zip(*leaves, strict=True), 1):
             is_tensor = isinstance(found[0], Tensor)
@@ -97,8 +97,8 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
             else:
                 _same(owner, [tuple(v.shape) for v in found], name)
                 rest[place] = ...
-                joined.append(torch.stack(found))
-        return tuple(joined)
+                stacked.append(torch.stack(found))
+        return tuple(stacked)
 
     def _of_row(given_row: Sequence[Tensor]) -> Any:
         filled, own = list(flat), [value.clone() for value in given_row]
@@ -114,14 +114,7 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         return found
 
     before = torch.default_generator.get_state()
-    if any(wanted):
-        made = apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
-        made = made if isinstance(made, tuple) else (made,)
-    else:
-        values = [owner.levels.all_rows(value) for value in inputs]
-        with below_both(), torch.no_grad():
-            found = call(*values)
-        made = tuple(map(owner.levels.row, found))
+    made = joined(owner, call, inputs, wanted)
     if not torch.equal(before, torch.default_generator.get_state()):
         owner.stop(Alone(f"{why}, and it draws random numbers"))
     owner.by_row.setdefault(name)

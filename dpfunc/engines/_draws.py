@@ -199,18 +199,10 @@ def _attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout, from its parts: torch's own draws inside of a kernel."""
+    softmax = torch.ops.aten._scaled_dot_product_attention_math  # of no features, for its weights
+    _, weights = softmax(query, key, value[..., :0], attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if attn_mask is not None:
-        boolean = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
-    masked = (scores == -torch.inf).all(-1, keepdim=True)  # a query without keys has no weights, as torch has it
-    weights = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
     return _dropout(own, weights, dropout_p) @ value
 
 

@@ -16,7 +16,19 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Below, Levels, Node, NoRules, Pass, apply_node, below_both, inside, is_row, of_rows
+from dpfunc.engines._levels import (
+    Below,
+    Levels,
+    Node,
+    NoRules,
+    Pass,
+    apply_node,
+    below_both,
+    gradients,
+    inside,
+    is_row,
+    of_rows,
+)
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import Dense, Late
 from dpfunc.engines._reads import Handler, any_row
@@ -276,7 +288,7 @@ class Kernel:
         both = zip(self.ends, grads, strict=True)
         pairs = [(end, grad) for end, grad in both if end is not None and grad is not None]
         ends, given = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ends, [*starts, ANCHOR], given, allow_unused=True))
+        found = iter(gradients(ends, given, (*starts, ANCHOR)))
         wanted = [None if edge is None else next(found) for edge in self.starts]
         self.starts = self.ends = ()
         del self.call  # circles would keep memory until they are collected
@@ -320,27 +332,39 @@ class Native(Node):
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
 
 
-def _are_large(inputs: Sequence[Tensor | None], least: int) -> bool:
+def joined(
+    owner: Pass, call: Callable[..., Results], inputs: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """The results of a function of all rows, as those of a row; one node where gradients of inputs are wanted."""
+    if any(wanted):
+        made = apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
+        return made if isinstance(made, tuple) else (made,)
+    values = [owner.levels.all_rows(value) for value in inputs]
+    with below_both(), torch.no_grad():
+        found = call(*values)
+    return tuple(map(owner.levels.row, found))
+
+
+def _are_large(inputs: Sequence[Tensor | None]) -> bool:
     """True for many numbers of rows that are batches of one, with as many axes; others are broadcast, the first too."""
     first = inputs[0]
-    if first is None or first.numel() < _LARGE or first.ndim < least:
+    if first is None or first.numel() < _LARGE or first.ndim < 3:
         return False
     return all(each is not None and each.ndim == first.ndim and each.shape[1] == 1 for each in inputs)
 
 
-NATIVE = frozenset((F.scaled_dot_product_attention, F.max_pool2d, torch.max_pool2d, F.rms_norm, F.gelu, F.silu))
+NATIVE = frozenset((F.max_pool2d, torch.max_pool2d, F.rms_norm, F.gelu, F.silu))
 
 
 def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a large operation of batches of one by its native kernel; NotImplemented where vmap is to do it."""
     if not owner.is_open():
         return NotImplemented
-    least = 4 if func is F.scaled_dot_product_attention else 3  # attention needs an axis of positions besides
     values, names = [*args, *kwargs.values()], tuple(kwargs)
     places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
     inputs = [values[place] for place in places]
     wanted = [value.requires_grad for value in inputs]
-    if not any(wanted) or not _are_large([of_rows(value) for value in inputs], least):
+    if not any(wanted) or not _are_large([of_rows(value) for value in inputs]):
         return NotImplemented
 
     def call(*given: Tensor) -> Results:
@@ -350,7 +374,45 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
         found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
         return (found.unsqueeze(1),)
 
-    return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
+    return joined(owner, call, inputs, wanted)[0]
+
+
+_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _merged(value: Tensor, images: torch.Size, rows: int) -> Tensor:
+    """(B, ..., heads, positions, features) with these axes of images -> (B * images, heads, positions, features)."""
+    given, own = value.shape[1:-3], (1, *value.shape[1:])[-3:]
+    count = rows if images.numel() > 1 else len(value)
+    if len(value) * given.numel() != count * images.numel():
+        value = value.reshape(len(value), *[1] * (len(images) - len(given)), *given, *own).expand(count, *images, *own)
+    return value.reshape(count * images.numel(), *own)
+
+
+def attention(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Attention of all rows at once: rows are one more axis of its batch, and torch chooses the kernel.
+
+    vmap would call the kernels of a CPU row by row. NotImplemented inside of a transform of the loss, and without rows.
+    """
+    bound = {**dict(zip(_OF_ATTENTION, args, strict=False)), **kwargs}
+    names = [name for name in _OF_ATTENTION[:4] if isinstance(bound.get(name), Tensor)]
+    axes = [bound[name].ndim for name in names]
+    if not owner.at_levels() or not any(is_row(bound[name]) for name in names) or min(axes) < 2:
+        return NotImplemented
+    own, alike = max(axes), {}  # a mask that is the same for all rows is not repeated
+    if "attn_mask" in names and not is_row(bound["attn_mask"]) and not bound["attn_mask"].requires_grad:
+        alike["attn_mask"] = inside(bound["attn_mask"]).unsqueeze(0)
+        names.remove("attn_mask")
+
+    def call(*given: Tensor) -> Results:
+        whole = {**dict(zip(names, given, strict=True)), **alike}
+        images = torch.broadcast_shapes(*(value.shape[1:-3] for value in whole.values()))
+        merged = {name: _merged(value, images, owner.levels.rows) for name, value in whole.items()}
+        found: Tensor = func(**{**bound, **merged})
+        return (found.reshape(owner.levels.rows, *images, *found.shape[-min(own, 3) :]),)
+
+    inputs = [bound[name] for name in names]
+    return joined(owner, call, inputs, [value.requires_grad and torch.is_grad_enabled() for value in inputs])[0]
 
 
 class Tap(Node):
@@ -512,4 +574,5 @@ ISLANDS: Mapping[Any, Handler] = {
     **dict.fromkeys(OTHER_FORMS, _other_form),
     **dict.fromkeys(_TURNING, turned),
     F.cross_entropy: cross_entropy,
+    F.scaled_dot_product_attention: attention,
 }

@@ -201,14 +201,17 @@ def apply_node(node: type[Node], *args: Any) -> Any:
         _allow_single_level(before)
 
 
-def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of a loss. `torch.autograd.grad` would switch modes off, and lose what is computed again inside."""
-    if not loss.requires_grad:
-        return (None,) * len(inputs)
+def gradients(ends: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Any]) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad`, which would switch modes off, and lose what is computed again inside."""
     found: Sequence[Tensor | None] = _engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(ends), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
+
+
+def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of a loss; None for each input where it has none."""
+    return gradients((loss,), (torch.ones_like(loss),), inputs) if loss.requires_grad else (None,) * len(inputs)
 
 
 def _quiet(names: Mapping[str, Any]) -> dict[str, Any]:

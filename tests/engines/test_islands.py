@@ -56,6 +56,105 @@ def test_native_kernels_keep_rows_apart(name, monkeypatch):
     assert all(value < 1e-10 for value in differences(auto(), case, truth_of(case)).values())
 
 
+HEADS, QUERIES, KEYS, WIDTH = 2, 3, 4, 8
+EVERY = torch.tensor(
+    [[True, False, True, True], [False] * 4, [True] * 4]
+)  # of queries and keys: the second sees no key
+
+
+def images(*values):
+    """Two images of one row, the second without the parameter."""
+    return [torch.cat([value, value.detach() + 1]) for value in values]
+
+
+# Of queries, keys and values of a row (1, heads, positions, features) times a parameter, its mask, and the parameters.
+ATTENTION = {
+    "plain": lambda q, k, v, m, p: attention(q, k, v),
+    "causal": lambda q, k, v, m, p: attention(q, k, v, is_causal=True),
+    "scaled": lambda q, k, v, m, p: attention(q, k, v, scale=0.7),
+    "by name": lambda q, k, v, m, p: attention(value=v, key=k, query=q),
+    "own mask": lambda q, k, v, m, p: attention(q, k, v, m),
+    "own mask in numbers": lambda q, k, v, m, p: attention(q, k, v, torch.where(m, 0.5, -torch.inf).to(q.dtype)),
+    "own mask, with a gradient": lambda q, k, v, m, p: attention(q, k, v, m * q[..., :1]),
+    "own mask of a row without batch": lambda q, k, v, m, p: attention(q, k, v, m[0]),
+    "own mask without heads": lambda q, k, v, m, p: attention(q, k, v, m[0, 0]),
+    "mask of all rows": lambda q, k, v, m, p: attention(q, k, v, EVERY),
+    "mask of all rows with axes": lambda q, k, v, m, p: attention(q, k, v, EVERY[None, None]),
+    "mask of a parameter": lambda q, k, v, m, p: attention(q, k, v, p["bias"]),
+    "keys of no row": lambda q, k, v, m, p: attention(q, p["keys"], v),
+    "keys and values of no row": lambda q, k, v, m, p: attention(q, p["keys"], p["keys"].sin()),
+    "queries of no row": lambda q, k, v, m, p: attention(p["keys"], k, v),
+    "without heads": lambda q, k, v, m, p: attention(q[0, 0], k[0, 0], v[0, 0]),
+    "without batch": lambda q, k, v, m, p: attention(q[0], k[0], v[0], m[0]),
+    "queries without heads": lambda q, k, v, m, p: attention(q[0, 0], k[0], v[0]),
+    "one more axis": lambda q, k, v, m, p: attention(q[None], k[None], v[None], m[None]),
+    "keys of one head": lambda q, k, v, m, p: attention(q, k[:, :1], v[:, :1]),
+    "two images": lambda q, k, v, m, p: attention(*images(q, k, v)),
+    "two images, one mask": lambda q, k, v, m, p: attention(*images(q, k, v), m),
+    "two images, masks of all rows": lambda q, k, v, m, p: attention(*images(q, k, v), torch.stack([EVERY, ~EVERY])[:, None]),
+    "two images, keys of one": lambda q, k, v, m, p: attention(*images(q), k, v),
+    "images on two axes": lambda q, k, v, m, p: attention(*(torch.stack(images(x, x)) for x in (q, k, v))),
+    "grouped queries": lambda q, k, v, m, p: attention(torch.cat([q, -q], 1), k, v, enable_gqa=True),
+    "grouped queries, own mask": lambda q, k, v, m, p: attention(torch.cat([q, -q], 1), k, v, m, enable_gqa=True),
+    "wider values": lambda q, k, v, m, p: attention(q, k, torch.cat([v, v.sin()], -1)),
+    "no keys": lambda q, k, v, m, p: attention(q, k[:, :, :0], v[:, :, :0]) + q,
+    "positions before heads": lambda q, k, v, m, p: attention(*(x.transpose(1, 2).contiguous().mT.mT.transpose(1, 2) for x in (q, k, v))),
+    "without a gradient": lambda q, k, v, m, p: attention(q.detach(), k.detach(), v.detach()) * q,
+    "without gradients": lambda q, k, v, m, p: torch.no_grad()(attention)(q, k, v) * q,
+    "checkpointed": lambda q, k, v, m, p: checkpoint(attention, q, k, v, m, use_reentrant=False),
+}  # fmt: skip
+
+
+def of_attention(name, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)
+    q, k, v = (draw(B, HEADS, count, WIDTH) for count in (QUERIES, KEYS, KEYS))
+    mask = torch.rand(B, 1, QUERIES, KEYS, generator=generator) > 0.4
+    mask[1] = False  # a row whose queries see nothing
+    params = {"w": draw(WIDTH) + 2, "bias": draw(HEADS, QUERIES, KEYS), "keys": draw(1, HEADS, KEYS, WIDTH)}
+
+    def loss_fn(p, b):
+        q, k, v, m = b
+        return ATTENTION[name](q * p["w"], k * p["w"].cos(), v * p["w"], m, p).sin().sum().reshape(1)
+
+    return Case(loss_fn, params, (q, k, v, mask))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Shapes of the queries of each call of attention below the levels."""
+    shapes, joined = [], islands.joined
+
+    def noted(owner, call, inputs, wanted):
+        return joined(owner, lambda *given: shapes.append(given[0].shape) or call(*given), inputs, wanted)
+
+    monkeypatch.setattr(islands, "joined", noted)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_runs_once_for_all_rows(name, called):
+    case, engine = of_attention(name), auto()
+    found = differences(engine, case, truth_of(case))
+    assert all(value < 1e-10 for value in found.values())
+    assert engine.decision(case.loss_fn).reason == "all rows together"
+    assert {shape[0] for shape in called} - {1} == {B}  # a made-up row is looked at before
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "own mask", "own mask in numbers", "mask of all rows", "grouped queries"]
+)
+def test_attention_of_a_row_has_the_bits_that_it_has_alone(name):
+    """Also where another row is not finite. Torch's kernels for a CPU take one image after the other."""
+    case = of_attention(name, torch.float32)
+    alone = loop()(case.loss_fn, case.params, case.batch)
+    case.batch[0][2, 0, 1], case.batch[2][2] = torch.nan, torch.inf
+    found = auto()(case.loss_fn, case.params, case.batch)
+    assert not torch.isfinite(found.losses_B[2])
+    assert torch.equal(found.losses_B[:2], alone.losses_B[:2])
+    assert all(torch.equal(grad.dense()[:2], alone.grads[name].dense()[:2]) for name, grad in found.grads.items())
+
+
 CLASSES = {
     "of a row": lambda x, classes, **how: F.cross_entropy(x[:, 0], classes[:, 0], **how),
     "of positions": lambda x, classes, **how: F.cross_entropy(x[0], classes[0], **how),
