@@ -1,8 +1,9 @@
 """Tests and benchmarks that need a GPU, in at most ten minutes: `make gpu`, or `python -m benchmarks.gpu`.
 
-Without a GPU nothing is run, and the exit code is 2. With one: the tests that are marked `cuda`, the clipped sums of
-`benchmarks.engines`, and what noise costs from both sources. The results are JSON files, and pages made of them. A part
-that would take longer than the time that is left is stopped; the file says so. The exit code is 1 if a part failed.
+Without a GPU nothing is run, and the exit code is 2. With one: the tests that are marked `cuda`, whether rows are kept
+apart (`benchmarks.rows`), what noise costs from both sources, and steps in three precisions and batch sizes
+(`benchmarks.gpu_steps`). The results are JSON files, and a page made of them. A part that would take longer than the
+time that is left is stopped; the file says so. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.engines.cases import GPU_CASES
+from benchmarks import gpu_steps
 from benchmarks.measure import ROOT, timed_in_turn
 from benchmarks.results import DOCS, FOLDER, machine, markdown, read, versions, write
 from dpfunc.noise._streams import Source, standard_normal
@@ -27,13 +28,12 @@ from dpfunc.rng import fold_in, insecure_key
 
 LIMIT_SECONDS = 600.0
 NO_GPU = 2
-CASES = ",".join(["mnist", *GPU_CASES])
-CONTESTANTS = "plain,auto,opacus-hooks,opacus-ghost,whole-plain,whole-dpfunc,whole-dpfunc-device"
+STEPS_SECONDS = 450  # in which combinations of steps begin; the last ones are left out, and the page says so
 
 
 def commands(results: Path, pages: Path) -> dict[str, list[str]]:
-    python, engines = sys.executable, results / "engines_gpu.json"
-    measure = ["--device", "cuda", "--cases", CASES, "--engines", CONTESTANTS, "--rounds", "7", "--out", str(engines)]
+    python = sys.executable
+    steps = ["--device", "cuda", "--seconds", str(STEPS_SECONDS), "--out", str(results / "gpu_steps.json")]
     # only files with such tests: to collect all takes as long as these tests
     files = [
         str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "from devices import" in file.read_text()
@@ -42,7 +42,7 @@ def commands(results: Path, pages: Path) -> dict[str, list[str]]:
     return {
         "tests": [python, "-m", "pytest", "-m", "cuda", *files],
         "rows": [python, "-m", "benchmarks.rows", *rows],
-        "engines": [python, "-m", "benchmarks.engines", *measure],
+        "steps": [python, "-m", "benchmarks.gpu_steps", *steps],
     }
 
 
@@ -71,7 +71,7 @@ def noise(device: str, numbers: Sequence[int] = (10**5, 10**7), rounds: int = 11
     return rows
 
 
-def page(report: dict[str, Any], engines: dict[str, Any], rows: dict[str, Any]) -> str:
+def page(report: dict[str, Any], steps: dict[str, Any], rows: dict[str, Any]) -> str:
     parts = "; ".join(f"{name}: {part['status']}" for name, part in report["parts"].items())
     costs = [[f"{row['numbers']:,}", row["source"], f"{row['best_ns']:.2f}"] for row in report["noise"]]
     found = [
@@ -80,15 +80,19 @@ def page(report: dict[str, Any], engines: dict[str, Any], rows: dict[str, Any]) 
         for name, value in rows.get(what, {}).items()
     ]
     numbers = [(name, value) for name, value in found if isinstance(value, (int, float))]
-    heads = ("milliseconds (memory in MiB)", *(who.replace("opacus-", "Opacus ") for who in CONTESTANTS.split(",")))
+    left_out = "; ".join(steps.get("left_out", [])) or "none"
     return f"""# On a GPU
 
 {report["machine"]["gpu"]}; {", ".join(f"{name} {number}" for name, number in report["versions"].items())}. \
-`make gpu` writes this page. Float32 without TF32, one thread of torch, median of 7 rounds in turn; sums are compared \
-with single samples first. `plain`: without privacy; `whole`: with noise and an \
-optimizer; `device`: with `noise_source="device"`. Parts: {parts}.
+`make gpu` writes this page. Parts: {parts}.
 
-{markdown(heads, [timings(case) for case in engines.get("cases", {}).values()])}
+A step in milliseconds, with its peak memory over the model in MiB and the operations that it launches: median of up \
+to {gpu_steps.ROUNDS} rounds, one thread of torch. `float32` is without TF32, `bfloat16` is autocast. Sums of \
+{min(gpu_steps.BATCHES)} rows are compared with single samples in float32 first. `plain`: without privacy; `whole`: \
+with noise and an optimizer, noise drawn by the host (`secure`) or by the GPU (`noise_source="device"`). Left out, \
+since the time was over: {left_out}.
+
+{gpu_steps.table(steps)}
 
 ## Noise
 
@@ -104,16 +108,6 @@ GPU finds too late to go on.
 """
 
 
-def timings(case: dict[str, Any]) -> list[str]:
-    """A line of the table: time and memory of a case by each contestant."""
-    found = [case["contestants"].get(who, {}) for who in CONTESTANTS.split(",")]
-    cells = [
-        f"{1e3 * each['time']['median_seconds']:,.0f} ({each['memory']['peak_mib']:,.0f})" if "time" in each else "-"
-        for each in found
-    ]
-    return [f"{case['title']}, {case['batch_size']} samples", *cells]
-
-
 def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], float], dict[str, Any]] = run) -> int:
     """Run all parts, write the results; the exit code."""
     end, parts = time.monotonic() + LIMIT_SECONDS, {}
@@ -123,9 +117,8 @@ def everything(results: Path, pages: Path, runner: Callable[[Sequence[str], floa
         parts[name] = runner(command, end - time.monotonic())
         write(results / "gpu.json", report)
     pages.mkdir(parents=True, exist_ok=True)
-    (pages / "gpu.md").write_text(
-        page(*(read(results / f"{name}.json") for name in ("gpu", "engines_gpu", "rows_gpu")))
-    )
+    files = ("gpu", "gpu_steps", "rows_gpu")
+    (pages / "gpu.md").write_text(page(*(read(results / f"{name}.json") for name in files)))
     return 0 if all(part["status"] == "ok" for part in parts.values()) else 1
 
 

@@ -47,7 +47,8 @@ def known(name: str) -> bool:
 
 
 def arrays(sums: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: value.detach().cpu().numpy() for name, value in sums.items()}
+    wide = lambda value: value.float() if value.dtype == torch.bfloat16 else value  # numpy has no bfloat16
+    return {name: wide(value.detach()).cpu().numpy() for name, value in sums.items()}
 
 
 def plain(problem: Problem) -> Contestant:
@@ -169,8 +170,12 @@ def problem_of(spec: Spec) -> Problem:
 
 
 def contestant(spec: Spec) -> Contestant:
+    """Set one up from what its process is told."""
+    return contestant_of(spec["contestant"].removesuffix(AGAINST), problem_of(spec))
+
+
+def contestant_of(name: str, problem: Problem) -> Contestant:
     """Set one up (not JAX); it raises whatever it does where it does not take the module, which is its own."""
-    name, problem = spec["contestant"].removesuffix(AGAINST), problem_of(spec)
     base, _, size = name.partition("/")
     if base in ENGINES:
         return Contestant(clipped_grad_of(problem, base, size or "none"), arrays)

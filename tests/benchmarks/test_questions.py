@@ -14,6 +14,7 @@ from benchmarks import (
     distributed,
     freed_memory,
     gpu,
+    gpu_steps,
     growth,
     loader,
     noise_cost,
@@ -22,8 +23,6 @@ from benchmarks import (
     small_steps,
 )
 from benchmarks import targets as goals
-from benchmarks.engines import __main__ as engines
-from benchmarks.engines.cases import ALL_CASES
 from benchmarks.measure import ROOT
 from benchmarks.recipes import __main__ as recipes
 from benchmarks.results import filled, read, rows_of
@@ -119,7 +118,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("failing", "code"), [(None, 0), ("tests", 1), ("engines", 1)])
+@pytest.mark.parametrize(("failing", "code"), [(None, 0), ("tests", 1), ("steps", 1)])
 def test_every_part_on_a_gpu_is_run_and_noted(monkeypatch, tmp_path, failing, code):
     row = {"numbers": 10**7, "source": "secure", "best_ns": 8.0}
     monkeypatch.setattr(gpu, "noise", lambda device: [row])
@@ -140,10 +139,9 @@ def test_every_part_on_a_gpu_is_run_and_noted(monkeypatch, tmp_path, failing, co
 
 def test_parts_on_a_gpu(tmp_path):
     """The options of the commands exist; one is stopped when the time is over; noise is measured on the CPU too."""
-    command = gpu.commands(tmp_path, tmp_path)["engines"]
-    known = {option for each in engines.main.params for option in each.opts}
+    command = gpu.commands(tmp_path, tmp_path)["steps"]
+    known = {option for each in gpu_steps.main.params for option in each.opts}
     assert {word for word in command if word.startswith("--")} <= known
-    assert set(gpu.CASES.split(",")) <= set(ALL_CASES)
     assert "cuda:" in (ROOT / "pyproject.toml").read_text()
     for program, status in (("exit(3)", "exit code 3"), ("while True: pass", "stopped: the time was over")):
         assert gpu.run([sys.executable, "-c", program], 1)["status"] == status
