@@ -1,7 +1,8 @@
 """The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, NoReturn, TypeVar
 
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.processes import checksum_and_marks, in_hex, local, on_any_process
 from dpfunc._utils.validation import shorten
-from dpfunc.errors import InvalidArgument
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
 _Found = TypeVar("_Found")
@@ -25,6 +26,10 @@ _ROWS = (
 COMPLEX = (
     "Of complex numbers train the real ones: torch.view_as_real(weight) is the parameter, and "
     "torch.view_as_complex(weight) is what the module or loss computes with."
+)
+_OF_RANGE = re.compile(
+    "out of (bounds|range)|expected target dtype|multi-target|smaller than num_classes|between 0 and 1|"
+    "classes? .*outside of those|Expected dtype int|device-side assert"
 )
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -92,6 +97,29 @@ def refuse_list_of_rows(batch: Batch, size: int) -> None:
         )
 
 
+@contextmanager
+def ranges_told(batch: Batch) -> Iterator[None]:
+    """Inside, an error of torch about a label or an index that is out of range says which tensors have them.
+
+    Guarantees:
+        tests/test_step.py::test_labels_out_of_range_are_told.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError, UnsupportedModel) as error:
+        if not _OF_RANGE.search(str(error)):
+            raise
+        given = [f"batch{pytree.keystr(path)} ({leaf.dtype})" for path, leaf in pytree.tree_leaves_with_path(batch)]
+        words = re.sub(r"\d+", "..", str(error).partition("\n")[0])  # without the label of a record
+        raise InvalidArgument(
+            f"Expected labels and indices of the type, shape and range that the loss takes, got others in one of "
+            f"{shorten(given)}: {words}. Labels of cross_entropy are whole numbers (torch.int64) from 0 to the number "
+            "of classes - 1, or ignore_index, one a row; those of binary_cross_entropy are from 0 to 1; ids are below "
+            "the number of rows of their table. Look at .min(), .max(), .dtype and .shape; of an error of CUDA, on a "
+            "CPU. Nothing was released and nothing was spent by this step."
+        ).with_traceback(error.__traceback__) from None
+
+
 tree_map: Callable[[Callable[[Tensor], Tensor], Batch], Batch] = pytree.tree_map
 """The batch with a function applied to every leaf."""
 
@@ -109,7 +137,7 @@ def take(batch: Batch, indices: Tensor) -> Batch:
     {'x': tensor([3, 1])}
 
     Raises:
-        InvalidArgument: something else than tensors.
+        InvalidArgument: something else than tensors, or too few rows.
     """
 
     def chosen(leaf: Tensor) -> Tensor:
@@ -119,7 +147,16 @@ def take(batch: Batch, indices: Tensor) -> Batch:
                 "data sets by a loader: plan.loader(dataset, state)."
             )
         bits = leaf.view(_SIGNED.get(leaf.dtype, leaf.dtype))  # torch cannot select unsigned numbers
-        return bits.index_select(0, indices.to(leaf.device)).view(leaf.dtype)
+        try:
+            return bits.index_select(0, indices.to(leaf.device)).view(leaf.dtype)
+        except (IndexError, RuntimeError) as error:
+            if "out of range" not in str(error):
+                raise
+            raise InvalidArgument(
+                f"Expected a row for each index, got data with a tensor of {len(leaf)} rows, fewer than the plan has "
+                "records (dataset_size): make the plan with the length of the data, or load the data that it was made "
+                "for. Nothing was spent."
+            ) from error
 
     return tree_map(chosen, batch)
 

@@ -1,5 +1,6 @@
 """The state of a run: all that the next step needs, and when it may take one."""
 
+import gc
 import logging
 import os
 import re
@@ -7,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
 from dpfunc._utils.processes import digest, local
-from dpfunc._utils.validation import fail, integer, refuse, warn, wrong_type
+from dpfunc._utils.validation import fail, integer, refuse, shorten, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.rules import group_bounds, partition
@@ -356,9 +356,14 @@ _GIVEN_AGAIN = (
     "records in each step, plan with sampling_prob=1. Nothing was spent."
 )
 _UNCHANGED = (
-    "dp_step got the parameters of its first step again, with nothing written into them: each step spends budget, and "
-    "so far none changes anything. An optimizer takes params.values(), not model.parameters(), and reads .grad: "
-    "p.grad = grads[name] for each name, p in params.items(), then optimizer.step(). This warning comes once."
+    "dp_step got the parameters of its first step again, with nothing written into them{}: each step spends budget, "
+    "and so far none changes anything. An optimizer takes params.values(), of functionalize or lora.attach, not "
+    "model.parameters(), and reads .grad: p.grad = grads[name] for each name, p in params.items(), then "
+    "optimizer.step()."
+)
+_ON_PURPOSE = (
+    " For several steps at the same parameters, on purpose, give each a copy, {n: p.clone() for n, p in "
+    "params.items()}. This step was not taken."
 )
 _WITHOUT_GRADIENT = (
     "In this step and an earlier one at least half of the records of this process had no finite gradient, or all had "
@@ -386,15 +391,15 @@ class Calls:
     def __init__(self) -> None:
         self._given: dict[tuple[object, ...], _Given] = {}
         self._stateless, self._compared, self._looked, self._without_gradient = False, False, False, 0
-        self._first: dict[str, tuple[ReferenceType[Tensor], int, Tensor]] | None = None
+        self._first: dict[str, tuple[StorageWeakRef, int, Tensor]] | None = None
 
     def note(self, params: Params, *, stateless: bool, without_gradient: bool) -> None:
         """Note a call whose result was released."""
         self._stateless = self._stateless or stateless
         self._without_gradient += without_gradient
         if self._first is None:
-            counted = {name: p for name, p in params.items() if not p.is_inference()}  # others are never unchanged
-            self._first = {name: (ref(p), p._version, _head(p).clone()) for name, p in counted.items()}
+            counted = {n: (local(p), p) for n, p in params.items() if not p.is_inference()}  # others always changed
+            self._first = {n: (_storage(own), own._version, _head(p).clone()) for n, (own, p) in counted.items()}
 
     def first_rows(self) -> bool:
         """True at the first call."""
@@ -414,7 +419,7 @@ class Calls:
         Guarantees:
             tests/test_state.py::test_tensors_of_an_earlier_step_are_refused.
         """
-        memory = [StorageWeakRef(local(tensor).untyped_storage()) for tensor in tensors]
+        memory = [_storage(local(tensor)) for tensor in tensors]
         place = tuple((own.cdata, *_place(tensor)) for own, tensor in zip(memory, tensors, strict=True))
         given = _Given(memory, [_some(tensor) for tensor in tensors], drawn)
         alive = {at: each for at, each in self._given.items() if not any(own.expired() for own in each.memory)}
@@ -423,23 +428,55 @@ class Calls:
             raise errors.SamplingMismatch(_GIVEN_AGAIN)
         self._given = dict([*alive.items(), (place, given)][-_REMEMBERED:])
 
-    def warn_if_nothing_changed(self, params: Params) -> None:
-        """Log, at the second call, that nothing was written into the parameters since the first. A copy is another."""
+    def refuse_unmoved(self, params: Params) -> None:
+        """At the second step, refuse parameters into which nothing was written, where optimizers have others.
+
+        Without an optimizer it is logged: one may look at gradients at one place. Copies are other parameters.
+
+        Guarantees:
+            tests/test_optimizer.py::test_an_optimizer_of_other_parameters_is_refused.
+        """
         if self._first is None or self._compared:
             return
         self._compared, first = True, self._first
 
-        def still(name: str, param: Tensor) -> bool:
+        def still(name: str, own: Tensor) -> bool:
             known, version, head = first[name]
-            return known() is param and version == param._version and torch.equal(head, _head(param))
+            there = not known.expired() and known.cdata == own.untyped_storage()._cdata and version == own._version
+            return there and torch.equal(head, _head(own))
 
-        if first.keys() == params.keys() and all(still(name, p) for name, p in params.items()):
-            _logger.warning(_UNCHANGED)
+        stay = [name for name, param in params.items() if name in first and still(name, local(param))]
+        others = _of_optimizers(stay, params) if stay else ""
+        if others and len(stay) < len(params):
+            warn(f"Nothing was written into parameters{others}. Each step spends budget on them.", errors.RunWarning)
+        elif others:
+            self._compared = False  # the next call is refused too
+            raise errors.InvalidArgument(_UNCHANGED.format(others) + _ON_PURPOSE)
+        elif len(stay) == len(params):
+            _logger.warning(_UNCHANGED.format(""))
 
     def warn_if_lost(self, without_gradient: bool) -> None:
         """Warn of the second step that lost its records: half of them not finite, or all of them zero or not finite."""
         if without_gradient and self._without_gradient == 1:
             warn(_WITHOUT_GRADIENT, errors.NoGradientWarning)
+
+
+def _of_optimizers(stay: Sequence[str], params: Params) -> str:
+    """Those of the parameters that no optimizer has; empty where none is seen, or it can be one of something else."""
+    gc.collect()  # those that nobody uses any more
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    held = [tensor for each in found for group in each.param_groups for tensor in group["params"]]
+    places = {local(tensor).untyped_storage()._cdata for tensor in held}
+    rest = {name for name, p in params.items() if local(p).untyped_storage()._cdata not in places}
+    idle = any(not each.state for each in found) and any(tensor.grad is None for tensor in held)
+    left = [name for name in stay if name in rest]
+    if not left or not (len(rest) < len(params) or (idle and len(stay) == len(params))):
+        return ""
+    return f": {shorten(left)}, which no optimizer has ({shorten(sorted({type(each).__name__ for each in found}))})"
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _head(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dpfunc._utils.processes import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
-from dpfunc.batches import batch_size, check_named, own_digest, refuse_list_of_rows, refuse_narrow_range
+from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
 from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
@@ -142,7 +142,7 @@ class DPStep:
                 if len(drawn) < self.plan.sampler.dataset_size:  # else each step has all records
                     self._calls.refuse_given_again(tree_leaves(batch if mask_B is None else (batch, mask_B)), drawn)
         if self.ranks is None or self.ranks.writes:
-            self._calls.warn_if_nothing_changed(params)
+            self._calls.refuse_unmoved(params)
         return Rows(batch, real_B, size)
 
     def _together(self) -> AbstractContextManager[None]:
@@ -166,9 +166,9 @@ class DPStep:
         rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
         if self.ranks is None:
-            with process_context("independent"):
+            with process_context("independent"), ranges_told(rows.batch):
                 return self.clipped_grad(params, rows.batch, mask_B=rows.mask_B, key=key, checked=True)
-        with gathered(params, self.ranks) as whole:
+        with gathered(params, self.ranks) as whole, ranges_told(rows.batch):
             batch, mask_B = padded(rows, self.ranks)
             return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True)
 

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import dpfunc
 from dpfunc import Ledger, StepState, clipping, sampling
+from dpfunc.errors import InvalidArgument, RunWarning
 from dpfunc.state import replay
 
 KEY = dpfunc.insecure_key(31)
@@ -81,7 +82,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
     assert again == ledger
 
 
-def by_optimizer(tensors_of):
+def by_optimizer(tensors_of, then=lambda params: params):
     """An update by Adam over the tensors that `tensors_of(module, params)` gives."""
 
     def start(module, params):
@@ -91,7 +92,7 @@ def by_optimizer(tensors_of):
             for name, p in params.items():
                 p.grad = grads[name]
             optimizer.step()
-            return params
+            return then(params)
 
         return update
 
@@ -110,32 +111,70 @@ def made_anew(params, grads):
     return {name: p.detach() - 0.1 * grads[name] for name, p in params.items()}
 
 
-UPDATES = {
-    "an optimizer of the module": (by_optimizer(lambda module, params: module.parameters()), 1),
-    "an optimizer of the parameters": (by_optimizer(lambda module, params: params.values()), 0),
-    "an optimizer of one parameter": (by_optimizer(lambda module, params: [params["0.bias"]]), 0),
-    "written": (lambda module, params: written, 0),
-    "made anew": (lambda module, params: made_anew, 0),
-}
+def forgotten(params, grads):
+    """Nothing is written: gradients are looked at, or a new name is bound."""
+    return params
 
 
-@pytest.mark.parametrize("retried", [False, True])
-@pytest.mark.parametrize("name", UPDATES)
-def test_updates_that_change_nothing_are_warned_of_once(caplog, name, retried):
-    """A call that was refused changes nothing and means nothing."""
-    start, count = UPDATES[name]
+def in_place(params, grads):
+    """Views of the same memory are written, as those that wrappers hand over."""
+    with torch.no_grad():
+        for name, p in params.items():
+            p.view(-1).sub_(0.1 * grads[name].view(-1))
+    return params
+
+
+THE_LOOP, SOME = "An optimizer takes params.values(), of functionalize", "0.weight, .*which no optimizer has"
+UPDATES = {  # how parameters are updated, what is said, and how often
+    "an optimizer of the module": (by_optimizer(lambda module, params: module.parameters()), SOME, "refused"),
+    "an optimizer of other tensors": (by_optimizer(lambda module, params: [torch.zeros(3)]), SOME, "refused"),
+    "an optimizer of copies": (
+        by_optimizer(lambda module, params: [p.clone() for p in params.values()]), r"\(Adam\)", "refused",
+    ),
+    "an optimizer of one parameter": (by_optimizer(lambda module, params: [params["0.bias"]]), SOME, "warned"),
+    "an optimizer of the parameters": (by_optimizer(lambda module, params: params.values()), "", ""),
+    "an optimizer of views": (by_optimizer(lambda module, params: [p.detach() for p in params.values()]), THE_LOOP, "logged"),
+    "nothing written": (lambda module, params: forgotten, THE_LOOP, "logged"),
+    "written": (lambda module, params: written, "", ""),
+    "written in place": (lambda module, params: in_place, "", ""),
+    "one made anew, an optimizer of something else": (
+        by_optimizer(lambda module, params: [torch.zeros(3)], lambda p: {**p, "0.bias": p["0.bias"] + 1}), "", "",
+    ),
+    "made anew": (lambda module, params: made_anew, "", ""),
+    "copies": (lambda module, params: lambda p, grads: {n: v.clone() for n, v in p.items()}, "", ""),
+}  # fmt: skip
+
+
+def taken(name, retried=False, steps=4, view=False):
+    """Steps of a loop; what it raised."""
     module, data = model(), dataset()
     params, dp_step, state = made(module)
-    update = start(module, params)
+    update = UPDATES[name][0](module, params)
+    for _ in range(steps):
+        indices = dp_step.plan.draw(state, state.step).tolist()
+        batch = torch.stack([data[i][0] for i in indices]), torch.tensor([data[i][1] for i in indices])
+        if retried:
+            with pytest.raises(dpfunc.DPFuncError):
+                dp_step(params, (batch[0][:0], batch[1][:0]), state)
+        grads, state, _ = dp_step({n: p.detach() for n, p in params.items()} if view else params, batch, state)
+        params = update(params, grads)
+
+
+@pytest.mark.parametrize("how", ["once", "retried", "view"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_optimizer_of_other_parameters_is_refused(caplog, name, how):
+    """In its second step; without one the steps are logged. A call that was refused changes nothing and means nothing."""
+    _, said, what = UPDATES[name]
+    take = lambda: taken(name, retried=how == "retried", view=how == "view")
     with caplog.at_level("WARNING", logger="dpfunc.step"):
-        for _ in range(4):
-            indices = dp_step.plan.draw(state, state.step).tolist()
-            batch = torch.stack([data[i][0] for i in indices]), torch.tensor([data[i][1] for i in indices])
-            if retried:
-                with pytest.raises(dpfunc.DPFuncError):
-                    dp_step(params, (batch[0][:0], batch[1][:0]), state)
-            grads, state, _ = dp_step(params, batch, state)
-            params = update(params, grads)
-    said = [record.message for record in caplog.records]
-    assert len(said) == count
-    assert all("An optimizer takes params.values(), not model.parameters()" in each for each in said)
+        if what == "refused":
+            with pytest.raises(InvalidArgument, match=said):
+                take()
+        elif what == "warned":
+            with pytest.warns(RunWarning, match=said):
+                take()
+        else:
+            take()
+    logged = [record.message for record in caplog.records]
+    assert len(logged) == (what == "logged")
+    assert all(said in each for each in logged)

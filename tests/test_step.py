@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import as_batch, flat, linear_loss, params, random_rows
 from scipy import stats
+from torch.nn import functional as F
 
 from dpfunc import (
     BudgetExhausted,
@@ -25,7 +26,14 @@ from dpfunc import (
     take,
 )
 from dpfunc.checkpoint.journal import journal_ledger
-from dpfunc.errors import InvalidArgument, LedgerConflict, NoGradientWarning, SamplingMismatch, StateReused
+from dpfunc.errors import (
+    InvalidArgument,
+    LedgerConflict,
+    NoGradientWarning,
+    SamplingMismatch,
+    StateReused,
+    UnsupportedModel,
+)
 from dpfunc.state import replay
 
 DATA = as_batch(random_rows(0, 100))
@@ -535,3 +543,52 @@ def test_as_an_error_the_warning_costs_no_step():
     with pytest.raises(NoGradientWarning, match="computed from private data: it reveals this"):  # an error in tests
         dp_step(params(), spoilt(3, 3), state)
     assert dp_step(params(), spoilt(3, 0), state).state.step == 2
+
+
+CLASS, FLAT_LABELS = torch.tensor([0, 1, 2, 7]), torch.tensor([0, 1, 2, 0])
+OUT_OF_RANGE = {  # the loss of logits and labels; labels; a word of torch that stays
+    "a class": (lambda z, y: F.cross_entropy(z, y, reduction="none"), CLASS, "out of bounds"),
+    "below": (lambda z, y: F.cross_entropy(z, y, reduction="none"), CLASS - 1, "out of bounds"),
+    "not whole": (lambda z, y: F.cross_entropy(z, y, reduction="none"), FLAT_LABELS.float(), "Float"),
+    "int32": (lambda z, y: F.cross_entropy(z, y, reduction="none"), FLAT_LABELS.int(), "Int"),
+    "a column": (lambda z, y: F.cross_entropy(z, y, reduction="none"), FLAT_LABELS[:, None], "multi-target"),
+    "nll": (lambda z, y: F.nll_loss(z, y, reduction="none"), CLASS, "out of bounds"),
+    "a margin": (lambda z, y: F.multi_margin_loss(z, y, reduction="none"), CLASS, "out of range"),
+    "binary": (
+        lambda z, y: F.binary_cross_entropy(torch.sigmoid(z[:, 0]), y, reduction="none"), CLASS.float(), "between",
+    ),
+    "one hot": (lambda z, y: (z - F.one_hot(y, 3)).square().sum(1), CLASS, "class"),
+    "gathered": (lambda z, y: z.gather(1, y[:, None])[:, 0], CLASS, "out of bounds"),
+    "an index": (lambda z, y: torch.eye(3)[y].sum(1) + z.sum(1), CLASS, "out of bounds"),
+    "an id": (lambda z, y: F.embedding(y, torch.eye(3)).sum(1) + z.sum(1), CLASS, "out of range"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_labels_out_of_range_are_told(name, engine):
+    """In one message for all, without the label of a record; nothing is spent, and the next batch is taken."""
+    loss, labels, word = OUT_OF_RANGE[name]
+    the_plan = plan(sampler=sampling.Poisson(4, 1.0))
+    loss_fn = lambda params, batch: loss(batch[0] @ params["w"], batch[1])
+    dp_step, values = make_dp_step(loss_fn, the_plan, engine=engine), {"w": torch.ones(2, 3)}
+    state = dp_step.init(values, secure_key())
+    with pytest.raises(InvalidArgument, match=word) as caught:
+        dp_step(values, (torch.ones(4, 2), labels), state)
+    assert "batch[1]" in str(caught.value)
+    assert "7" not in str(caught.value)
+    if labels is CLASS:
+        assert dp_step(values, (torch.ones(4, 2), FLAT_LABELS), state).state.step == 1
+
+
+def test_data_that_are_shorter_than_the_plan_says_are_told():
+    with pytest.raises(InvalidArgument, match="a tensor of 3 rows, fewer than the plan has records"):
+        take({"x": torch.ones(3, 2)}, torch.tensor([0, 3]))
+
+
+def test_errors_of_the_loss_itself_come_through():
+    def loss_fn(params, batch):
+        raise RuntimeError("a file of mine")
+
+    with pytest.raises((RuntimeError, UnsupportedModel), match="a file of mine"):
+        make_dp_step(loss_fn, plan())(params(), as_batch(random_rows(3, 4)))
