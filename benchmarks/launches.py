@@ -43,6 +43,7 @@ from benchmarks.engines.runner import Truths
 from benchmarks.measure import MIB, TOLERANCE, Contestant, reason
 from benchmarks.results import DOCS, FOLDER, fill, listed, markdown, printed, read, write
 from benchmarks.small_steps import recurrent
+from dpfunc.engines.audit import Audits
 from dpfunc.types import LossFn
 
 RESULT = FOLDER / "launches.json"
@@ -132,8 +133,6 @@ class Launches(TorchDispatchMode):
 @contextmanager
 def no_rows_alone() -> Iterator[None]:
     """No step in here compares rows with what is computed of them alone, which some steps do by chance."""
-    from dpfunc.engines._guards.audit import Audits
-
     with mock.patch.object(Audits, "due", return_value=0):
         yield
 
