@@ -41,6 +41,13 @@ class ConvolutionArgs:
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
 
+    @property
+    def apart(self) -> bool:
+        """True if each cell is in one window at most, and no window beyond them: a matrix at each position."""
+        spans = [(taps - 1) * gap + 1 for taps, gap in zip(self.shape[2:], self.dilation, strict=True)]
+        overlap = any(span > step for span, step in zip(spans, self.stride, strict=True))
+        return not (overlap or self.transposed or any(self.padding) or self.groups > 1)
+
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
         """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
         shape = (copies * self.shape[0], *self.shape[1:])
@@ -255,16 +262,23 @@ def _products(side: Tensor) -> Tensor:
     return flat_ncT.transpose(1, 2) @ flat_ncT
 
 
+def _args(use: Use) -> ConvolutionArgs:
+    shape, options = tuple(use.shapes["weight"]), use.options
+    stride, padding, dilation, beyond = (
+        _per_axis(options.get(name, ()), len(shape) - 2) for name in ("stride", "padding", "dilation", "output_padding")
+    )
+    return ConvolutionArgs(shape, stride, padding, dilation, options["groups"], bool(beyond), beyond)
+
+
 def _costs(use: Use) -> Costs:
     if "weight" not in use.shapes:
         return summed(sum(math.prod(shape) for shape in use.shapes.values()))
-    shape, options, transposed = use.shapes["weight"], use.options, "output_padding" in use.options
-    size = use.output.numel() // max(1, use.num_samples * use.output[1])
-    stride = _per_axis(options["stride"], len(shape) - 2)
-    if not transposed and math.prod(shape[2:]) == options["groups"] == 1:
-        return matrix(size, shape[0], shape[1])
-    positions, cells = (size // math.prod(stride), size) if transposed else (size, size * math.prod(stride))
-    return Kernel(positions, cells, shape, stride, options["groups"]).costs()
+    args, size = _args(use), use.output.numel() // max(1, use.num_samples * use.output[1])
+    if args.apart:
+        return matrix(size, args.shape[0], math.prod(args.shape[1:]))
+    moves = math.prod(args.stride)
+    positions, cells = (size // moves, size) if args.transposed else (size, size * moves)
+    return Kernel(positions, cells, args.shape, args.stride, args.groups).costs()
 
 
 def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:
@@ -272,30 +286,26 @@ def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:
     return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
 
 
-def _convolution(
-    use: Use, grad: Tensor, input: Tensor, stride: _Sizes, padding: _Sizes, dilation: _Sizes, groups: int,
-    output_padding: _Sizes | None = None, **_: Any,
-) -> Grads:  # fmt: skip
+def _convolution(use: Use, grad: Tensor, input: Tensor, **_: Any) -> Grads:
     """Gradients of weight and bias; a transposed convolution has an output_padding."""
     grads: dict[str, PerSampleGrad] = {}
-    g_BmP, axes = use.split(grad), grad.ndim - 2
+    g_BmP = use.split(grad)
     if "weight" in use.wanted:
-        step, pad, gap = (_per_axis(value, axes) for value in (stride, padding, dilation))
-        further = () if output_padding is None else _per_axis(output_padding, axes)
-        args = ConvolutionArgs(tuple(use.shapes["weight"]), step, pad, gap, groups, output_padding is not None, further)
-        grads["weight"] = _of_weight(g_BmP, use.split(input), args)
+        grads["weight"] = of_weight(g_BmP, use.split(input), _args(use))
     if "bias" in use.wanted:
         grads["bias"] = Dense(to_accumulation_dtype(g_BmP).sum([axis for axis in range(1, g_BmP.ndim) if axis != 2]))
     return grads
 
 
-def _of_weight(g_BmP: Tensor, x_BmC: Tensor, args: ConvolutionArgs) -> PerSampleGrad:
-    if args.transposed or any(args.padding) or not math.prod(args.shape[2:]) == args.groups == 1:
+def of_weight(g_BmP: Tensor, x_BmC: Tensor, args: ConvolutionArgs) -> PerSampleGrad:
+    """Gradients of a kernel; as those of a matrix where windows are apart: no row is then computed by itself."""
+    if not args.apart:
         return Convolved(g_BmP, x_BmC, args)
-    # 1 x 1: a matrix at each position
-    x_BmC = x_BmC[(slice(None),) * 3 + tuple(slice(None, None, each) for each in args.stride)]
-    g_BTp, x_BTd = (side.flatten(3).transpose(2, 3).flatten(1, 2) for side in (g_BmP, x_BmC))
-    return Outer(g_BTp, x_BTd, args.shape)
+    for axis, (taps, gap, step) in enumerate(zip(args.shape[2:], args.dilation, args.stride, strict=True), 3):
+        x_BmC = x_BmC.unfold(axis, (taps - 1) * gap + 1, step)[..., ::gap]
+    axes = len(args.stride)
+    g_BTp, x_BTC = (side.movedim(2, 2 + axes).flatten(1, 1 + axes) for side in (g_BmP, x_BmC))
+    return Outer(g_BTp, x_BTC.flatten(2), args.shape)
 
 
 def _run(run: Callable[..., Tensor], bound: Bound) -> tuple[Tensor, Any]:

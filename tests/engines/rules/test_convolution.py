@@ -10,7 +10,8 @@ from factors import TOLERANCE, Draw, close, seeds, sizes, with_bad_row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfunc.engines._rules.convolution import ConvolutionArgs, Convolved
+from dpfunc.engines._per_sample import Outer
+from dpfunc.engines._rules.convolution import ConvolutionArgs, Convolved, of_weight
 
 
 @st.composite
@@ -39,8 +40,40 @@ def convolutions(draw, dtype=torch.float64):
 def test_convolutions_of_any_kind_are_torchs(dtype, data):
     grad, rows_B = data.draw(convolutions(dtype))
     sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
-    assert close(grad.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
-    assert close(grad.sq_norms(), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
+    for each in (grad, of_weight(grad.g_BmP, grad.x_BmC, grad.args)):
+        assert close(each.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
+        assert close(each.sq_norms(), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
+
+
+# taps, stride, padding, dilation, groups, and if each cell is in one window at most: then the kernel is a matrix
+GEOMETRIES = {
+    "patches": ((4, 4), (4, 4), (0, 0), (1, 1), 1, True),
+    "cells that no window reaches": ((2, 3), (3, 5), (0, 0), (1, 1), 1, True),
+    "one tap": ((1, 1), (1, 1), (0, 0), (1, 1), 1, True),
+    "one tap, some cells": ((1, 1), (2, 3), (0, 0), (1, 1), 1, True),
+    "taps with gaps": ((2, 2), (4, 4), (0, 0), (3, 2), 1, True),
+    "gaps that overlap": ((2, 2), (2, 2), (0, 0), (2, 1), 1, False),
+    "one axis overlaps": ((2, 3), (2, 2), (0, 0), (1, 1), 1, False),
+    "padded": ((2, 2), (2, 2), (0, 1), (1, 1), 1, False),
+    "grouped": ((2, 2), (2, 2), (0, 0), (1, 1), 2, False),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("images", [1, 2])
+def test_windows_that_are_apart_are_positions_of_a_matrix(name, images):
+    taps, stride, padding, dilation, groups, apart = GEOMETRIES[name]
+    args = ConvolutionArgs((6, 4 // groups, *taps), stride, padding, dilation, groups)
+    draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x_BmC, options = draw(3, images, 4, 9, 10), {"stride": stride, "padding": padding, "dilation": dilation}
+    y_NP = torch.conv2d(x_BmC.flatten(0, 1), draw(*args.shape), groups=groups, **options)
+    g_BmP = draw(3, images, *y_NP.shape[1:])
+    found, usual = of_weight(g_BmP, x_BmC, args), Convolved(g_BmP, x_BmC, args)
+    assert isinstance(found, Outer) == apart
+    torch.testing.assert_close(found.dense(), usual.dense())
+    torch.testing.assert_close(found.sq_norms(), usual.sq_norms())
+    factors_B = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(found.weighted_sum(factors_B), usual.weighted_sum(factors_B))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
