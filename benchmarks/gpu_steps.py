@@ -29,7 +29,7 @@ from benchmarks.engines.cases import ALL_CASES
 from benchmarks.engines.contestants import WHOLE_DEVICE, WHOLE_DPFUNC, WHOLE_PLAIN
 from benchmarks.engines.problem import Problem, Truth
 from benchmarks.engines.runner import Truths
-from benchmarks.launches import launches_of, no_rows_alone
+from benchmarks.launches.counts import launches_of, no_rows_alone
 from benchmarks.measure import MIB, TOLERANCE, allocated, reason, timed
 from benchmarks.results import FOLDER, listed, markdown, printed, write
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import click
 
-from benchmarks import freed_memory, launches, loader, overhead, pictures, small_steps
+from benchmarks import freed_memory, loader, overhead, pictures, small_steps
 from benchmarks.engines.contestants import JAX_PRIVACY, OPACUS, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
+from benchmarks.launches.__main__ import OURS
+from benchmarks.launches.cases import CASES as LAUNCHES
 from benchmarks.results import DOCS, FOLDER, fill, markdown, printed, read
 
 PAGE = DOCS / "performance.md"
@@ -79,9 +81,9 @@ TARGETS = (
     *(contestant(*numbers, why=why) for *numbers, why in _CONTESTANTS),
     Target("import dpfunc", 150.0, "ms", "startup", ("rows", "import dpfunc", "best_seconds")),
     Target("import dpfunc.accounting", 0.4, "s", "startup", ("rows", "import dpfunc.accounting", "best_seconds")),
-    *(contestant(f"launches, {case.title}", case.aim, "operations", "launches", name, launches.OURS, "operations",
+    *(contestant(f"launches, {case.title}", case.aim, "operations", "launches", name, OURS, "operations",
                  why="launches")
-      for name, case in launches.CASES.items() if case.aim is not None),
+      for name, case in LAUNCHES.items() if case.aim is not None),
     *(Target(f"loader, {case}: {name}", 1.2, "x", "loader", ("ratios", case, name), "loader")
       for name in ("100 steps", "memory") for case in loader.CASES),
 )  # fmt: skip

@@ -11,8 +11,10 @@ import torch
 from click.testing import CliRunner
 from local_process import threads_stay_as_they_were  # noqa: F401  (a fixture)
 
-from benchmarks import launches
-from benchmarks.launches import CASES, READING, launches_of, no_rows_alone, step_of
+from benchmarks.launches import __main__ as launches
+from benchmarks.launches.__main__ import step_of
+from benchmarks.launches.cases import CASES
+from benchmarks.launches.counts import READING, calls_of, launches_of, no_rows_alone
 from benchmarks.results import DOCS, filled, read
 
 REPORT = read(launches.RESULT)
@@ -78,7 +80,7 @@ def test_calls_of_python_are_counted():
     def twice():
         return len([abs(-1), abs(2)])
 
-    few, many = (launches.calls_of(lambda count=count: [twice() for _ in range(count)]) for count in (1, 11))
+    few, many = (calls_of(lambda count=count: [twice() for _ in range(count)]) for count in (1, 11))
     assert many - few == 10 * 4
 
 
