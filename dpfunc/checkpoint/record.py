@@ -5,12 +5,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+from dpfunc._utils.validation import expect
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import record as known
 from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.engines.loop import Loop
 from dpfunc.engines.vmap_grad import VmapGrad
-from dpfunc.errors import InvalidArgument
 from dpfunc.noise import Gaussian
 from dpfunc.rng import fingerprint
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
@@ -62,8 +62,7 @@ def make_record(
     one patient: epsilon=0.65 after 1 step
     """
     plan = dp_step.plan
-    if not unit.strip():
-        raise InvalidArgument(f"Expected what one row of a batch is, e.g. unit='one patient', got unit={unit!r}.")
+    expect(unit.strip(), "what one row of a batch is, e.g. unit='one patient'", "unit", unit)
     check_own_plan(state, plan_digest(plan))
     check_newest(state)
     answer = state.ledger.epsilon(plan.delta, plan.accountant)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.processes import is_dtensor, is_independent, local
-from dpfunc._utils.validation import integer, shorten
+from dpfunc._utils.validation import expect, integer, shorten
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._ghost import Ghost
@@ -172,8 +172,7 @@ def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[
         found = list(filter(layers.__contains__, names))
         if unknown := set(layers) - set(names):
             raise InvalidArgument(f"Expected names of layers, got unknown {shorten(sorted(unknown))}.")
-    if not found:
-        raise InvalidArgument(f"Expected at least one layer, got layers={layers!r}. The names begin {shorten(names)}.")
+    expect(found, "at least one layer", "layers", layers, f"The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
 
 

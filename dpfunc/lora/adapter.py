@@ -310,16 +310,15 @@ def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[
     a: tuple[int, ...]
     b: tuple[int, ...]
     if isinstance(layer, nn.Conv2d):
-        if layer.groups != 1:
-            raise InvalidArgument(f"Expected Conv2d with groups=1, got groups={layer.groups}. Leave it out of targets.")
+        expect(layer.groups == 1, "Conv2d with groups=1", "groups", layer.groups, "Leave it out of targets.")
         a, b = (rank, layer.in_channels, *layer.kernel_size), (layer.out_channels, rank, 1, 1)
     elif isinstance(layer, nn.Linear):  # of 4 bits too, whose weight has another shape
         a, b = (rank, layer.in_features), (layer.out_features, rank)
     else:
         width, out = layer.get_parameter("weight").shape  # Embedding, Conv1D
         a, b = (rank, width), (out, rank)
-    if rank > (limit := min(b[0], math.prod(a[1:]))):
-        raise InvalidArgument(f"Expected rank <= {limit}, the rank of {layer}, got rank={rank}.")
+    limit = min(b[0], math.prod(a[1:]))
+    expect(rank <= limit, f"rank <= {limit}, the rank of {layer}", "rank", rank)
     return a, b
 
 

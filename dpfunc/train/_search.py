@@ -276,14 +276,13 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No warning, log, progress bar or other output inside: how many there are would tell the number of runs."""
-    with contextlib.ExitStack() as held:
+    with (
+        contextlib.ExitStack() as held, warnings.catch_warnings(action="ignore"),
+        open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):  # fmt: skip
         held.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        held.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # as the docstring says
-        nowhere = held.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        held.enter_context(contextlib.redirect_stdout(nowhere))
-        held.enter_context(contextlib.redirect_stderr(nowhere))
         yield
 
 

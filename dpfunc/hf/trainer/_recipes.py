@@ -47,8 +47,7 @@ def model_recipe(
         norm = _feature_norm(model, [*head.values()], measure) or math.sqrt(own / len(weight))
         facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
     size = sum(p.numel() for p in trainable(model).values())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoiseWarning)  # those who use a recipe show its advice
+    with warnings.catch_warnings(action="ignore", category=NoiseWarning):  # those who use a recipe show its advice
         return recipe(strategy, dataset_size=dataset_size, num_parameters=size, epsilon=epsilon, delta=delta, **facts)
 
 

@@ -262,14 +262,11 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     """
     if nested or "pixel_values" not in batch or "pixel_attention_mask" in batch:
         return dict(batch)
-    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in _several_a_sample(batch)}}
-
-
-def _several_a_sample(batch: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors in which axis 1 goes over the images of a sample."""
+    # names of tensors in which axis 1 goes over the images of a sample
     found = [name for name in ("image_grid_thw", "image_sizes") if name in batch and batch[name].dim() == 3]
     pixels_have_it = batch["pixel_values"].dim() == 5 if "image_sizes" not in batch else "image_sizes" in found
-    return [*found, *(["pixel_values"] if "image_grid_thw" in batch or pixels_have_it else [])]
+    found += ["pixel_values"] if "image_grid_thw" in batch or pixels_have_it else []
+    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in found}}
 
 
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -321,13 +318,14 @@ def _opened_image(path: Path | str) -> Iterator[Any]:
     large, missing = f"Expected an image of at most {_MOST_PIXELS} pixels, got", "there is no such file"
     known: dict[type, str] = {UnidentifiedImageError: "it is of no format that is known", FileNotFoundError: missing}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
-                if file.width * file.height > _MOST_PIXELS:
-                    raise InvalidArgument(f"{large} {file.width} x {file.height}. Make it smaller.")
-                yield file
-                return
+        with (
+            warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
+            Image.open(path) as file,
+        ):
+            if file.width * file.height > _MOST_PIXELS:
+                raise InvalidArgument(f"{large} {file.width} x {file.height}. Make it smaller.")
+            yield file
+            return
     except InvalidArgument:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
