@@ -16,9 +16,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     Solves `delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)`: Balle and Wang 2018, Improving the
     Gaussian Mechanism for Differential Privacy, Theorem 8; in logarithms. k releases compose to `mu^2 = sum_i mu_i^2`.
     """
-    from scipy.special import erf
-
-    if mu == 0.0 or erf(mu / 8**0.5) <= delta:  # the total variation distance
+    if mu == 0.0 or math.erf(mu / 8**0.5) <= delta:  # the total variation distance
         return 0.0
     if not mu < 1e100:
         return math.inf
@@ -33,12 +31,10 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 def gaussian_delta(epsilon: float, mu: float) -> float:
     """The delta of the Gaussian mechanism at `epsilon` >= 0, rounded up; see `gaussian_epsilon`."""
-    from scipy.special import erf
-
     if not mu < 1e100:
         return 1.0
     if mu < _LEAST:
-        return float(erf(mu / 8**0.5))
+        return math.erf(mu / 8**0.5)
     log_delta = _log_delta(epsilon, mu)
     if log_delta == -math.inf:
         return 0.0

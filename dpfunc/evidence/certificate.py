@@ -46,7 +46,6 @@ from dpfunc.evidence._result import entry, in_certificate
 from dpfunc.types import Adjacency, Event
 
 SCHEMA = "dpfunc.certificate/2"
-_FILE = "certificate.json"
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _RECORDED = 1e-4  # relative: up to which the epsilon of a record may be below the one that is computed now
 _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opacus has by itself
@@ -146,7 +145,7 @@ def certify(
         public, signature = key.public_key().public_bytes_raw().hex(), key.sign(_canonical(values).encode()).hex()
         values["signature"] = {"algorithm": "Ed25519", "public_key": public, "value": signature}
     values["digest"] = _digest(values)
-    path = Path(out or folder / _FILE)
+    path = Path(out or folder / "certificate.json")
     chain.replace_file(path, _canonical(values))
     chain.replace_file(path.with_suffix(".html"), page(values))
     return path
@@ -182,9 +181,15 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     bytes_ = "as they were written" if same else "other bytes, or another digest: it was changed"
     rows = [Finding("bytes", same, bytes_)]
     plain = {name: value for name, value in values.items() if name != "signature"}
+    place = {"number": 0, "run": "", "epsilon": 0.0} | again.get("budget", {})
+    told = {  # of some parts, after they were computed again
+        "claim": f"epsilon={again['claim']['epsilon']:.6g} at delta={again['claim']['delta']:g}",
+        "assumptions": f"{sum(each['met'] is False for each in again['assumptions'])} not met",
+        "budget": f"run {place['number']}, {place['run']!r}, within epsilon={place['epsilon']:g} with all others",
+    }
     for part in sorted(plain.keys() | again.keys() - {"signature"}):
         same = _same(values.get(part), again.get(part))
-        rows.append(Finding(part, same, _told(part, again) if same else "not what follows from the steps"))
+        rows.append(Finding(part, same, told.get(part, "as it follows") if same else "not what follows from the steps"))
     named, none = "signature" in values, (public_key is None, NOBODY)
     signed = _signed_by(values["signature"], _canonical(plain).encode(), public_key) if named else none
     named_as = _same(values.get("signature"), again.get("signature"))
@@ -413,16 +418,6 @@ def _same(said: Any, found: Any) -> bool:
     if isinstance(found, list):
         return len(said) == len(found) and all(map(_same, said, found))
     return said == found or (isinstance(found, float) and math.isclose(said, found, rel_tol=_ROUNDING, abs_tol=1e-9))
-
-
-def _told(part: str, values: Mapping[str, Any]) -> str:
-    """A part in short, after it was computed again."""
-    claim, place = values["claim"], {"number": 0, "run": "", "epsilon": 0.0} | values.get("budget", {})
-    return {
-        "claim": f"epsilon={claim['epsilon']:.6g} at delta={claim['delta']:g}",
-        "assumptions": f"{sum(each['met'] is False for each in values['assumptions'])} not met",
-        "budget": f"run {place['number']}, {place['run']!r}, within epsilon={place['epsilon']:g} with all others",
-    }.get(part, "as it follows")
 
 
 def _signed_by(signature: Any, content: bytes, public_key: Path | str | None) -> tuple[bool, str]:
