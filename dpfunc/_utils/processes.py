@@ -5,8 +5,6 @@ Where a model is sharded, all processes run the same passes in the same order: w
 its own rows is decided by all, and who fails says so in the store of the job: others wait.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys
@@ -43,7 +41,7 @@ class Window(NamedTuple):
         return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
 
 
-def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: object) -> TypeGuard["DTensor"]:
     """True for a DTensor. Does not import the module of DTensor: if a DTensor exists, it was imported before."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -5,8 +5,6 @@ anything, is noted in a small file beside it (`.head`): the number of lines and 
 against accidents; whoever may write both files can still write others that fit together.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -31,7 +29,7 @@ class Head(NamedTuple):
     lines: int = 0
     digest: str = ""
 
-    def after(self, raw: bytes) -> Head:
+    def after(self, raw: bytes) -> "Head":
         """The end with one more line."""
         return Head(self.lines + 1, hashlib.blake2b(raw, digest_size=16).hexdigest())
 

@@ -1,7 +1,5 @@
 """A step that a replay watches: what it is given, what it sums, and releases that are those of an earlier run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -45,7 +43,7 @@ class Release:
 class Tape:
     """Record of one run of a loop. `forced` is the run whose releases it gets; `without` records that are not drawn."""
 
-    forced: Tape | None = None
+    forced: "Tape | None" = None
     without: Tensor | None = None
     releases: list[Release] = field(default_factory=list)
     rows: list[list[bytes]] = field(default_factory=list)

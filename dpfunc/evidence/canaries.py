@@ -1,7 +1,5 @@
 """What an audit plants and reads: canaries in gradients, canaries among the records, and texts that were learnt."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -53,7 +51,7 @@ class Canaries:
     norm: float
 
     @classmethod
-    def draw(cls, params: Params, count: int, key: Key, *, norm: float = 100.0) -> Canaries:
+    def draw(cls, params: Params, count: int, key: Key, *, norm: float = 100.0) -> "Canaries":
         """Draw coordinates, no two alike and equally many in each parameter as far as it has them, and coins.
 
         So a parameter that is not clipped, or has no noise, is seen also where it has few of all coordinates.

@@ -1,7 +1,5 @@
 """Tables of private records: read, without exact duplicates, split record by record."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -88,7 +86,7 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
     return [(number, _object(line, number, columns, path)) for number, line in lines]
 
 
-def _rows_of_csv(reader: csv.DictReader[str], columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
+def _rows_of_csv(reader: "csv.DictReader[str]", columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
     """Numbered rows, if each has at most as many values as there are names, and no name is there twice."""
     names = list(reader.fieldnames or ())
     for column in (each for each in columns if names.count(each) > 1):
