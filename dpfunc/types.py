@@ -142,9 +142,11 @@ class Event:
     num_steps: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sampling_prob", checks.probability("sampling_prob", self.sampling_prob))
-        object.__setattr__(self, "noise_multiplier", checks.non_negative("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "num_steps", checks.integer("num_steps", self.num_steps, minimum=1))
+        checks.set_fields(self, {
+            "sampling_prob": checks.probability("sampling_prob", self.sampling_prob),
+            "noise_multiplier": checks.non_negative("noise_multiplier", self.noise_multiplier),
+            "num_steps": checks.integer("num_steps", self.num_steps, minimum=1),
+        })  # fmt: skip
 
     def law(self) -> tuple[Event, ...]:
         """Poisson-sampled Gaussian steps that together cost at least as much: all that accountants know of an event."""

@@ -28,6 +28,12 @@ def wrong_type(domain: str, name: str, value: object, hint: str = "") -> Invalid
     return InvalidArgument(f"Expected {domain}, got {name} of type {type(value).__name__}.{f' {hint}' if hint else ''}")
 
 
+def set_fields(made: object, values: Mapping[str, object]) -> None:
+    """Set fields of a frozen dataclass, in its `__post_init__`, to what their checks have made of them."""
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+
+
 def expect(holds: object, domain: str, name: str, value: object, hint: str = "") -> None:
     """Check that a value is in its domain: the error is that of `fail`."""
     if not holds:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfunc._utils.validation import apart, expect, fail, positive, real
+from dpfunc._utils.validation import apart, expect, fail, positive, real, set_fields
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
 from dpfunc.accounting._pairs import allocated, capped, laplace, stated
 from dpfunc.errors import DPFuncError, InvalidArgument
@@ -61,9 +61,12 @@ class Opaque(Event):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        epsilon = real("epsilon", self.epsilon, f"0 <= epsilon <= {_LARGEST:g}", inside=lambda x: 0 <= x <= _LARGEST)
-        object.__setattr__(self, "epsilon", epsilon)
-        object.__setattr__(self, "delta", real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1))
+        set_fields(self, {
+            "epsilon": real(
+                "epsilon", self.epsilon, f"0 <= epsilon <= {_LARGEST:g}", inside=lambda x: 0 <= x <= _LARGEST
+            ),
+            "delta": real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1),
+        })  # fmt: skip
 
     law = Event.law  # itself, see `law_of`
 

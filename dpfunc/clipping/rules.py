@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.validation import apart, fail, integer, named, non_negative, positive, shorten
+from dpfunc._utils.validation import apart, fail, integer, named, non_negative, positive, set_fields, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, ClipRule, Groups
 
@@ -277,8 +277,7 @@ class Automatic:
     groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
-        object.__setattr__(self, "gamma", non_negative("gamma", self.gamma))
+        set_fields(self, {"clip_norm": _check_clip_norm(self.clip_norm), "gamma": non_negative("gamma", self.gamma)})
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / (norm + gamma)`; the infinity of 0 / 0 is limited by the ceiling that holds for every rule."""
@@ -328,8 +327,10 @@ class PSAC:
     groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
-        object.__setattr__(self, "regularizer", positive("regularizer", self.regularizer))
+        set_fields(
+            self,
+            {"clip_norm": _check_clip_norm(self.clip_norm), "regularizer": positive("regularizer", self.regularizer)},
+        )
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / (norm + r / (norm + r))`; at norm 0 the factor is C."""
@@ -358,8 +359,9 @@ class Threshold:
     groups: Groups = _ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
-        object.__setattr__(self, "threshold", positive("threshold", self.threshold))
+        set_fields(
+            self, {"clip_norm": _check_clip_norm(self.clip_norm), "threshold": positive("threshold", self.threshold)}
+        )
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / Z` for norms up to Z, 0 above."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, fail, integer, named, open_unit, real, shorten, wrong_type
+from dpfunc._utils.validation import expect, fail, integer, named, open_unit, real, set_fields, shorten, wrong_type
 from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ClippedSum, Params, Unreleased
@@ -124,8 +124,7 @@ class Telemetry:
             raise wrong_type("statistics to be some clipping.Statistic", "statistics", self.statistics)
         names = [each.name for each in statistics]
         expect(len(set(names)) == len(names), "one statistic of each name", "statistics", names)
-        object.__setattr__(self, "statistics", statistics)
-        object.__setattr__(self, "share", open_unit("share", self.share))
+        set_fields(self, {"statistics": statistics, "share": open_unit("share", self.share)})
 
     @property
     def num_values(self) -> int:

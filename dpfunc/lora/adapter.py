@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpfunc._utils.validation import boolean, expect, fail, integer, one_of, positive, real, shorten
+from dpfunc._utils.validation import boolean, expect, fail, integer, one_of, positive, real, set_fields, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._names import pattern, select
 from dpfunc.functional.forward import Forward, check_params, functionalize, unwrapped
@@ -59,12 +59,13 @@ class LoRAConfig:
     also_train: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))
-        object.__setattr__(self, "also_train", tuple(self.also_train))
-        object.__setattr__(self, "rank", integer("rank", self.rank, minimum=1))
-        object.__setattr__(self, "alpha", positive("alpha", self.alpha))
-        dropout = real("dropout", self.dropout, "0 <= dropout < 1", inside=lambda share: 0 <= share < 1)
-        object.__setattr__(self, "dropout", dropout)
+        set_fields(self, {
+            "targets": tuple(self.targets),
+            "also_train": tuple(self.also_train),
+            "rank": integer("rank", self.rank, minimum=1),
+            "alpha": positive("alpha", self.alpha),
+            "dropout": real("dropout", self.dropout, "0 <= dropout < 1", inside=lambda share: 0 <= share < 1),
+        })  # fmt: skip
         boolean("rslora", self.rslora)
         one_of("train", self.train, ("AB", "B"))
         one_of("init", self.init, ("kaiming", "orthonormal"))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, integer, records
+from dpfunc._utils.validation import expect, integer, records, set_fields
 from dpfunc.rng import Key, check_key
 from dpfunc.sampling.poisson import check_span, generator_of
 from dpfunc.types import Adjacency, Allocated, Capped, Event
@@ -32,8 +32,7 @@ class _FixedBatches:
         n = integer("dataset_size", self.dataset_size, minimum=1)
         size = integer("batch_size", self.batch_size, minimum=1)
         expect(size <= n, "batch_size <= dataset_size", "batch_size", self.batch_size, f"The data set has {n} records.")
-        object.__setattr__(self, "dataset_size", n)
-        object.__setattr__(self, "batch_size", size)
+        set_fields(self, {"dataset_size": n, "batch_size": size})
 
     def expected_batch_size(self, step: int) -> float:
         """The batch size; also for a smaller last batch, so that all records weigh the same."""
@@ -173,8 +172,8 @@ class RandomAllocation:
     num_batches: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset_size", records(self.dataset_size))
-        object.__setattr__(self, "num_batches", integer("num_batches", self.num_batches, minimum=1))
+        batches = integer("num_batches", self.num_batches, minimum=1)
+        set_fields(self, {"dataset_size": records(self.dataset_size), "num_batches": batches})
 
     @property
     def steps_per_epoch(self) -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of
+from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of, set_fields
 from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
 
@@ -123,9 +123,11 @@ class CappedPoisson:
     cap: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset_size", records(self.dataset_size))
-        object.__setattr__(self, "sampling_prob", probability("sampling_prob", self.sampling_prob))
-        object.__setattr__(self, "cap", integer("cap", self.cap, minimum=1))
+        set_fields(self, {
+            "dataset_size": records(self.dataset_size),
+            "sampling_prob": probability("sampling_prob", self.sampling_prob),
+            "cap": integer("cap", self.cap, minimum=1),
+        })  # fmt: skip
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step, at most `cap`."""
