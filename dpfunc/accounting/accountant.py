@@ -68,11 +68,10 @@ def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float
         raise InvalidArgument(
             f"Expected Poisson-sampled Gaussian steps for method {method!r}, got {special[0]!r}. Use method 'auto'."
         )
-    found: _Bound
     if method == "gdp-approximation":
         if adjacency == "replace_one":
             raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
-        found = gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
+        found: _Bound = gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
     elif method == "gaussian" or (method == "auto" and all_take_part(events)):
         found = _exactly(events, delta)
     else:

@@ -67,15 +67,6 @@ class Planted:
         noise = plan.noise.watch.differs() if isinstance(plan.noise, WatchedNoise) else ""
         return dataclasses.replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
 
-    def foretell(self, plan: Plan) -> None:
-        """Log, before the run, the largest bound that so many canaries can give: guesses cannot refute more."""
-        most, most_gaussian = largest_bound(self.count, delta=plan.delta)
-        _log.warning(
-            "An audit with %d canaries shows at most epsilon >= %.3g at delta=%g, %.3g if the noise is Gaussian. A "
-            "claim above that is not refuted by guesses; more canaries show more.",
-            self.count, most, plan.delta, most_gaussian,
-        )  # fmt: skip
-
 
 def planted_plan(plan: Plan, planted: Planted) -> Plan:
     """The plan of a loop among whose records there are canaries; it draws those that the loop is given."""
@@ -85,7 +76,11 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
     larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
     out = torch.arange(m, device="cpu") if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
-    planted.foretell(plan)
+    most, most_gaussian = largest_bound(m, delta=plan.delta)  # guesses cannot refute more
+    _log.warning(
+        "An audit with %d canaries shows at most epsilon >= %.3g at delta=%g, %.3g if the noise is Gaussian. A "
+        "claim above that is not refuted by guesses; more canaries show more.", m, most, plan.delta, most_gaussian,
+    )  # fmt: skip
     return seen_noise(dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings))
 
 
