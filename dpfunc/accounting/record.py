@@ -1,10 +1,9 @@
 """Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
@@ -87,7 +86,7 @@ class _Published:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             _check(field.name, hints[field.name], getattr(self, field.name))
 
     def _neighbours(self) -> Adjacency:
@@ -95,7 +94,7 @@ class _Published:
 
     def to_json(self) -> str:
         """The record as JSON, with its schema and a digest; infinity is null, which JSON has."""
-        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         whole = {"schema": self.schema, **values, "neighbours": NEIGHBOURS[self._neighbours()]}
         return json.dumps(checks.signed(whole), indent=1, allow_nan=False)
 
@@ -109,7 +108,7 @@ class _Published:
         """
         values = parsed(text, f"the record of a {cls.what} ({RECORD_FILE})", cls.schema)
         given, hints = checks.unsigned("record", values), get_type_hints(cls)
-        expected = ("schema", "neighbours", *(field.name for field in dataclasses.fields(cls)))
+        expected = ("schema", "neighbours", *(field.name for field in fields(cls)))
         check_fields(f"a record of schema {cls.schema!r}", given, expected)
         neighbours = given.pop("neighbours")
         del given["schema"]

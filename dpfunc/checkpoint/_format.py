@@ -1,10 +1,9 @@
 """A run as JSON values: its state, its plan, and how two of them differ."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -27,7 +26,7 @@ SCHEMA = 3
 _PLAN_SCHEMA = 1
 _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for name in folder.__all__]
 # What a saved plan may hold, beside events: all dataclasses among the public names of these folders.
-_PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if dataclasses.is_dataclass(cls)}
+_PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if is_dataclass(cls)}
 # Fields of a state that are JSON values.
 _KEPT = ("step", "limit", "charged", "drawn", "num_records", "released", "telemetry")
 
@@ -107,7 +106,7 @@ def _encoded(value: Any) -> Any:
     if type(value) in _PARTS or type(value) in KINDS.values():
         return {
             "kind": type(value).__name__,
-            **{f.name: _encoded(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare},
+            **{f.name: _encoded(getattr(value, f.name)) for f in fields(value) if f.compare},
         }
     if isinstance(value, Mapping):
         return {"kind": "mapping", "items": {str(name): _encoded(item) for name, item in value.items()}}

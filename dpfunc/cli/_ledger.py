@@ -1,10 +1,9 @@
 """The commands `dpfunc ledger show` and `dpfunc ledger check`: what runs have cost, from the files that they left."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import click
@@ -112,7 +111,7 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
         return
     guarantee, counted = source.guarantee(at, method or "auto"), not isinstance(source.record, SelectionRecord)
     if as_json:
-        steps = {"num_steps": spent.num_steps, "events": [dataclasses.asdict(event) for event in spent.events]}
+        steps = {"num_steps": spent.num_steps, "events": [asdict(event) for event in spent.events]}
         print_json({**describe(guarantee), **(steps if counted else {})})
         return
     if counted:

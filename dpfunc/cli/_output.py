@@ -1,13 +1,12 @@
 """Results on stdout: tables, lines in terminals that are too narrow for a table, or JSON."""
 
-import dataclasses
 import json
 import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import click
@@ -25,7 +24,7 @@ json_option: Callable[[Any], Any] = click.option(
 
 def describe(guarantee: Guarantee) -> dict[str, Any]:
     """A guarantee as JSON values; infinity as null, since JSON has none."""
-    return {**dataclasses.asdict(guarantee), "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
+    return {**asdict(guarantee), "epsilon": None if math.isinf(guarantee.epsilon) else guarantee.epsilon}
 
 
 @dataclass(frozen=True)

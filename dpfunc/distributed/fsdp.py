@@ -7,9 +7,8 @@ parameters: the engine of two passes recognises their uses, and each weighted su
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -128,7 +127,7 @@ def shard_frozen(
             for tensors in (model.params, model.constants)
         )
         forward = functionalize(module, names).forward
-        return dataclasses.replace(model, params=params, constants=constants, _adapted=forward)
+        return replace(model, params=params, constants=constants, _adapted=forward)
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise InvalidArgument(f"Expected a torch module or an adapter of dpfunc.lora.attach, got {found}.")
@@ -229,7 +228,7 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
         )
     forward = _ManagedForward(module, trained)
     params = {name: param.detach().clone() for name, param in trained.items()}
-    sharding_ranks = dataclasses.replace(ranks, keeps_parts=True)
+    sharding_ranks = replace(ranks, keeps_parts=True)
     return Managed(forward, params, ManagedEngine(forward, sharding_ranks), sharding_ranks)
 
 

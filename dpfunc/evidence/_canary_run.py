@@ -2,11 +2,10 @@
 a Python file, as `dpfunc verify` and `dpfunc audit` take it.
 """
 
-import dataclasses
 import logging
 import runpy
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -65,15 +64,15 @@ class Planted:
         claim = plan.ledger(len(self.reads))
         found = bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
         noise = plan.noise.watch.differs() if isinstance(plan.noise, WatchedNoise) else ""
-        return dataclasses.replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
+        return replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
 
 
 def planted_plan(plan: Plan, planted: Planted) -> Plan:
     """The plan of a loop among whose records there are canaries; it draws those that the loop is given."""
-    if not dataclasses.is_dataclass(plan.sampler):
+    if not is_dataclass(plan.sampler):
         raise fail("a sampler that is a dataclass", "sampler", plan.sampler)
     n, m = plan.sampler.dataset_size, planted.count
-    larger: Any = dataclasses.replace(plan.sampler, dataset_size=n + m)
+    larger: Any = replace(plan.sampler, dataset_size=n + m)
     out = torch.arange(m, device="cpu") if planted.records is None else torch.nonzero(~planted.present)[:, 0]
     settings = {"epsilon": None, "spent": None, "allow_large_delta": True}  # the claim is that of the steps
     most, most_gaussian = largest_bound(m, delta=plan.delta)  # guesses cannot refute more
@@ -81,7 +80,7 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
         "An audit with %d canaries shows at most epsilon >= %.3g at delta=%g, %.3g if the noise is Gaussian. A "
         "claim above that is not refuted by guesses; more canaries show more.", m, most, plan.delta, most_gaussian,
     )  # fmt: skip
-    return seen_noise(dataclasses.replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings))
+    return seen_noise(replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings))
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ class PlantedStep(DPStep):
     def _whole(self) -> DPStep:
         sampler: Any = self.plan.sampler
         canaries: Any = self.planted.canaries
-        clipped = dataclasses.replace(self.clipped_grad, loss_fn=canaries.loss(self.clipped_grad.loss_fn))
-        plan = dataclasses.replace(self.plan, sampler=sampler.sampler)
+        clipped = replace(self.clipped_grad, loss_fn=canaries.loss(self.clipped_grad.loss_fn))
+        plan = replace(self.plan, sampler=sampler.sampler)
         return DPStep(**settings_of(self) | {"plan": plan, "clipped_grad": clipped})
 
     def _alignment(self, params: Params, grads: dict[str, Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 first run in each later one; so everything else must be the same bit for bit: number of steps, rates, files, lines.
 """
 
-import functools
 import io
 import json
 import logging
@@ -14,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -110,7 +109,7 @@ def left_in(folder: Path, lines: str, elsewhere: Iterable[Path] = ()) -> dict[st
 _opened: list[set[Path]] = []
 
 
-@functools.cache
+@cache
 def _listen() -> None:
     def note(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and _opened and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):

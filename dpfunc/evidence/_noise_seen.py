@@ -1,8 +1,7 @@
 """The noise of an audited run: what was added to each clipped sum, against the normal law that the plan claims."""
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,8 +92,4 @@ def _some(value: Tensor) -> Tensor:
 
 def seen_noise(plan: Plan) -> Plan:
     """The plan, by its repr, whose noise is compared with its claim; noise that is not Gaussian has no claim here."""
-    return (
-        dataclasses.replace(plan, noise=WatchedNoise(plan.noise, NoiseSeen()))
-        if isinstance(plan.noise, Gaussian)
-        else plan
-    )
+    return replace(plan, noise=WatchedNoise(plan.noise, NoiseSeen())) if isinstance(plan.noise, Gaussian) else plan

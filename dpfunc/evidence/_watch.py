@@ -1,13 +1,12 @@
 """A step that a replay watches: what it is given, what it sums, and releases that are those of an earlier run."""
 
-import dataclasses
 import functools
 import hashlib
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,7 +56,7 @@ class Tape:
         """The addition of noise, which notes what is summed, and releases again what a forced run released."""
 
         def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
-            kept = dataclasses.replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
+            kept = replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
             values, after = inner(clipped, state, key)
             place = len(self.releases)
             if self.forced is not None and place < len(self.forced.releases):
@@ -153,17 +152,17 @@ def _as_before(tape: Tape, drawn: Tensor) -> AbstractContextManager[None]:
 
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
-    plan = dataclasses.replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
+    plan = replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
     return WatchedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, tape=tape)
 
 
 def watched_plan(plan: Plan, tape: Tape) -> Plan:
     """The same plan, by its repr, whose draws and noise are those of a tape."""
-    return dataclasses.replace(plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape))
+    return replace(plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape))
 
 
 def settings_of(dp_step: DPStep) -> dict[str, Any]:
-    return {each.name: getattr(dp_step, each.name) for each in dataclasses.fields(DPStep) if each.name != "_calls"}
+    return {each.name: getattr(dp_step, each.name) for each in fields(DPStep) if each.name != "_calls"}
 
 
 def _digests_of_rows(batch: Batch) -> list[bytes]:

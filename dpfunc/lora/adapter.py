@@ -4,13 +4,12 @@ A layer becomes `h = W x + (alpha / rank) B A x`, with A (rank, in) and B (out, 
 """
 
 import copy
-import dataclasses
 import difflib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -340,7 +339,7 @@ def save(path: Path | str, adapter: LoRA, params: Params) -> None:
     True
     """
     every = {name: value.detach().cpu().clone().contiguous() for name, value in adapter._every(params).items()}
-    config = json.dumps(dataclasses.asdict(adapter.config))
+    config = json.dumps(asdict(adapter.config))
     unfinished = Path(f"{path}.unfinished")
     save_file(every, unfinished, metadata={"format": "pt", "schema": SCHEMA, "config": config})
     os.replace(unfinished, path)
@@ -371,7 +370,7 @@ def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     if differ := [f"{n}: saved {was}, module needs {need}" for n, (was, need) in forms.items() if was != need]:
         raise CheckpointError(f"The adapter {path} does not fit the module: {shorten(differ)}.")
     fitting = {name: saved[name].to(ours) for name, ours in expected.items()}
-    return dataclasses.replace(adapter, constants={n: fitting.pop(n) for n in adapter.constants}), fitting
+    return replace(adapter, constants={n: fitting.pop(n) for n in adapter.constants}), fitting
 
 
 def _form(value: Tensor | None) -> str:
