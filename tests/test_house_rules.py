@@ -73,6 +73,19 @@ def test_no_module_is_in_a_circle_of_imports():
     assert HOUSE["circles"]({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
 
 
+def test_no_folder_is_in_a_circle_of_imports():
+    """A folder imports what its own files import, and all of its files together are one part."""
+    graph = HOUSE["import_graph"]()
+    folders = {module.rpartition(".")[0] for module in graph if "." in module}
+    found = {folder: HOUSE["circles"](HOUSE["parts_of"](folder, graph)) for folder in folders}
+    known = {
+        "dpfunc.hf": ["dpfunc.hf.tasks", "dpfunc.hf.vision_language"]
+    }  # a task knows its losses, and they its type
+    assert {folder: parts for folder, parts in found.items() if parts} == known
+    pair = {"a.b.c": {"a.d"}, "a.d": {"a.b.e"}, "a.b.e": set()}
+    assert HOUSE["circles"](HOUSE["parts_of"]("a", pair)) == ["a.b", "a.d"]
+
+
 def test_bans():
     for path, node in nodes():
         where = f"{path}:{getattr(node, 'lineno', 0)}"

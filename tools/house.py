@@ -127,6 +127,19 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return [name for name in graph if name in reached(graph, name)]
 
 
+def parts_of(folder: str, graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The files and folders in a folder, each as one node, and what they import of each other."""
+    depth = folder.count(".") + 2
+
+    def part(module: str) -> str:
+        return ".".join(module.split(".")[:depth]) if module.startswith(f"{folder}.") else ""
+
+    found: dict[str, set[str]] = {part(module): set() for module in graph if part(module)}
+    for module, imported in graph.items():
+        found.get(part(module), set()).update({part(name) for name in imported} - {"", part(module)})
+    return found
+
+
 def picture() -> str:
     """Folders and top-level files of dpfunc as a Mermaid chart: an arrow for each import that no longer way shows."""
     parts: dict[str, set[str]] = {}

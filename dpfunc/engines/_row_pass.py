@@ -18,6 +18,7 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, is_dtensor, on_any_process
 from dpfunc.batches import own_memory, take
 from dpfunc.engines._batching import by_rows, verified
+from dpfunc.engines._composite import COMPOSITES
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
@@ -59,7 +60,6 @@ from dpfunc.engines._per_sample import Kept
 from dpfunc.engines._reads import READS, Handler, any_row, numbers, stacked
 from dpfunc.engines._recurrent import RECURRENT_LAYERS
 from dpfunc.engines._rules import REGISTERED
-from dpfunc.engines._rules.composite import COMPOSITES
 from dpfunc.engines._rules.table import Use
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
