@@ -1,6 +1,6 @@
 """How probable it is that the audit of rows finds a fault: `python -m benchmarks.audit_power` fills docs/trust.md.
 
-Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.audit.Audits`, on average over
+Nothing is drawn. How many rows a step compares is asked of `dpfunc.engines.microbatches.Audits`, on average over
 its chance; the rest is the hypergeometric law: r of B rows, drawn without replacement, miss all b faulty ones with
 probability C(B - b, r) / C(B, r). For small r that is near (1 - b / B)^r. The fault begins after the first step, and
 sizes of batches do not change; it must be larger than the tolerance of the comparison.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from benchmarks.results import DOCS, fill, markdown
-from dpfunc.engines.audit import Audits
+from dpfunc.engines.microbatches import Audits
 
 PAGE = DOCS / "trust.md"
 SIZES, SHARES, STEPS, WANTED, CHANCES = (32, 256, 8192), (0.0, 0.01, 0.1, 1.0), (1, 100, 1000, 10000), 0.99, 1000

@@ -25,12 +25,14 @@ HEADS = ("case", "plain step, ms", "private step, ms", "audits", "first step / l
 def one_audit(problem: Problem) -> Callable[[], object]:
     """Compare one row of a step."""
     from dpfunc.engines import auto
-    from dpfunc.engines.audit import Audits, Credited, audit
+    from dpfunc.engines.audit import Credited, audit
+    from dpfunc.engines.microbatches import Audits
 
     loss_fn, params = problem.functional()
     batch, seed = (problem.inputs, problem.targets), torch.default_generator.get_state()
     per_sample = auto()(loss_fn, params, batch)
-    credited = Credited(loss_fn, params, batch, per_sample, per_sample.sq_norms(), seed, repeatable=True)
+    positions, sq_norms = range(len(per_sample.losses_B)), per_sample.sq_norms()
+    credited = Credited(loss_fn, params, batch, per_sample, sq_norms, positions, seed, repeatable=True)
     return lambda: audit(credited, [0], Audits())
 
 
@@ -47,7 +49,7 @@ def contestant(spec: Spec) -> Contestant:
 
 
 def measure(case: str, rounds: int, quick: bool) -> dict[str, Any]:
-    from dpfunc.engines.audit import STEPS_IN
+    from dpfunc.engines.microbatches import STEPS_IN
 
     spec = {"module": "benchmarks.overhead", "cases": "benchmarks.engines.cases", "case": case, "quick": quick}
     names = ("plain", "audit", "whole", "first")

@@ -1,40 +1,30 @@
 """Engine + clip rule -> ClippedSum, for every engine, rule, grouping and microbatch size.
 
-The algorithm is `ClippedGrad._clip_and_sum`. The rest is microbatches and audits.
+The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import out_of_memory
-from dpfunc._utils.processes import in_lockstep, is_dtensor
+from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import integer, one_of
-from dpfunc.batches import Memo, batch_size, check_params, pad_rows, refuse_narrow_range, rows, tree_map
+from dpfunc.batches import batch_size, check_params, refuse_narrow_range, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines._guards.kept_state import python_state, refuse_counting
-from dpfunc.engines._guards.loss import joined_aux, refuse_modes, uncompiled, unfollowed_code_is_an_error
-from dpfunc.engines._levels import first_row
-from dpfunc.engines._numerics import ReadTogether, exact
-from dpfunc.engines._per_sample import PerSample
-from dpfunc.engines.audit import Audits, Credited, audit
-from dpfunc.engines.microbatches import prepared_size, size_by_row
-from dpfunc.engines.prepare import warmed
-from dpfunc.engines.vmap_grad import Grouped, vmap
+from dpfunc.engines import vmap
+from dpfunc.engines.microbatches import Microbatches
 from dpfunc.errors import InvalidArgument, OutOfMemory
-from dpfunc.rng import Key, fold_in, torch_seed, with_generator_state
+from dpfunc.rng import Key
 from dpfunc.types import (
     ADJACENCIES,
     Adjacency,
@@ -64,10 +54,10 @@ class ClippedGrad:
     adjacency: Adjacency
     ranks: Ranks | None = field(default=None, repr=False)
     telemetry: Telemetry | None = None
-    _audits: Audits = field(default_factory=Audits, repr=False, compare=False)
-    _read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
-    _sizes: Memo[int | None] = field(default_factory=Memo, repr=False, compare=False)
-    _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
+
+    @cached_property
+    def _microbatches(self) -> Microbatches:
+        return Microbatches(self.loss_fn, self.engine, self.microbatch_size)
 
     def __call__(
         self, params: Params, batch: Batch, *,
@@ -99,7 +89,6 @@ class ClippedGrad:
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
             )
-        refuse_modes()
         num_samples = batch_size(batch)
         real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
         parts = partition(self.clip.groups, tuple(params))
@@ -108,88 +97,16 @@ class ClippedGrad:
             bounds = self.telemetry.bounds(bounds)
         parts = replace(parts, bounds=tuple(bounds[group] for group in parts.group_names))
         if num_samples:
-            found = self._all_microbatches(parts, params, batch, real_B, key)
+            found = self._microbatches.sums(params, batch, real_B, key, partial(self._clip_and_sum, parts, params))
         else:
             none = torch.zeros(0, len(bounds), device=real_B.device)
             found = MicrobatchSums(zeros(params), none.sum(1), none, {})
-        # without the rows of `_chunk`; all rows are real without a mask: no selection, for which a device has to wait
+        # without rows of padding; all rows are real without a mask: no selection, for which a device has to wait
         kept = real_B.nonzero()[:, 0] if mask_B is not None else slice(num_samples)
         aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
         unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
         clipped = ClippedSum(found.sums, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clipped if self.telemetry is None else self.telemetry.add(clipped, unreleased, bounds), unreleased
-
-    def _all_microbatches(
-        self, parts: Partition, params: Params, batch: Batch, mask_B: Tensor, key: Key | None
-    ) -> MicrobatchSums:
-        num_samples = len(mask_B)
-        self._prepare(params, batch)
-        size, padded = self._size(params, batch, num_samples), _narrow(params)
-        several = size < num_samples and not in_lockstep()
-        state = python_state(self.loss_fn) if several else ()
-        generator = torch.default_generator.get_state()
-        sums: dict[str, Tensor] = {}
-        found: list[MicrobatchSums] = []
-        for number, start in enumerate(range(0, num_samples, size)):
-            chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
-            with first_row(start), self._seeded(key, number) as own_key:
-                own = self._microbatch(parts, params, chunk, chunk_mask_B, own_key)
-            # their number follows from the number of rows: what changes nothing in the first ones never does, unless
-            # it reads numbers, of which the engine takes care
-            if several and (number < 2 or start + size >= num_samples):
-                with with_generator_state(generator):
-                    refuse_counting(self.loss_fn, state)
-            for name, value in own.sums.items():
-                sums[name] = sums[name].add_(value) if name in sums else value
-            found.append(own._replace(sums={}))
-        _, losses, norms, _, aux = zip(*found, strict=True)
-        return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
-
-    def _prepare(self, params: Params, batch: Batch) -> None:
-        """Let the loss build what it keeps for rows of this shape."""
-        prepare = getattr(self.engine, "prepare", None)
-        with uncompiled():
-            if prepare:
-                prepare(self.loss_fn, params, batch)
-            else:
-                self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
-
-    def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
-        if self.microbatch_size is None:
-            return max(2, num_samples) if _narrow(params) else num_samples
-        if self.microbatch_size != "auto":
-            return self.microbatch_size
-        prepared = self._sizes(partial(prepared_size, self.loss_fn, params, batch), self.loss_fn, params, batch)
-        largest = prepared or size_by_row(self.loss_fn, params, batch)
-        return math.ceil(num_samples / math.ceil(num_samples / largest))
-
-    @contextmanager
-    def _seeded(self, key: Key | None, number: int) -> Iterator[Key | None]:
-        """Inside, torch's generators are those of a microbatch, whose key is returned; code runs as it is written."""
-        own_key = fold_in(key, "microbatch", number) if key else None
-        by_position = getattr(self.engine, "by_position", False)  # draws of a row depend on its place in the batch
-        seed = fold_in(key, "microbatch", 0) if key and by_position else own_key
-        with torch_seed(seed) if seed else nullcontext(), uncompiled(), unfollowed_code_is_an_error():
-            yield own_key
-
-    def _microbatch(
-        self, parts: Partition, params: Params, microbatch: Batch, mask_B: Tensor, key: Key | None
-    ) -> MicrobatchSums:
-        """The clipped sums of a microbatch, some of whose rows are audited."""
-        generator = torch.default_generator.get_state()
-        per_sample = self.engine(self.loss_fn, params, microbatch)
-        repeatable = isinstance(per_sample, PerSample) or (isinstance(per_sample, Grouped) and per_sample.repeatable)
-        clip_and_sum = partial(self._clip_and_sum, parts, params, per_sample, mask_B)
-        # `_read_together` may sum twice, and other engines can take their sums once only; processes in lockstep must
-        # read the same marks.
-        with exact(mask_B.device):
-            found = self._read_together(clip_and_sum) if repeatable and not in_lockstep() else clip_and_sum()
-        if not getattr(per_sample, "alone", True):  # nor for engines of users
-            own = Credited(self.loss_fn, params, microbatch, per_sample, found.sq_norms, generator, repeatable)
-            decision = getattr(self.engine, "decision", None)
-            by_row = getattr(decision(self.loss_fn), "by_row", ()) if decision else ()
-            audit(own, self._audits.choose_rows(key, microbatch, by_row), self._audits)
-        return found
 
     def _clip_and_sum(
         self, parts: Partition, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
@@ -201,21 +118,6 @@ class ClippedGrad:
         factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(parts.bounds), mask_B)
         sums = per_sample.weighted_sum(parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
-
-
-def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
-    """A microbatch and its mask; if `padded`, of `size` rows also at the end."""
-    chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
-    missing = size - chunk_mask_B.shape[0]
-    if missing and padded:
-        return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
-    return chunk, chunk_mask_B
-
-
-def _narrow(params: Params) -> bool:
-    """True if there are parameters of 16 bits: their kernels round differently for other shapes, by more than the bound
-    has room for, and the rounding of a row would depend on the number of the other rows."""
-    return not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
 
 
 def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:

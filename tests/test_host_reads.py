@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpfunc
 from dpfunc import Journal
 from dpfunc.engines._numerics import ReadTogether, any_set
-from dpfunc.engines.audit import Audits
+from dpfunc.engines.microbatches import Audits
 from dpfunc.errors import InvalidArgument
 
 B, T, WIDTH = 16, 5, 8
@@ -146,7 +146,7 @@ def test_marks_that_are_set_change_nothing(spoilt):
             lambda params, rows, inner=inner: inner(params, rows[0]) * rows[1][:, 0], dpfunc.clipping.Flat(1.0),
             engine=dpfunc.engines.auto(),
         )  # fmt: skip
-        clipped_grad._read_together.left = 10 * (pause - 1)
+        clipped_grad._microbatches.read_together.left = 10 * (pause - 1)
         results.append(clipped_grad(params, (batch, scale), key=dpfunc.insecure_key(0)))
     (first, one), (second, other) = results
     assert all(torch.equal(first.sums[name], second.sums[name]) for name in first.sums)

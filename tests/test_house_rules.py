@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import dpfunc
-from dpfunc.engines.audit import Audits
+from dpfunc.engines.microbatches import Audits
 
 ROOT = Path(dpfunc.__file__).parent
 REPOSITORY, TESTS = ROOT.parent, Path(__file__).parent

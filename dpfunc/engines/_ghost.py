@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -110,6 +110,7 @@ class Ghost:
     again: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
     alone: bool = False
     aux: Any = None
+    repeatable: ClassVar[bool] = False
 
     def sq_norms(self) -> dict[str, Tensor]:
         return dict(self.norms)

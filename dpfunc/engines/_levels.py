@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn, TypeGuard
@@ -241,35 +240,6 @@ def opened(func: Any) -> Callable[..., Any] | None:
 def _asks_modes(func: FunctionType) -> bool:
     asks = any(name.startswith("has_torch_function") for name in func.__code__.co_names)
     return asks and "__class__" not in func.__code__.co_freevars  # a method that calls `super()` comes back as itself
-
-
-# The place of each row of a microbatch in its batch; every row has one, however many there are.
-_places: ContextVar[Sequence[int]] = ContextVar("dpfunc_places", default=range(2**62))
-
-
-@contextmanager
-def _placed(places: Sequence[int]) -> Iterator[None]:
-    token = _places.set(places)
-    try:
-        yield
-    finally:
-        _places.reset(token)
-
-
-def first_row(position: int) -> AbstractContextManager[None]:
-    """Inside, row 0 of a microbatch has this position in its batch."""
-    return _placed(_places.get()[position:])
-
-
-def rows_at(positions: Sequence[int]) -> AbstractContextManager[None]:
-    """Inside, the rows of a batch draw what rows at these positions draw; rows of padding follow them."""
-    return _placed([*positions, *range(2**40, 2**40 + len(positions))])
-
-
-def positions_of(rows: Sequence[int]) -> list[int]:
-    """Positions in the batch of rows of the microbatch."""
-    places = _places.get()
-    return [places[row] if row < len(places) else 2**41 + row for row in rows]
 
 
 MOST_RAISED = 100

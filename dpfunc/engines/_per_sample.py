@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -391,6 +391,7 @@ class PerSample:
     grads: Mapping[str, PerSampleGrad]
     alone: bool = False
     aux: Any = None
+    repeatable: ClassVar[bool] = True
 
     @cached_property
     def _stacks(self) -> list[_Stack]:

@@ -51,7 +51,6 @@ from dpfunc.engines._levels import (
     levels,
     of_rows,
     opened,
-    positions_of,
     run_backward,
     told_of_transforms,
     transforms_seen,
@@ -110,7 +109,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a batch for one pass."""
+    """Rows for one pass, and their positions in the batch."""
 
     loss_fn: LossFn
     params: Params
@@ -218,7 +217,7 @@ class _RowPass(Pass):
 
     @cached_property
     def _draws(self) -> OwnDraws:
-        return OwnDraws(positions_of(self._rows.positions), self._seed)
+        return OwnDraws(self._rows.positions, self._seed)
 
     def returned(self, losses_1: Any, aux: Any) -> None:
         """Check what the loss has returned; the backward pass begins."""

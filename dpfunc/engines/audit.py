@@ -6,64 +6,32 @@ It detects what levels do not cover: wrong rules, what a loss keeps, operations 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, shard_like
-from dpfunc.batches import batch_size, row_alone
+from dpfunc.batches import row_alone
 from dpfunc.engines._guards.kept_state import python_state
-from dpfunc.engines._levels import positions_of
 from dpfunc.engines._numerics import TOLERANCES, accumulation_dtype, lengths, tolerance_of
-from dpfunc.engines._row_alone import Alone, row_gradients
+from dpfunc.engines.loop import Alone, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.rng import Key, fold_in, secure_key, with_generator_state
+from dpfunc.rng import with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
-FIRST_ROWS, ROWS_IN = 2, 100  # in the first step: so many rows, or one in so many
-STEPS_IN = 100  # later: one row in so many steps, about 1 % of the time, since a row takes no longer than a step
+FIRST_ROWS = 2  # of the first step; two tell if a loss changes what it keeps
 _TRIES, _ROUNDING_UNITS = 8, 8  # a row that differs is computed again, with parameters that differ by rounding
 
 
-@dataclass
-class Audits:
-    """Schedule of the audits of a loss function, by the key: two runs of one key audit alike. No result depends on it.
+class Counts(Protocol):
+    """Who notes if a loss changes what it keeps at each call."""
 
-    Args:
-        steps: that it has seen. counting: the loss changes what it keeps at each call. by_row: functions of torch that
-            have run row by row.
-    """
+    counting: bool
 
-    steps: int = 0
-    counting: bool = False
-    by_row: frozenset[str] = frozenset()
-
-    def due(self, count: int, chance: float, by_row: Sequence[str] = ()) -> int:
-        """Number of rows of this step to compute alone; one at least where another function runs row by row."""
-        if not count:
-            return 0
-        step, self.steps = self.steps, self.steps + 1
-        new, self.by_row = not self.by_row.issuperset(by_row), self.by_row.union(by_row)
-        if not step:
-            return min(count, max(FIRST_ROWS, count // ROWS_IN))
-        if in_lockstep():  # the ranks have keys of their own
-            return int(self.counting or not step % STEPS_IN)
-        return int(self.counting or new or chance * STEPS_IN < 1)
-
-    def note(self, changed: bool) -> None:
-        """Note that a call has changed what the loss keeps."""
-        self.counting |= changed
-
-    def choose_rows(self, key: Key | None, batch: Batch, by_row: Sequence[str] = ()) -> list[int]:
-        """Rows of this batch to compute alone; see `due`."""
-        chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)
-        count = batch_size(batch)
-        return chance.sample(range(count), self.due(count, chance.random(), by_row))
+    def note(self, changed: bool) -> None: ...
 
 
 class Credited(NamedTuple):
@@ -74,6 +42,7 @@ class Credited(NamedTuple):
     batch: Batch
     per_sample: PerSampleGrads
     sq_norms: Mapping[str, Tensor]
+    positions: Sequence[int]
     seed: Tensor  # the state of torch's generator before
     repeatable: bool  # weighted sums can be taken more than once
 
@@ -81,12 +50,12 @@ class Credited(NamedTuple):
         """A row at its position, with its own random numbers; gradients of all parameters."""
         params = self.params if params is None else params
         with with_generator_state(self.seed):
-            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), positions_of([row])[0])
+            found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), self.positions[row])
         unused = {name: local(param.detach()) for name, param in params.items() if name not in found.grads}
         return found._replace(grads={**found.grads, **{name: torch.zeros_like(part) for name, part in unused.items()}})
 
 
-def audit(rows: Credited, chosen: Sequence[int], audits: Audits) -> None:
+def audit(rows: Credited, chosen: Sequence[int], audits: Counts) -> None:
     """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone."""
     if not chosen:
         return
@@ -117,7 +86,7 @@ class _Unstable(NamedTuple):
 _STABLE = _Unstable(0.0, {})
 
 
-def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
+def _problem(rows: Credited, chosen: Sequence[int], audits: Counts) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
     alone = _rows_alone(rows, chosen, audits)
     dtypes = (rows.per_sample.losses_B.dtype, *(param.dtype for param in rows.params.values()))
@@ -136,7 +105,7 @@ def _problem(rows: Credited, chosen: Sequence[int], audits: Audits) -> str:
     return problem if torch.equal(first.nan_to_num(), second.nan_to_num()) else ""
 
 
-def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Audits) -> dict[int, Alone]:
+def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[int, Alone]:
     """The chosen rows alone; the first ones only, if a loss changes what it keeps."""
     alone: dict[int, Alone] = {}
     for number, row in enumerate(chosen):

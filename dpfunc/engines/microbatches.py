@@ -1,54 +1,246 @@
-"""Microbatches: how many rows fit into memory."""
+"""Microbatches of a batch: how many rows at once, their seeds, their gradients by an engine, and audits of some rows.
+
+What a rule of clipping does with the gradients is no matter of an engine, and which engine there is no matter of it.
+"""
 
 from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dpfunc.batches import rows, tree_map
+from dpfunc._utils.processes import in_lockstep
+from dpfunc.batches import Memo, batch_size, pad_rows, rows, tree_map
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
-from dpfunc.engines._guards.loss import backward_inside
-from dpfunc.engines._row_alone import RowAlone
-from dpfunc.engines.prepare import aside, made_up, made_up_row
-from dpfunc.rng import insecure_key, torch_seed
-from dpfunc.types import Batch, LossFn, Params
+from dpfunc.engines._guards.loss import (
+    backward_inside,
+    joined_aux,
+    refuse_modes,
+    uncompiled,
+    unfollowed_code_is_an_error,
+)
+from dpfunc.engines._numerics import ReadTogether, exact
+from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
+from dpfunc.engines.loop import RowAlone, aside, made_up, made_up_row, warmed
+from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
+from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
 
+ROWS_IN = 100  # audited in the first step: two rows, or one in so many
+STEPS_IN = 100  # later: one row in so many steps, about 1 % of the time, since a row takes no longer than a step
 # Activations of one microbatch on a CPU. Twice as much or half as much changes the time of a step by a few per cent.
 _CPU_BYTES = 2**28
 # The same on an accelerator, as a share of its memory: the rest is for the model, gradients and what kernels need.
 _DEVICE_SHARE = 4
 
+ClipAndSum = Callable[[PerSampleGrads, Tensor], MicrobatchSums]
+"""Clipped sums of a microbatch, of its gradients and the mask of its real rows. Without effects: it may run twice."""
 
-def prepared_size(loss_fn: LossFn, params: Params, batch: Batch) -> int | None:
-    """The largest microbatch whose activations stay within a fixed number of bytes; None where numbers decide.
 
-    It follows from made-up rows and the device, never from the time: a step that is repeated takes the same
-    microbatches.
+@runtime_checkable
+class RowGrads(Protocol):
+    """What may be asked of `PerSampleGrads` of dpfunc beside its own members."""
+
+    @property
+    def alone(self) -> bool: ...  # each row was computed alone, and need not be audited
+
+    @property
+    def repeatable(self) -> bool: ...  # weighted sums can be taken more than once without another pass
+
+
+@runtime_checkable
+class RowEngine(Protocol):
+    """An engine of dpfunc. One of a user is a function, whose rows draw by their microbatch."""
+
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> object:
+        """Learn what a pass must know of the loss, from public facts alone; kept, and made once for a shape of rows."""
+
+    def rows(self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSampleGrads:
+        """Gradients of rows at these positions of a batch, of which random numbers of a row are a function."""
+
+    def decision(self, loss_fn: LossFn) -> Any:
+        """How the rows of the last batch were computed, and why; None without one."""
+
+
+@dataclass
+class Audits:
+    """Schedule of the audits of a loss function, by the key: two runs of one key audit alike. No result depends on it.
+
+    Args:
+        steps: that it has seen. counting: the loss changes what it keeps at each call. by_row: functions of torch that
+            have run row by row.
     """
-    found = set[int | None]()
+
+    steps: int = 0
+    counting: bool = False
+    by_row: frozenset[str] = frozenset()
+
+    def due(self, count: int, chance: float, by_row: Sequence[str] = ()) -> int:
+        """Number of rows of this step to compute alone; one at least where another function runs row by row."""
+        if not count:
+            return 0
+        step, self.steps = self.steps, self.steps + 1
+        new, self.by_row = not self.by_row.issuperset(by_row), self.by_row.union(by_row)
+        if not step:
+            return min(count, max(FIRST_ROWS, count // ROWS_IN))
+        if in_lockstep():  # the ranks have keys of their own
+            return int(self.counting or not step % STEPS_IN)
+        return int(self.counting or new or chance * STEPS_IN < 1)
+
+    def note(self, changed: bool) -> None:
+        """Note that a call has changed what the loss keeps."""
+        self.counting |= changed
+
+    def choose_rows(self, key: Key | None, batch: Batch, by_row: Sequence[str] = ()) -> list[int]:
+        """Rows of this batch to compute alone; see `due`."""
+        chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)
+        count = batch_size(batch)
+        return chance.sample(range(count), self.due(count, chance.random(), by_row))
+
+
+# Places of the rows of a batch, where a step that is replayed gives them: `rows_at`. The step is called as by a user.
+_places: ContextVar[Sequence[int]] = ContextVar("dpfunc_places", default=range(2**62))
+
+
+@contextmanager
+def rows_at(positions: Sequence[int]) -> Iterator[None]:
+    """Inside, the rows of a batch draw what rows at these positions draw; rows of padding follow them."""
+    token = _places.set([*positions, *range(2**40, 2**40 + len(positions))])
+    try:
+        yield
+    finally:
+        _places.reset(token)
+
+
+def _positions(start: int, count: int) -> Sequence[int]:
+    """Positions in the batch of the rows of a microbatch; each has one, however many there are."""
+    places = _places.get()[start : start + count]
+    return places if len(places) == count else [*places, *range(2**41, 2**41 + count - len(places))]
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """A loss with an engine, and the number of rows at once, for many batches. What it keeps changes no result."""
+
+    loss_fn: LossFn
+    engine: RowEngine | Engine
+    size: int | Literal["auto"] | None
+    audits: Audits = field(default_factory=Audits, repr=False, compare=False)
+    read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
+    _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
+    _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
+
+    def sums(
+        self, params: Params, batch: Batch, mask_B: Tensor, key: Key | None, clip_and_sum: ClipAndSum
+    ) -> MicrobatchSums:
+        """The clipped sums of all microbatches together, and what else they give."""
+        refuse_modes()
+        num_samples = len(mask_B)
+        self._prepare(params, batch)
+        size, padded = self._size(params, batch, num_samples), _narrow(params)
+        several = size < num_samples and not in_lockstep()
+        state = python_state(self.loss_fn) if several else ()
+        generator = torch.default_generator.get_state()
+        sums: dict[str, Tensor] = {}
+        found: list[MicrobatchSums] = []
+        for number, start in enumerate(range(0, num_samples, size)):
+            chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
+            own_key = fold_in(key, "microbatch", number) if key else None
+            seed = fold_in(key, "microbatch", 0) if key and isinstance(self.engine, RowEngine) else own_key
+            with torch_seed(seed) if seed else nullcontext(), uncompiled(), unfollowed_code_is_an_error():
+                own = self._microbatch(params, chunk, chunk_mask_B, start, own_key, clip_and_sum)
+            # their number follows from the number of rows: what changes nothing in the first ones never does, unless
+            # it reads numbers, of which the engine takes care
+            if several and (number < 2 or start + size >= num_samples):
+                with with_generator_state(generator):
+                    refuse_counting(self.loss_fn, state)
+            for name, value in own.sums.items():
+                sums[name] = sums[name].add_(value) if name in sums else value
+            found.append(own._replace(sums={}))
+        _, losses, norms, _, aux = zip(*found, strict=True)
+        return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
+
+    def _prepare(self, params: Params, batch: Batch) -> None:
+        """Let the loss build what it keeps for rows of this shape."""
+        with uncompiled():
+            if isinstance(self.engine, RowEngine):
+                self.engine.prepare(self.loss_fn, params, batch)
+            else:
+                self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
+
+    def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
+        if self.size is None:
+            return max(2, num_samples) if _narrow(params) else num_samples
+        if self.size != "auto":
+            return self.size
+        largest = self._sizes(partial(_largest, self.loss_fn, params, batch), self.loss_fn, params, batch)
+        return math.ceil(num_samples / math.ceil(num_samples / largest))
+
+    def _microbatch(
+        self, params: Params, microbatch: Batch, mask_B: Tensor, start: int, key: Key | None, clip_and_sum: ClipAndSum
+    ) -> MicrobatchSums:
+        """The clipped sums of a microbatch, some of whose rows are audited."""
+        generator = torch.default_generator.get_state()
+        positions, found, by_row = self._gradients(params, microbatch, _positions(start, len(mask_B)))
+        ours, summed = found if isinstance(found, RowGrads) else None, partial(clip_and_sum, found, mask_B)
+        repeatable = ours is not None and ours.repeatable
+        with exact(mask_B.device):  # processes in lockstep must read the same marks
+            sums = self.read_together(summed) if repeatable and not in_lockstep() else summed()
+        chosen = self.audits.choose_rows(key, microbatch, by_row) if ours and not ours.alone else []
+        if chosen:
+            given = (self.loss_fn, params, microbatch, found, sums.sq_norms, positions)
+            audit(Credited(*given, generator, repeatable), chosen, self.audits)
+        return sums
+
+    def _gradients(
+        self, params: Params, microbatch: Batch, positions: Sequence[int]
+    ) -> tuple[Sequence[int], PerSampleGrads, Sequence[str]]:
+        """Positions of the rows, their gradients, and functions that ran row by row."""
+        engine, loss_fn = self.engine, self.loss_fn
+        if not isinstance(engine, RowEngine):
+            return range(len(positions)), engine(loss_fn, params, microbatch), ()
+        found = engine.rows(loss_fn, params, microbatch, positions)
+        return positions, found, getattr(engine.decision(loss_fn), "by_row", ())
+
+
+def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
+    """A microbatch and its mask; if `padded`, of `size` rows also at the end."""
+    chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
+    missing = size - chunk_mask_B.shape[0]
+    if missing and padded:
+        return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
+    return chunk, chunk_mask_B
+
+
+def _narrow(params: Params) -> bool:
+    """True if there are parameters of 16 bits: their kernels round differently for other shapes, by more than the bound
+    has room for, and the rounding of a row would depend on the number of the other rows."""
+    return not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
+
+
+def _largest(loss_fn: LossFn, params: Params, batch: Batch) -> int:
+    """The largest microbatch whose activations stay within a fixed number of bytes, at least 1.
+
+    Made-up rows and the device decide, never numbers of rows, nor the time: a step that is repeated takes the same
+    microbatches. If no made-up row can be computed, it is 1.
+    """
+    device, num_bytes = next(iter(params.values())).device, 0
     for value in (1, 0):
         with aside():
-            num_bytes, told = saved_bytes(loss_fn, made_up(params), made_up_row(batch, value))
-            found.add(None if told else _largest(params, num_bytes))
-    return found.pop() if len(found) == 1 else None
-
-
-def size_by_row(loss_fn: LossFn, params: Params, batch: Batch) -> int:
-    """The same by the first row of a batch, for this batch alone: the loss reads its numbers."""
-    before = python_state(loss_fn)
-    num_bytes, _ = saved_bytes(loss_fn, params, rows(batch, 0, 1))
-    refuse_counting(loss_fn, before)
-    return _largest(params, num_bytes)
-
-
-def _largest(params: Params, num_bytes: int) -> int:
-    device = next(iter(params.values())).device
+            num_bytes = max(num_bytes, saved_bytes(loss_fn, made_up(params), made_up_row(batch, value)))
     of_device = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE
-    return max(1, (of_device or _CPU_BYTES) // max(1, num_bytes))
+    return max(1, (of_device or _CPU_BYTES) // num_bytes) if num_bytes else 1
 
 
-def saved_bytes(loss_fn: LossFn, params: Params, row: Batch) -> tuple[int, bool]:
-    """Bytes that autograd saves of a row, and if the loss has read numbers of it.
+def saved_bytes(loss_fn: LossFn, params: Params, row: Batch) -> int:
+    """Bytes that autograd saves of a row.
 
     The row runs forward twice: what both calls save are parameters and constants, which are not counted.
     """
@@ -69,4 +261,4 @@ def saved_bytes(loss_fn: LossFn, params: Params, row: Batch) -> tuple[int, bool]
                 loss_fn(leaves, own)
         finally:
             alone.memory.end()
-    return sum(storage.nbytes() for key, storage in saved.items() if key not in shared), alone.told
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in shared)

@@ -7,26 +7,14 @@ to the loop for that batch, and is not remembered.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
-from dpfunc._utils.processes import in_lockstep
-from dpfunc.batches import tree_map
 from dpfunc.engines._levels import Alone, FirstRead
 from dpfunc.engines._per_sample import Kept
-from dpfunc.engines._row_alone import warm_up
 from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
 from dpfunc.engines._rules.table import Use
-from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
-from dpfunc.types import Batch, LossFn, Params
-
-# Numbers that Python may be told of made-up rows: a loop of Python may wait for one that they never have.
-_MANY = 100
+from dpfunc.engines.loop import MOST_TOLD, aside, made_up, made_up_row, warmed
 
 
 @dataclass(frozen=True)
@@ -47,31 +35,6 @@ class PreparedLoss:
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     together: frozenset[str] = frozenset()
     known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)
-
-
-def made_up(params: Params) -> dict[str, Tensor]:
-    """Parameters that are nobody's: each result of a layer is a mean of its inputs, so that numbers stay in range."""
-    return {name: torch.full_like(p.detach(), 1 / max(1, *p.shape[-1:])) for name, p in params.items()}
-
-
-def made_up_row(batch: Batch, value: int) -> Batch:
-    """A row that is nobody's: one number everywhere."""
-    return tree_map(lambda leaf: leaf.new_full((1, *leaf.shape[1:]), value), batch)
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Inside, random numbers and warnings are nobody's; errors are left to the batch, but where processes wait."""
-    key, quiet = insecure_key(0), warnings.catch_warnings(action="ignore")
-    with nullcontext() if in_lockstep() else suppress(Exception), quiet, torch_seed(key), cpu_seeds(key):
-        yield
-
-
-def warmed(loss_fn: LossFn, params: Params, batch: Batch) -> None:
-    """Let a loss build what it keeps for rows of a shape (a mask, a table of positions): it is no change later."""
-    if not in_lockstep():  # FSDP would communicate
-        with aside():
-            warm_up(loss_fn, made_up(params), made_up_row(batch, 0), _MANY)
 
 
 def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
@@ -98,7 +61,7 @@ def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
 
     def attempt(settings: Settings) -> PreparedLoss:
         kept = Kept()
-        passed = one_pass(row, settings, {}, kept, _MANY)
+        passed = one_pass(row, settings, {}, kept, MOST_TOLD)
         of_rules = [(name, use.name) for use in passed.uses for name in use.wanted.values()]
         uses = {name: dict.fromkeys(before.uses.get(name, ())) for name in row.params}
         for name, operation in (*reversed(of_rules), *((name, "vmap(grad)") for name in passed.rest)):

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from dpfunc.batches import Memo, batch_size
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import Alone, Diverged, FirstRead, Passed, Stop, below_both, positions_of
+from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
@@ -30,7 +30,7 @@ from dpfunc.engines.check import warn_without_rules
 from dpfunc.engines.loop import loop, rows_alone
 from dpfunc.engines.prepare import PreparedLoss, prepare
 from dpfunc.errors import DPFuncError, UnsupportedModel
-from dpfunc.types import Batch, Engine, LossFn, Params, PerSampleGrads
+from dpfunc.types import Batch, Engine, LossFn, Params
 
 _log = logging.getLogger("dpfunc")
 
@@ -78,7 +78,7 @@ class Grouped:
     @property
     def repeatable(self) -> bool:
         """True if weighted sums can be taken more than once without another pass."""
-        return all(isinstance(part.samples, PerSample) for part in self.parts)
+        return all(part.samples.repeatable for part in self.parts)
 
     def _joined(self, values: Iterable[Tensor]) -> Tensor:
         """The values of the rows of each part that counts, in the order of the batch."""
@@ -163,7 +163,6 @@ class VmapGrad:
     rules: bool = True
     two_passes: bool = False
     source: Source | None = field(default=None, repr=False)
-    by_position: ClassVar[bool] = True  # random numbers of a row are a function of the seed and of its position
     told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
@@ -173,15 +172,20 @@ class VmapGrad:
         rows = Rows(loss_fn, params, batch, (), self.source)
         return self._prepared(partial(prepare, rows, rules=self.rules), loss_fn, params, batch)
 
-    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample | Ghost | Grouped:
         """Gradients of all rows, in one pass where they go the same way."""
-        num_rows = batch_size(batch)
-        if not num_rows:
+        return self.rows(loss_fn, params, batch, range(batch_size(batch)))
+
+    def rows(
+        self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]
+    ) -> PerSample | Ghost | Grouped:
+        """Gradients of rows at these positions of a batch."""
+        if not positions:
             return rows_alone(loss_fn, params, batch, ())
         refuse_kept(loss_fn)
         prepared = self.prepare(loss_fn, params, batch)
         calls = _Calls(loss_fn, torch.default_generator.get_state(), prepared, prepared.reads)
-        every, ended = Rows(loss_fn, params, batch, range(num_rows), self.source), False
+        every, ended = Rows(loss_fn, params, batch, positions, self.source), False
         try:
             with parameters_unchanged(params):
                 parts, read = self._parts(every, calls)
@@ -201,31 +205,35 @@ class VmapGrad:
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
         """Passes over rows that agree, as many in all processes in lockstep; and the read by which others do not."""
+        places: Sequence[int] = range(len(every.positions))
         if every.are_split:
-            return [self._by_loop(every, calls, "parameters are split over processes (tensor parallel)")], ""
-        todo: list[Sequence[int]] = [every.positions]
+            return [self._by_loop(every, places, calls, "parameters are split over processes (tensor parallel)")], ""
+        todo: list[Sequence[int]] = [places]
         done, passes, read = list[_Part](), 0, ""
         while not passes or on_any_process(bool(todo)):
             if passes == _MAX_PASSES:
                 if in_lockstep():
-                    done, todo = [], [every.positions]
-                rest = every.some(list(chain.from_iterable(todo)))
-                return [*done, self._by_loop(rest, calls, f"rows do not agree on what Python reads ({read})")], read
-            counted, places = bool(todo), todo.pop() if todo else [0]
-            rows, passes = every.some(places), passes + 1
+                    done, todo = [], [places]
+                rest = list(chain.from_iterable(todo))
+                return [
+                    *done,
+                    self._by_loop(every, rest, calls, f"rows do not agree on what Python reads ({read})"),
+                ], read
+            counted, own = bool(todo), todo.pop() if todo else [0]
+            passes += 1
             try:
-                found = self._try(rows, calls)
+                found = self._try(every.some(own), calls)
             except Alone as stop:
                 if in_lockstep():
-                    return [self._by_loop(every, calls, str(stop))], read
-                done.append(self._by_loop(rows, calls, str(stop)))
+                    return [self._by_loop(every, places, calls, str(stop))], read
+                done.append(self._by_loop(every, own, calls, str(stop)))
                 continue
             if isinstance(found, Diverged):
-                todo += found.within(places)
+                todo += found.within(own)
                 read = found.read
             else:
                 # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
-                done.append(_Part(places, found if self.source is None else replace(found, alone=True), counted))
+                done.append(_Part(own, found if self.source is None else replace(found, alone=True), counted))
         return done, read
 
     def _decision(self, calls: _Calls, parts: Sequence[_Part], read: str) -> Decision:
@@ -275,20 +283,15 @@ class VmapGrad:
             with exact(passed.losses_B.device), torch.no_grad():
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
             return PerSample(passed.losses_B, grads, aux=passed.aux)
-        together = calls.prepared.together
-        while True:
-            measured = Measured(together=together)
-            passed = calls.passed(rows, settings, measured)
-            if passed.disagreed is not None:
-                return passed.disagreed
-            with exact(passed.losses_B.device), torch.no_grad():
-                missed = measured.rest(passed)
-            if not missed:
-                around = precision_now(passed.losses_B.device)
-                again = partial(self._weigh, rows, settings, measured, calls, around)
-                return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
-            together = together | missed
-            calls.begin()
+        measured = Measured(together=calls.prepared.together)
+        passed = calls.passed(rows, settings, measured)
+        if passed.disagreed is not None:
+            return passed.disagreed
+        with exact(passed.losses_B.device), torch.no_grad():
+            if measured.rest(passed):
+                raise NoRules("a parameter has uses without a rule that made-up rows do not have")
+        again = partial(self._weigh, rows, settings, measured, calls, precision_now(passed.losses_B.device))
+        return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
 
     def _weigh(
         self, rows: Rows, settings: Settings, measured: Measured, first: _Calls,
@@ -319,11 +322,11 @@ class VmapGrad:
         with below_both(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
             return self.source.reduced(name, total)
 
-    def _by_loop(self, rows: Rows, calls: _Calls, reason: str) -> _Part:
+    def _by_loop(self, every: Rows, places: Sequence[int], calls: _Calls, reason: str) -> _Part:
         torch.default_generator.set_state(calls.seed)
-        positions = positions_of(rows.positions)
+        rows = every.some(places)
         try:
-            found = rows_alone(rows.loss_fn, rows.params, rows.batch, positions, read=bool(calls.read))
+            found = rows_alone(rows.loss_fn, rows.params, rows.batch, rows.positions, read=bool(calls.read))
         except DPFuncError:
             raise
         except RuntimeError as error:
@@ -332,7 +335,7 @@ class VmapGrad:
                 f"The loss of a row alone cannot be computed: {type(error).__name__}: {error}. See shapes, dtypes and "
                 f"devices of the batch and the model: loss_fn gets batches of one row. (All rows: {reason}.)"
             ) from error
-        return _Part(rows.positions, found, alone=reason)
+        return _Part(places, found, alone=reason)
 
 
 def auto() -> VmapGrad:

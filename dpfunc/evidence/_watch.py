@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import checksum
 from dpfunc.batches import tree_map
-from dpfunc.engines._levels import rows_at
+from dpfunc.engines.microbatches import rows_at
 from dpfunc.noise import Mechanism, Noise
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint

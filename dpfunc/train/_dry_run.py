@@ -79,7 +79,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     model.train()
     loss_fn, physical = make_loss_fn(forward, loss_of_job(job)), job.physical_batch_size
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=job.training.bf16):
-        parts["activations"] = saved_bytes(loss_fn, params, collate([unit]))[0] * physical
+        parts["activations"] = saved_bytes(loss_fn, params, collate([unit])) * physical
         how = "activations: what a forward pass keeps of one record at full length for its backward pass"
         try:
             parts["per-sample gradients"] = explain(loss_fn, params, collate([unit] * 2)).num_bytes * physical // 2

@@ -295,16 +295,20 @@ def test_losses_with_slots_and_numbers_without_sign_are_computed(engine, size, d
     torch.testing.assert_close(found.sums["w"], torch.full((2,), 4.0))
 
 
-def test_an_automatic_size_follows_from_rows_where_numbers_decide():
-    """A batch whose rows need more memory leaves the size of the next one alone."""
+def test_an_automatic_size_follows_from_made_up_rows():
+    """A batch whose rows need more memory changes no size; the larger of two made-up rows decides, of ones and zeros."""
     params, wide = {"w": torch.ones(2)}, 2**22
 
-    def loss_fn(p, x):
-        large = x[:, 0].item() > 1  # of one row: two have no single number
-        kept = (x @ p["w"]).expand(wide if large else 1, 1).sin().square()
-        return kept.mean(0)
+    def loss_of(least):
+        def loss_fn(p, x):
+            large = x[:, 0].item() > least  # of one row: two have no single number
+            kept = (x @ p["w"]).expand(wide if large else 1, 1).sin().square()
+            return kept.mean(0)
 
-    prepared = make_clipped_grad(loss_fn, clipping.Flat(1.0), microbatch_size="auto")
-    sizes = [prepared._size(params, torch.full((64, 2), value), 64) for value in (0.0, 2.0, 0.0)]
-    assert sizes[0] == sizes[2] == 64
-    assert sizes[1] < 64
+        return make_clipped_grad(loss_fn, clipping.Flat(1.0), microbatch_size="auto")._microbatches
+
+    for least, few in ((1.5, False), (0.5, True), (-0.5, True)):
+        run = loss_of(least)
+        sizes = {run._size(params, torch.full((64, 2), value), 64) for value in (0.0, 2.0, 0.0)}
+        assert len(sizes) == 1
+        assert (max(sizes) < 64) == few

@@ -15,7 +15,8 @@ from dpfunc import clipping, engines
 from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.engines import audit as module
 from dpfunc.engines._per_sample import Dense, PerSample
-from dpfunc.engines.audit import FIRST_ROWS, ROWS_IN, STEPS_IN, Audits, Credited, audit
+from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
+from dpfunc.engines.microbatches import ROWS_IN, STEPS_IN, Audits
 from dpfunc.errors import UnsupportedModel
 from dpfunc.rng import fold_in, insecure_key
 
@@ -72,7 +73,7 @@ def squares(p, x):
 
 def credited_of(loss_fn, params, batch, found):
     seed = torch.default_generator.get_state()
-    return Credited(loss_fn, params, batch, found, found.sq_norms(), seed, repeatable=True)
+    return Credited(loss_fn, params, batch, found, found.sq_norms(), range(len(found.losses_B)), seed, repeatable=True)
 
 
 def with_fault(right, wrong):
