@@ -14,12 +14,14 @@ _STYLE = (
 )
 _MET = {True: "met", False: "NOT MET", None: "not shown"}
 _UNSIGNED = {"signed": "no: nobody vouches for it"}
+NO_BUDGET = "none: nobody counts this run together with others"
 _SIDE = 300  # of the picture
 _PLAIN = ("kind", "sampling_prob", "noise_multiplier", "num_steps")
 
 
 def page(values: Mapping[str, Any]) -> str:
-    claim, result, budget = values["claim"], values["result"], values.get("budget")
+    claim, result = values["claim"], values["result"]
+    budget = values["budget"] or {"place": NO_BUDGET, "others": []}
     attack = [
         (f"{each['false_positives']:.1%}", f"at most {each['true_positives']:.2%}") for each in result["attacker"]
     ]
@@ -42,7 +44,7 @@ def page(values: Mapping[str, Any]) -> str:
             + _table(attack, ("false positives", "true positives")) + _picture(result["curve"])
         ),
         "Replays and audits": _table((each["kind"], _verdict(each)) for each in values["evidence"]),
-        "Budget of the data set": budget and _table(_words({**budget, "others": _events(budget["others"], "none")})),
+        "Budget of the data set": _table(_words({**budget, "others": _events(budget["others"], "none")})),
         "How it was done": _table(_words(values["mechanism"])),
         "Steps": _table(steps, ("steps", "sampling probability, noise multiplier")) + _table(earlier),
         "Digests": _table(_words(values["digests"])),
@@ -69,7 +71,7 @@ def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = Non
 
 
 def _words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    shown = {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
+    shown = {n: ", ".join(value) or "none" if isinstance(value, list) else str(value) for n, value in values.items()}
     return [(name.replace("_", " "), text) for name, text in shown.items()]
 
 

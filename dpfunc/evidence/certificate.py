@@ -41,7 +41,7 @@ from dpfunc.accounting.record import (
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
-from dpfunc.evidence._page import page
+from dpfunc.evidence._page import NO_BUDGET, page
 from dpfunc.evidence._result import entry, in_certificate
 from dpfunc.types import Adjacency, Event
 
@@ -51,6 +51,7 @@ _RECORDED = 1e-4  # relative: up to which the epsilon of a record may be below t
 _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opacus has by itself
 _OPACUS = (*(1 + k / 10 for k in range(1, 100)), *map(float, range(12, 64)))
 
+_WORD = "steps, earlier runs, date, unit, bound of gradients, budgets, evidence, digests"
 NOBODY = "none: nobody vouches for it"
 _NEEDED = 'Signatures need the package cryptography: pip install "dpfunc[sign]".'
 _MADE = ", without a password: openssl genpkey -algorithm ed25519 -out key.pem"
@@ -136,8 +137,8 @@ def certify(
     }
     values["claim"]["delta_below_one_over_records"] = record.delta * record.dataset_size < 1
     values["evidence"] = [in_certificate(Path(file), values, job) for file in evidence]
-    if (folder / _PLACE).is_file():
-        values["budget"] = unsigned("place in a budget", unique_json((folder / _PLACE).read_bytes()))
+    place = folder / _PLACE
+    values["budget"] = unsigned("place in a budget", unique_json(place.read_bytes())) if place.is_file() else None
     values = _whole(values)
     _compare_with_opacus(ledger, record.delta, values["result"])
     if private_key is not None:
@@ -181,11 +182,13 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     bytes_ = "as they were written" if same else "other bytes, or another digest: it was changed"
     rows = [Finding("bytes", same, bytes_)]
     plain = {name: value for name, value in values.items() if name != "signature"}
-    place = {"number": 0, "run": "", "epsilon": 0.0} | again.get("budget", {})
+    place = again["budget"]
     told = {  # of some parts, after they were computed again
         "claim": f"epsilon={again['claim']['epsilon']:.6g} at delta={again['claim']['delta']:g}",
         "assumptions": f"{sum(each['met'] is False for each in again['assumptions'])} not met",
-        "budget": f"run {place['number']}, {place['run']!r}, within epsilon={place['epsilon']:g} with all others",
+        "budget": f"run {place['number']}, {place['run']!r}, within epsilon={place['epsilon']:g} with all others"
+        if place
+        else NO_BUDGET,
     }
     for part in sorted(plain.keys() | again.keys() - {"signature"}):
         same = _same(values.get(part), again.get(part))
@@ -194,9 +197,7 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     signed = _signed_by(values["signature"], _canonical(plain).encode(), public_key) if named else none
     named_as = _same(values.get("signature"), again.get("signature"))
     rows.append(Finding("signature", signed[0] and named_as, signed[1]))
-    rows.append(
-        Finding("word of who wrote it", True, "steps, date, unit, bound of gradients, budgets, evidence, digests")
-    )
+    rows.append(Finding("word of who wrote it", True, _WORD))
     if model is not None:
         found = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
         rows.append(Finding("model", found in values["digests"]["model"], found))
@@ -286,8 +287,7 @@ def _whole(given: Mapping[str, Any]) -> dict[str, Any]:
     check_field("versions", values["versions"])
     results = {each["file"]: entry(each, values["digests"]) for each in given["evidence"]}  # each once
     values["evidence"] = sorted(results.values(), key=lambda each: (each["kind"], each["file"]), reverse=True)
-    if "budget" in given:
-        values["budget"] = _placed(given["budget"], values)
+    values["budget"] = None if given["budget"] is None else _placed(given["budget"], values)
     if "signature" in given:
         kept = {name: digest(name, given["signature"][name], length) for name, length in _SIGNED.items()}
         values["signature"] = {"algorithm": "Ed25519", **kept}
@@ -402,6 +402,7 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "On neighbouring records nothing moves but the clipped sum (replay).": held.get("replay"),
         "Guesses which canaries were in do not refute the claim (audit).": held.get("audit"),
         **({"Results of replays and audits are as their files say: nobody has signed these.": None} if held else {}),
+        "The run has its place in a budget that runs on the same records share.": True if values["budget"] else None,
         "A row of a batch is one unit, and a unit is in one row.": None,
         "No other run on the same records was looked at, or it is counted here.": None,
         "Rounding of floating-point numbers and the time of a step reveal nothing.": None,

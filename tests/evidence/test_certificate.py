@@ -28,7 +28,16 @@ from dpfunc.evidence import Audit, Replay, certify, check
 from dpfunc.evidence._one_run import Guesses
 from dpfunc.evidence._page import page
 from dpfunc.evidence._result import audit_values
-from dpfunc.evidence.certificate import _OPACUS, _by_renyi, _canonical, _compare_with_opacus, _digest, ledger_of
+from dpfunc.evidence.certificate import (
+    _OPACUS,
+    NOBODY,
+    _assumptions,
+    _by_renyi,
+    _canonical,
+    _compare_with_opacus,
+    _digest,
+    ledger_of,
+)
 from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
 from dpfunc.types import Event, Schedule
 
@@ -156,7 +165,9 @@ def test_one_changed_byte_is_found(made, tmp_path):
     path = tmp_path / "certificate.json"
     path.write_bytes(made.read_bytes())
     place = {"run": "third", "number": 3, "epsilon": 50.0, "delta": 1e-3, "unit": "one patient", "others": []}
-    rewritten(path, changed("budget", to={**place, "adjacency": "zero_out"}))  # every field that there can be
+    fitting = lambda values: {**values, "assumptions": _assumptions(values)}
+    placed = changed("budget", to={**place, "adjacency": "zero_out"})  # every field that there can be
+    rewritten(path, lambda values: fitting(placed(values)))
     whole = path.read_bytes()
     draw = random.Random(0)
     for _ in range(400):
@@ -288,8 +299,8 @@ def test_a_certificate_of_another_shape_is_refused(whole, tmp_path):
     path, forged = tmp_path / "certificate.json", dict([*reshaped(plain), *signature])
     missed = [name for name, values in forged.items() if name != "all without digest" and holds(values, path)]
     assert len(forged) > 300
-    # what there may be, and nothing follows from: a file of weights, a result of other code, a budget, a signature
-    allowed = ("digests.model ", "digests.code ", "budget.others ", "evidence without ", "all without ")
+    # what there may be, and nothing follows from: a file of weights, a result of other code, a signature
+    allowed = ("digests.model ", "digests.code ", "budget.others ", "evidence without ", "all without signature")
     assert not {name for name in missed if not name.startswith(allowed)}
 
 
@@ -374,6 +385,8 @@ FORGED = {
     "accountants the other way": lambda v: changed("result", "accountants", to=v["result"]["accountants"][::-1])(v),
     "an assumption that is met": changed("assumptions", 0, "met", to=None),
     "an assumption in other words": changed("assumptions", 0, "says", to="All is well."),
+    "no line about a budget": lambda v: {name: value for name, value in v.items() if name != "budget"},
+    "no budget, as if that were nothing": changed("budget", to=None),
     "a place in another budget's words": changed("budget", "unit", to="one visit"),
     "a place of another delta": changed("budget", "delta", to=1e-4),
     "a place of other neighbours": changed("budget", "adjacency", to="add_remove"),
@@ -525,6 +538,21 @@ def test_what_did_not_hold_is_an_assumption_that_is_not_met(made, tmp_path):
     assert unmet(path) == ["On neighbouring records nothing moves but the clipped sum (replay)."]
     assert agrees(path)
     assert "DOES NOT HOLD" in path.with_suffix(".html").read_text()
+
+
+def test_what_is_missing_is_said(whole, tmp_path):
+    """Whoever takes a budget, replays or weights out of a file that nobody has signed, and makes the rest fit, shows it."""
+    path = tmp_path / "certificate.json"
+    for name, said in (("budget", "place in a budget"), ("evidence", "(replay)"), ("digests", "")):
+        values = {**whole[0], name: {"budget": None, "evidence": []}.get(name, {**whole[0]["digests"], "model": []})}
+        values = {**values, "assumptions": _assumptions(values)}
+        assert holds(values, path)
+        wanted = {each["says"]: each["met"] for each in values["assumptions"]}
+        assert [met for says, met in wanted.items() if said and said in says] == [None] * bool(said)
+        found, shown = {each.name: each.found for each in check(path)}, page(values_of(path))
+        assert found[name] == {"budget": "none: nobody counts this run together with others"}.get(name, "as it follows")
+        assert found["signature"] == NOBODY
+        assert {"budget": "none: nobody counts", "evidence": "not shown", "digests": "<td>none</td>"}[name] in shown
 
 
 def test_the_page_shows_the_place_in_a_budget(made):
