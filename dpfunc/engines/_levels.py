@@ -23,6 +23,7 @@ from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesti
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import in_lockstep, initialized, is_independent
 from dpfunc.engines._per_sample import Late, PerSampleGrad
@@ -246,6 +247,27 @@ MOST_RAISED = 100
 """Errors of one call after which a loss that catches each of them is given answers, so that it ends."""
 
 
+def numbers_of_nobody(given: Any, raised: int) -> Any:
+    """Arguments with made-up numbers, others after each error: a loss may wait for a number of any sign and size."""
+    number = float((raised % 2) * (-10) ** (raised // 2 % 9))
+
+    def made(value: Tensor) -> Tensor:
+        new = torch.full(value.shape, number, device=value.device).to(value.dtype)
+        return new.requires_grad_() * 1 if value.requires_grad else new
+
+    with below_both(), torch.enable_grad():
+        return pytree.tree_map_only(Tensor, made, given)
+
+
+def is_set_from_inside(args: Sequence[Any]) -> bool:
+    """True for data of a deeper level than their tensor, as `BUFFER.data = row` does: the process would end."""
+    return bool(functorch.maybe_get_level(args[1]) > functorch.maybe_get_level(args[0]))
+
+
+_DATA: Any = Tensor.data
+SETTING_DATA = frozenset((_DATA.__set__,))
+
+
 class Stop(BaseException):
     """End of a pass. No Exception, so that code of the loss that catches all of them does not catch it."""
 
@@ -359,5 +381,5 @@ class Pass(TorchFunctionMode):
 
     def backward_node(self) -> None:
         """End the pass where a node runs in a backward pass that is not that of the losses."""
-        if not self.in_backward:
+        if not self.in_backward and self.stopped is None:  # of a pass that is stopped, nothing is used
             self.stop(NoRules("the loss has a backward pass of its own"))

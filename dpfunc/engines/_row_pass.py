@@ -48,8 +48,9 @@ from dpfunc.engines._levels import (
     custom_functions,
     inside,
     is_row,
+    is_set_from_inside,
     levels,
-    of_rows,
+    numbers_of_nobody,
     opened,
     run_backward,
     told_of_transforms,
@@ -180,19 +181,16 @@ class _RowPass(Pass):
                 self.stopped = error if isinstance(error, (Stop, DPFuncError)) else Alone(reason)
             self.raised += 1
             if self.raised > MOST_RAISED:
-                return self._of_first_row(func, args, kwargs)
+                return self._anyhow(func, args, kwargs)
             raise
 
-    def _of_first_row(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _anyhow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An answer for a loss that catches every end of its pass and asks again; its results are not used."""
-
-        def first(value: Tensor) -> Tensor:
-            values_B = of_rows(value)
-            return inside(value) if values_B is None else values_B[0]
-
-        args, kwargs = pytree.tree_map_only(Tensor, first, (tuple(args), dict(kwargs)))
+        if func in _NESTED:  # gradients, of which made-up numbers have none
+            return tuple(numbers_of_nobody(pytree.tree_leaves(args[1:2] or kwargs.get("inputs")), self.raised))
+        args, kwargs = numbers_of_nobody((tuple(args), dict(kwargs)), self.raised)
         with below_both():
-            return pytree.tree_map_only(Tensor, Tensor.detach, func(*args, **kwargs))
+            return func(*args, **kwargs)
 
     def _below_levels(self) -> None:
         """End the pass where a mode that the loss has entered would see the rows together."""
@@ -329,7 +327,8 @@ class _PlainFunctions(_RowPass):
     ) -> Any:
         if self.in_backward:
             return super().__torch_function__(func, types, args, kwargs)
-        self.check_graph((args, kwargs))
+        if self.stopped is None:
+            self.check_graph((args, kwargs))
         self.depth += 1
         transforms_seen(True)
         try:
@@ -361,7 +360,7 @@ _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
 
 def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
-    if at_a_level(args[1]) and not at_a_level(args[0]):  # torch would end the process
+    if is_set_from_inside(args):
         mode.stop(Alone("the loss sets the data of a tensor from outside of it"))
     target, value = (plain_memory(each) for each in args)
     if target is None or value is None or not at_a_level(args[0]):

@@ -21,7 +21,15 @@ from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
 from dpfunc.engines._guards.loss import RowMemory, refuse_earlier, refuse_kept, refuse_undeclared
-from dpfunc.engines._levels import MOST_RAISED, opened, run_backward, told_of_transforms
+from dpfunc.engines._levels import (
+    MOST_RAISED,
+    SETTING_DATA,
+    is_set_from_inside,
+    numbers_of_nobody,
+    opened,
+    run_backward,
+    told_of_transforms,
+)
 from dpfunc.engines._per_sample import Dense, PerSample
 from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
 from dpfunc.errors import DPFuncError, UnsupportedModel
@@ -76,13 +84,18 @@ class RowAlone(TorchFunctionMode):
         try:
             refuse_earlier(args, kwargs, self.memory.depends)
             refuse_undeclared(func)
+            if func in SETTING_DATA and is_set_from_inside(args):
+                raise UnsupportedModel(
+                    "The loss sets the data of a tensor inside of a transform of torch.func (`tensor.data = value`). "
+                    "Return the value from the function that is transformed."
+                )
             if func in _ASKING or func in _TELLING:
                 self._tell(func, args)
         except (DPFuncError, _Told) as error:
             self.stopped, self.raised = self.stopped or error, self.raised + 1
             if self.raised <= MOST_RAISED:
                 raise
-            args = self._other(args)
+            args, kwargs = numbers_of_nobody((tuple(args), dict(kwargs)), self.raised)
         found = self._computed(func, args, kwargs)
         if isinstance(found, Tensor) and found.is_floating_point():
             self.dtypes.add(found.dtype)
@@ -93,13 +106,6 @@ class RowAlone(TorchFunctionMode):
         """Raise what was refused, also where code of the loss has caught it."""
         if self.stopped is not None:
             raise self.stopped
-
-    def _other(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments for a loss that catches each error and asks again: zeros are changed, it may wait for a number."""
-        if self.allowed is None:
-            return tuple(args)
-        change = (self.raised % 2) * (-10) ** (self.raised // 2 % 9)
-        return tuple(value + change if isinstance(value, Tensor) else value for value in args)
 
     def _tell(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
         self.asked = True

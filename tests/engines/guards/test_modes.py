@@ -137,6 +137,7 @@ def test_a_step_inside_of_a_mode_of_torch():
 
 
 SCRIPT = """
+import copy
 import torch
 from dpfunc import clipping, engines
 from dpfunc.clipped import clipped_grad
@@ -148,7 +149,7 @@ def waits(read):
     def loss_fn(p, x):
         while True:
             try:
-                read(x)
+                read(p, x)
                 return (p["w"] * x).square().sum(1)
             except BaseException:
                 pass
@@ -158,12 +159,38 @@ def sets(p, x):
     KEPT.data = x.detach()
     return (p["w"] * x).square().sum(1)
 
-def positive(x):
+def positive(p, x):
     assert x[0, 0].item() != 0
 
+def sets_inside(transform):
+    def loss_fn(p, x):
+        def inside(w):
+            KEPT.data = (w * x).detach()
+            return (w * x).sum()
+        transform(inside, p["w"])
+        return (p["w"] * x).square().sum(1)
+    return loss_fn
+
+EARLIER = []
+
+def kept(p, x):
+    EARLIER.append(x * 1)
+    return (EARLIER[0] * x).sum()
+
+def weighted(p, x):
+    return (p["w"] * x).sum()
+
 losses = {
-    "read": waits(lambda x: x.sum().item()), "until": waits(positive),
-    "generator": waits(lambda x: torch.rand((), generator=torch.Generator().manual_seed(1))), "data": sets,
+    "read": waits(lambda p, x: x.sum().item()), "until": waits(positive),
+    "generator": waits(lambda p, x: torch.rand((), generator=torch.Generator().manual_seed(1))),
+    "memory": waits(lambda p, x: x.data_ptr()), "storage": waits(lambda p, x: x.untyped_storage().data_ptr()),
+    "copy": waits(lambda p, x: copy.deepcopy(x)), "kept": waits(kept),
+    "gradient": waits(lambda p, x: torch.autograd.grad(weighted(p, x), p["w"])[0].sum()),
+    "backward": waits(lambda p, x: weighted(p, x).backward()),
+    "hook": waits(lambda p, x: p["w"].register_hook(lambda grad: grad)),
+    "data": sets, "data in grad": sets_inside(lambda f, w: torch.func.grad(f)(w)),
+    "data in jvp": sets_inside(lambda f, w: torch.func.jvp(f, (w,), (w,))),
+    "data in vmap": sets_inside(lambda f, w: torch.func.vmap(f)(torch.stack([w, w]))),
 }
 for name, loss_fn in losses.items():
     for engine in ("auto", "loop"):
@@ -180,5 +207,13 @@ def test_a_loss_that_catches_every_end_of_a_pass_ends_and_none_ends_the_process(
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
-    ended = {f"{name} {engine}": "ok" for name in ("read", "until", "generator") for engine in ("auto", "loop")}
-    assert said == {**ended, "data auto": "UnsupportedModel", "data loop": "UnsupportedModel"}
+    refused = {line for line, how in said.items() if how != "ok"}
+    assert all(said[line] == "UnsupportedModel" for line in refused)
+    assert {line.rsplit(" ", 1)[0] for line in refused} == {
+        "kept",
+        "data",
+        "data in grad",
+        "data in jvp",
+        "data in vmap",
+    }
+    assert len(said) == 28
