@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dpfunc._utils.processes import is_dtensor
-from dpfunc._utils.validation import one_of, shorten, unique_json
+from dpfunc._utils.validation import one_of, refuse, shorten, unique_json
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.checkpoint._format import difference, key_of, state_from_dict
 from dpfunc.checkpoint.journal import Taken, whole_ledger
@@ -183,19 +183,17 @@ _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
 
 def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
     """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
-    if history.values["noise"] != {"tuple": []}:  # the state of Gaussian noise, ()
-        raise CheckpointError(
+    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
+    refuse(
+        (history.values["noise"] != {"tuple": []}, CheckpointError(  # the state of Gaussian noise, ()
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise may "
             "be correlated over steps. Resume with journal=, and with what the run was started with; or begin a new "
-            f"run that counts this one: {_BEGIN})."
-        )
-    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
-    if state.step % epoch:
-        raise CheckpointError(
+            f"run that counts this one: {_BEGIN}).")),
+        (state.step % epoch, CheckpointError(
             f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
             f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
-            f"a new run that counts this one: {_BEGIN})."
-        )
+            f"a new run that counts this one: {_BEGIN}).")),
+    )  # fmt: skip
     return _within_budget(state._replace(key=key, charged=state.step, released=()), plan)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from safetensors import SafetensorError
 
-from dpfunc._utils.validation import fail, wrong_type
+from dpfunc._utils.validation import fail, refuse, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import OTHER_VERSION, from_values, to_values
 from dpfunc.accounting.ledger import parsed
@@ -183,27 +183,23 @@ class Journal:
         known = self._known.runs[run]
         after = max(known) + 1
         next_one = f"Expected step {after} of this run next in the journal {self.file}, got step {step}"
-        if step in known and known[step].release != release:
-            raise CheckpointError(
+        refuse(
+            (step in known and known[step].release != release, CheckpointError(
                 f"The journal {self.path} has step {step} of this run, which released other values: the same noise "
                 "would be used twice. Resume the run from its checkpoint, with journal= and nothing changed, or "
-                "take a new key from dpfunc.secure_key(). Nothing was released."
-            )
-        if step > after:
-            raise CheckpointError(
+                "take a new key from dpfunc.secure_key(). Nothing was released.")),
+            (step > after, CheckpointError(
                 f"{next_one}: steps {after} to {step - 1} were taken without the journal, whose ledger does not count "
                 "them. Go on as a new run that counts both, dp_step.init(params, dpfunc.secure_key(), ledger=ledger) "
                 "with ledger = dpfunc.checkpoint.journal_ledger(path).compose("
-                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). {_NOTHING}"
-            )
-        if step < after and step not in known:
-            raise CheckpointError(
+                f"dpfunc.Ledger(plan.events({after}, {step}), plan.adjacency)). {_NOTHING}")),
+            (step < after and step not in known, CheckpointError(
                 f"{next_one}, which the run took before its first line there: whether it would be repeated with the "
                 "same values cannot be known. Resume the run from its newest checkpoint, dpfunc.load(..., "
                 "journal=path); or begin a new one with ledger=dpfunc.checkpoint.journal_ledger(path), to which "
                 ".compose(dpfunc.Ledger(plan.events(a, b), plan.adjacency)) adds steps a to b - 1 where later ones "
-                f"were taken without the journal. {_NOTHING}"
-            )
+                f"were taken without the journal. {_NOTHING}")),
+        )  # fmt: skip
 
 
 def _code() -> str:

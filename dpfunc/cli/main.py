@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import integer, positive, sampling_prob_of
+from dpfunc._utils.validation import integer, positive, refuse, sampling_prob_of
 from dpfunc.accounting import Ledger
 from dpfunc.cli._budget import budget
 from dpfunc.cli._doctor import doctor
@@ -17,7 +17,7 @@ from dpfunc.cli._evidence import audit, certify, verify
 from dpfunc.cli._ledger import ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.cli._train import generate, predict, train, tune
-from dpfunc.errors import DPFuncError, InvalidArgument
+from dpfunc.errors import DPFuncError
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 
 
@@ -70,11 +70,12 @@ def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             sampling_prob: float | None, dataset_size: int | None, batch_size: float | None, steps: int | None,
             epochs: float | None, delta: float, as_json: bool, **rest: Any,
         ) -> None:  # fmt: skip
-            if (sampling_prob is None) == (dataset_size is None or batch_size is None):
-                raise InvalidArgument("Expected either --sampling-prob, or --dataset-size together with --batch-size.")
+            refuse(
+                ((sampling_prob is None) == (dataset_size is None or batch_size is None),
+                 "Expected either --sampling-prob, or --dataset-size together with --batch-size."),
+                ((steps is None) == (epochs is None), "Expected either --steps or --epochs."),
+            )  # fmt: skip
             q = sampling_prob_of(dataset_size, batch_size) if sampling_prob is None else sampling_prob
-            if (steps is None) == (epochs is None):
-                raise InvalidArgument("Expected either --steps or --epochs.")
             if steps is None:
                 steps = math.ceil(round(positive("epochs", epochs) / q, 6))  # a part of a step is a step
             print_values(*function(q, integer("steps", steps, minimum=1), delta, **rest), as_json)

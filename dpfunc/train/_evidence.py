@@ -1,12 +1,11 @@
 """Replays and audits of jobs: that of a run folder, run again by the same Trainer, on neighbours or with canaries."""
 
 import copy
-import dataclasses
 import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +56,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
         optimizers = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if self.tape is not None:
             self.tape.seen.append(described({**own, **optimizers}))
-        return dataclasses.replace(control, should_training_stop=True) if state.global_step >= self.steps else control
+        return replace(control, should_training_stop=True) if state.global_step >= self.steps else control
 
     on_step_end = _noted
 
@@ -67,7 +66,7 @@ class _Watched(DPTrainer):
 
     def __init__(self, watch: _Watch, data: Rows, /, *, args: Any, **options: Any) -> None:
         self._watch = watch
-        args = dataclasses.replace(args, save_strategy="no", disable_tqdm=True)
+        args = replace(args, save_strategy="no", disable_tqdm=True)
         own = {"args": args, "data_name": _DATA, "callbacks": [watch], "train_dataset": data.rows}
         super().__init__(**options | own)
         watch.join(self)
@@ -99,7 +98,7 @@ class _JobLoop:
         def begin(run: runs.Run) -> runs.Run:
             state = repeated(run.state)
             step = WatchedStep(**settings_of(run.dp_step), tape=tape)
-            return dataclasses.replace(run, dp_step=step, state=state, previous=state)
+            return replace(run, dp_step=step, state=state, previous=state)
 
         shutil.rmtree(self.folder, ignore_errors=True)
         watch = _Watch(lambda plan: watched_plan(plan, tape), begin, steps, tape)
@@ -118,7 +117,7 @@ class _JobLoop:
 
 def _train(prepared: Prepared, data: Rows, key: Key, watch: _Watch) -> Any:
     """Train a copy of the model; the Trainer that did it."""
-    own = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
+    own = replace(prepared, model=copy.deepcopy(prepared.model))
     trainer = make_trainer(own, key, partial(_Watched, watch, data))
     trainer.train()
     return trainer
@@ -129,15 +128,15 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     job, seed = folders.saved_job(run)
     if not job.privacy.dp_enabled:
         raise InvalidArgument(f"Expected a private run, got {str(run)!r}, the twin without privacy.")
-    training = dataclasses.replace(job.training, report_to=None, eval_steps=None)
+    training = replace(job.training, report_to=None, eval_steps=None)
     # what was spent when the run began is in its journal; its budget, where it is reserved, counts the run itself now
-    data = dataclasses.replace(job.data, spent=None, budget=None, budget_run=None, budget_spender=None)
+    data = replace(job.data, spent=None, budget=None, budget_run=None, budget_spender=None)
     newest_run = [*read_steps(run / files.JOURNAL).values()][-1]
     before = Ledger(next(iter(newest_run.values())).before, job.privacy.adjacency)
-    own = dataclasses.replace(job, output_dir=str(folder), training=training, data=data)
+    own = replace(job, output_dir=str(folder), training=training, data=data)
     prepared = prepare(own, before if before.events else None)
     records, _ = compute_frozen(prepared.job, prepared.model, prepared.records, shows=False)
-    prepared = dataclasses.replace(prepared, records=records)
+    prepared = replace(prepared, records=records)
     if seed is not None:
         return prepared, insecure_key(seed)
     newest = files.newest(run)
@@ -178,7 +177,7 @@ def audit(run: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple
 
     def begin(run: runs.Run) -> runs.Run:
         planted.draw(run.params)
-        return dataclasses.replace(run, dp_step=PlantedStep(**settings_of(run.dp_step), planted=planted))
+        return replace(run, dp_step=PlantedStep(**settings_of(run.dp_step), planted=planted))
 
     with tempfile.TemporaryDirectory() as name:
         prepared, _ = _prepared(run, Path(name) / "run")

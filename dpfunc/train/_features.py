@@ -5,10 +5,9 @@ Morlet wavelets at two scales, averaged; nothing is learnt. The filters are thos
 which a test compares them; Kymatio itself cannot be imported by its documented path beside SciPy 1.17.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -279,7 +278,7 @@ def names_of_classes(job: Job) -> dict[str, Any]:
 
 def new_model(job: Job, front: Front, key: Key) -> nn.Module:
     """The model of a job before training; new weights by a public key."""
-    facts = {} if isinstance(front, EncoderFeatures) else dataclasses.asdict(front)
+    facts = {} if isinstance(front, EncoderFeatures) else asdict(front)
     facts |= {name: [*facts[name].items()] for name in _COLUMNS & facts.keys()}  # `config.json` sorts a mapping
     config = PreTrainedConfig(
         **names_of_classes(job), num_features=front.size, front=facts, task=job.task,

@@ -5,7 +5,6 @@ The score of a model is a sum to which each held-out record adds a number betwee
 
 import contextlib
 import copy
-import dataclasses
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -170,11 +169,11 @@ def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, i
     given = job.privacy.dp_dataset_size
     size = count_records(job) if given is None else given
     share = job.data.eval_fraction or _HELD_OUT
-    data = dataclasses.replace(job.data, train=str(public), eval=None, spent=None, eval_fraction=share)
-    records = read_records(dataclasses.replace(job, data=data), processing)
+    data = replace(job.data, train=str(public), eval=None, spent=None, eval_fraction=share)
+    records = read_records(replace(job, data=data), processing)
     expect(records.evaluation, "public records to compare on", "data.eval_fraction", share, "The table is too small.")
     order = stream(key_of(job, "public records")).permutation(len(records.train))[:size]
-    return dataclasses.replace(records, train=tuple(records.train[row] for row in order)), size
+    return replace(records, train=tuple(records.train[row] for row in order)), size
 
 
 def load(
@@ -214,7 +213,7 @@ def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: flo
     score = Ledger((Event(1.0, score_noise, 1),), before.adjacency)
 
     def scaled(scale: float) -> list[Plan]:
-        return [dataclasses.replace(plan, noise_multiplier=scale * noise_of(plan), epsilon=None) for plan in alone]
+        return [replace(plan, noise_multiplier=scale * noise_of(plan), epsilon=None) for plan in alone]
 
     return scaled(calibrate_search(
         runs, lambda scale: [*(plan.ledger() for plan in scaled(scale)), score],
@@ -224,17 +223,17 @@ def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: flo
 
 def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) -> Job:
     """The job of one run, with the values of the recipe for its epsilon, and without what would publish anything."""
-    privacy = dataclasses.replace(job.privacy, dp_epsilon=plan.guarantee().epsilon)
-    by_recipe, _ = with_recipe(dataclasses.replace(job, privacy=privacy), model, size)
+    privacy = replace(job.privacy, dp_epsilon=plan.guarantee().epsilon)
+    by_recipe, _ = with_recipe(replace(job, privacy=privacy), model, size)
     training = by_recipe.training
-    training = dataclasses.replace(
+    training = replace(
         training,
         learning_rate=factor * (training.learning_rate or 0.0),
         head_rate=None if training.head_rate is None else factor * training.head_rate,
         steps=plan.num_steps, epochs=None, eval_steps=None, report_to=None, save_steps=plan.num_steps,
     )  # fmt: skip
-    noise = dataclasses.replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
-    return dataclasses.replace(job, training=training, privacy=noise)
+    noise = replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
+    return replace(job, training=training, privacy=noise)
 
 
 def _on_public(candidate: Candidate) -> Candidate:
@@ -246,9 +245,9 @@ def _on_public(candidate: Candidate) -> Candidate:
             f"Expected at least {batch} public records to train on, the batch size of a candidate, got {there}. Take a "
             "larger public table, or smaller batches: --grid batch_size=..."
         )
-    privacy = dataclasses.replace(prepared.job.privacy, dp_dataset_size=None, dp_allow_large_delta=True)
-    job = dataclasses.replace(prepared.job, privacy=privacy)
-    return dataclasses.replace(candidate, prepared=dataclasses.replace(prepared, job=job))
+    privacy = replace(prepared.job.privacy, dp_dataset_size=None, dp_allow_large_delta=True)
+    job = replace(prepared.job, privacy=privacy)
+    return replace(candidate, prepared=replace(prepared, job=job))
 
 
 def noise_of(plan: Plan) -> float:
@@ -261,9 +260,9 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     prepared = candidate.prepared
-    job = dataclasses.replace(prepared.job, output_dir=str(folder))
-    records = dataclasses.replace(prepared.records, evaluation=())
-    fresh = dataclasses.replace(prepared, job=job, records=records, model=copy.deepcopy(prepared.model))
+    job = replace(prepared.job, output_dir=str(folder))
+    records = replace(prepared.records, evaluation=())
+    fresh = replace(prepared, job=job, records=records, model=copy.deepcopy(prepared.model))
     with _quiet():
         trainer = make_trainer(fresh, key)
         for callback in (PrinterCallback, ProgressCallback):
@@ -442,11 +441,11 @@ def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
         raise
     except (DPFuncError, ArithmeticError, RuntimeError, ValueError) as error:
         # A run that fails counts as the worst: without it the number of runs would depend on the data.
-        return dataclasses.replace(state, done=done, failure=state.failure or f"{type(error).__name__}: {error}")
+        return replace(state, done=done, failure=state.failure or f"{type(error).__name__}: {error}")
     found = noisy(value, search.score_noise, fold_in(key, "score"))
     if state.score is not None and found <= state.score:
-        return dataclasses.replace(state, done=done)
-    return dataclasses.replace(state, done=done, slot=slot, candidate=number, score=found)
+        return replace(state, done=done)
+    return replace(state, done=done, slot=slot, candidate=number, score=found)
 
 
 def _release(search: Search, state: _State, folder: Path, insecure_seed: int | None) -> SelectionRecord:
@@ -471,7 +470,7 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         shutil.copytree(best, folder / MODEL, copy_function=shutil.copyfile, dirs_exist_ok=True)
         for path in (folder / MODEL, *(folder / MODEL).rglob("*")):
             os.utime(path)
-        filled = dataclasses.replace(search.candidates[state.candidate].prepared.job, output_dir=search.job.output_dir)
+        filled = replace(search.candidates[state.candidate].prepared.job, output_dir=search.job.output_dir)
         folders.write_job(search.job, filled, {}, folder, insecure_seed)
     replace_file(folder / RECORD_FILE, found.to_json() + "\n")
     return found
@@ -501,7 +500,7 @@ def _about(search: Search) -> dict[str, Any]:
 
 
 def _write(secret: Path, state: _State, about: dict[str, Any]) -> None:
-    values = {**dataclasses.asdict(state), "key": bytes(state.key.secret).hex(), "guessable": state.key.guessable}
+    values = {**asdict(state), "key": bytes(state.key.secret).hex(), "guessable": state.key.guessable}
     replace_file(secret / _STATE, json.dumps({"state": values, "about": about}), 0o600)
 
 

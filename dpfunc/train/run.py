@@ -1,11 +1,10 @@
 """Run a job: load, plan, train with DPTrainer, save, and report what was spent and what is not covered."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,7 +134,7 @@ def run_job(
         lines = [*seen_lines(records), *recipe_lines(prepared.recipe, job.training.missing), *about]
         for line in lines if writes else ():
             say(line)
-        prepared = dataclasses.replace(prepared, records=records)
+        prepared = replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
             reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
@@ -193,7 +192,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return (kind or DPTrainer)(
         model=prepared.model, args=training_arguments(prepared),
-        privacy=dataclasses.replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
+        privacy=replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
         loss=loss_of_job(job), unit=folders.unit_of(job), key=key, ledger=prepared.spent, budget=prepared.budget,
         train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
