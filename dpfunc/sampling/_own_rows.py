@@ -23,7 +23,6 @@ from dpfunc.types import Batch
 _ROUNDING = 1e-4  # of the largest number of a row
 _UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, OSError, copy.Error, PickleError)
 _MOST = 64  # records of a batch that are compared: they are copied
-_CONSTANTS = frozenset((int, float, bool, complex, str, bytes, type(None)))
 
 
 def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], key: Key, row: int) -> None:
@@ -89,42 +88,15 @@ class _Cloning(TorchFunctionMode):
     """Mode in which a deep copy of a tensor has its numbers: torch's own copies all the memory that it is a view of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].clone() if func is Tensor.__deepcopy__ and _plain(args[0]) else func(*args, **(kwargs or {}))
-
-
-def _plain(value: Any) -> bool:
-    return type(value) is Tensor and not value.requires_grad and not value.__dict__
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy as by `copy.deepcopy`, without the memory behind views, and faster for most kinds of records."""
-    if type(value) in _CONSTANTS:
-        return value
-    if id(value) not in memo:
-        memo[id(value)] = _copy(value, memo)
-    return memo[id(value)]
-
-
-def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    kind = type(value)
-    if _plain(value):
-        return value.clone()
-    if kind is np.ndarray and not value.dtype.hasobject:
-        return value.copy("K")
-    if kind is list and _CONSTANTS.issuperset(map(type, value)):
-        return value.copy()
-    if kind in (list, tuple):
-        return kind([_copied(each, memo) for each in value])
-    if kind is dict:
-        return {name: _copied(each, memo) for name, each in value.items()}
-    with _Cloning():
-        return copy.deepcopy(value, memo)
+        plain = func is Tensor.__deepcopy__ and type(args[0]) is Tensor and not args[0].__dict__
+        return args[0].clone() if plain and not args[0].requires_grad else func(*args, **(kwargs or {}))
 
 
 def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
     """A batch of copies, as a collate function may change its records; None where they cannot be copied."""
     try:
-        copied = [_copied(record, {}) for record in records]
+        with _Cloning():
+            copied = [copy.deepcopy(record) for record in records]
     except _UNCOPIED:  # open files, locks, tensors of a graph
         return None
     batch = collate(copied)
