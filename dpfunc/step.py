@@ -17,7 +17,7 @@ from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
 from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
-from dpfunc.distributed._agreement import Agreement, Rows, digest_of_all, padded, summarize
+from dpfunc.distributed._agreement import UNABLE, Rows, agree, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.ranks import Ranks, check_ranks
@@ -116,14 +116,17 @@ class DPStep:
             check_ranks(self.ranks, self.clipped_grad.microbatch_size)
         if self.ranks is None:
             return self._check_own(params, batch, state, mask_B)
-        with Agreement(self.ranks) as agreement:
+        own = UNABLE
+        try:  # without communication
             rows = self._check_own(params, batch, state, mask_B)
             if state is None:
                 start = "Start with dp_step.init(params, shared_key(ranks))."
                 raise fail("a state, which all processes share", "state", None, start)
             run = self._described(state)
-            agreement.say(summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks))
-        return rows._replace(size=agreement.num_rows)
+            own = summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks)
+        finally:  # all mean the same by this call, or each has an error
+            num_rows = agree(own, self.ranks)
+        return rows._replace(size=num_rows)
 
     def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
         """The checks that this process makes by itself."""

@@ -1,6 +1,6 @@
 """Agreement of the processes that take a step: before it about all that must be equal, after it about the release."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,8 @@ class RankSummary(NamedTuple):
     replica: int = 0  # their values
 
 
+UNABLE = RankSummary(failed=1)
 _SPOILED = -1  # in place of a digest, which is not negative
-_ALIKE = "Parameters that processes with the same records hold alike"
-_SHAPES = "Rows of different shapes run different communication"
 _SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
 # Advice for the error message, for each field of `RankSummary` that must agree.
 _ADVICE = {
@@ -46,32 +45,19 @@ _ADVICE = {
         "Parameters that all processes should hold alike differ in at least one bit. Start from the same "
         "initialisation, update every replica in the same way, and load the same checkpoint."
     ),
-    "shared_params": f"{_ALIKE} differ in at least one bit. Start from the same initialisation.",
-    "rows": f"{_SHAPES} inside of a sharded model. Pad to the same length on all processes.",
+    "shared_params": (
+        "Parameters that processes with the same records hold alike differ in at least one bit. Start from the same "
+        "initialisation."
+    ),
+    "rows": (
+        "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
+        "processes."
+    ),
     "data": _SAME_RECORDS,
     "num_samples": _SAME_RECORDS,
 }
 _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
-
-
-class Agreement:
-    """Inside, without communication, each process says what it means by its call; then all mean the same, or raise."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.num_rows = 0  # afterwards: the largest number of rows of a process
-        self._own = RankSummary(failed=1)
-
-    def say(self, own: RankSummary) -> None:
-        """Say what this process means by its call."""
-        self._own = own
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.num_rows = agree(self._own, self.ranks)
 
 
 def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
