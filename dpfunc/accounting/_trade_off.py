@@ -121,8 +121,7 @@ class TradeOff:
         if most >= 1:
             return 1.0
         lowest = math.log(min(most, rate)) - 13  # a smaller delta adds 2e-6 of the bound
-        best = min(least(bound, lowest, math.log(most), _FINE)[1], rate + most)
-        return min(best, 1.0)
+        return min(least(bound, lowest, math.log(most), _FINE)[1], rate + most, 1.0)
 
     def false_negatives(self, false_positives: float) -> float:
         """Least share of false negatives of a test with at most this share of false positives: the trade-off curve."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpfunc._utils.validation import fail, integer, named, open_unit, positive, probability
+from dpfunc._utils.validation import expect, fail, integer, named, open_unit, positive, probability
 from dpfunc.accounting._prv import PRVUnavailable
 from dpfunc.accounting._search import MOST_NOISE, largest_integer, least_scale
 from dpfunc.accounting.accountant import cached_epsilon, check_bound, rough_epsilon
@@ -107,9 +107,8 @@ def calibrate_noise(
         schedule = Schedule(((1, 1.0),))
     elif not isinstance(schedule, Schedule):  # of a sequence the order does not matter for the cost
         values = [positive("schedule", value) for value in schedule]
-        if len(values) != num_steps:
-            domain = f"one relative noise multiplier for each of {num_steps} steps"
-            raise fail(domain, "len(schedule)", len(values), "Or a Schedule.")
+        domain = f"one relative noise multiplier for each of {num_steps} steps"
+        expect(len(values) == num_steps, domain, "len(schedule)", len(values), "Or a Schedule.")
         schedule = Schedule(tuple((count, value) for value, count in sorted(Counter(values).items())))
     pieces = schedule.pieces
 

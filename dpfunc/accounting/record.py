@@ -263,11 +263,10 @@ def listed(values: Mapping[str, float]) -> str:
 
 def refuse_replaced(name: str, adjacency: Adjacency) -> None:
     """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
-    if adjacency == "replace_one":
-        raise checks.fail(
-            f"{name} add_remove or zero_out", name, adjacency,
-            "A record that is replaced may go from those that are trained on to those that are scored.",
-        )  # fmt: skip
+    checks.expect(
+        adjacency != "replace_one", f"{name} add_remove or zero_out", name, adjacency,
+        "A record that is replaced may go from those that are trained on to those that are scored.",
+    )  # fmt: skip
 
 
 def claims_law(sampler: str, events: Iterable[Event]) -> bool:
@@ -304,8 +303,7 @@ def _read(name: str, hint: Any, value: Any) -> Any:
     if hint is Ledger:
         return Ledger.from_json(json.dumps(value))
     if hint is RunCount:
-        if not isinstance(value, dict) or set(value) != {"mean", "shape"}:
-            raise checks.fail("mean and shape", name, value)
+        checks.expect(isinstance(value, dict) and set(value) == {"mean", "shape"}, "mean and shape", name, value)
         return RunCount(value["mean"], _read("shape", float, value["shape"]))
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_read(name, get_args(hint)[0], each) for each in value)
@@ -341,8 +339,7 @@ def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
 
 def _text(name: str, value: object) -> None:
     """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
-    if not isinstance(value, str) or not value.isprintable():
-        raise checks.fail("a line of printable text", name, value)
+    checks.expect(isinstance(value, str) and value.isprintable(), "a line of printable text", name, value)
 
 
 _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {

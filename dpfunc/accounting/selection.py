@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc._utils.validation import fail, open_unit, positive, real
+from dpfunc._utils.validation import expect, open_unit, positive, real
 from dpfunc.accounting._losses import Array
 from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
 from dpfunc.accounting._search import MOST_NOISE, falling_root, least_scale
@@ -60,9 +60,8 @@ class RunCount:
         def lacking(x: float) -> float:  # gamma = e^-x
             return self.mean - _mean(math.exp(-x), self.shape)
 
-        if lacking(700.0) > 0:
-            hint = f"The shape is {self.shape:g}: take a larger one."
-            raise fail("a mean that this shape can have", "mean", self.mean, hint)
+        hint = f"The shape is {self.shape:g}: take a larger one."
+        expect(lacking(700.0) <= 0, "a mean that this shape can have", "mean", self.mean, hint)
         return math.exp(-falling_root(lacking, 0.0, 700.0))
 
     def quantile(self, probability: float) -> int:
