@@ -399,7 +399,7 @@ class Calls:
         self._without_gradient += without_gradient
         if self._first is None:
             counted = {n: (local(p), p) for n, p in params.items() if not p.is_inference()}  # others always changed
-            self._first = {n: (_storage(own), own._version, _head(p).clone()) for n, (own, p) in counted.items()}
+            self._first = {n: (_storage(own), own._version, _some(own)) for n, (own, p) in counted.items()}
 
     def first_rows(self) -> bool:
         """True at the first call."""
@@ -441,9 +441,9 @@ class Calls:
         self._compared, first = True, self._first
 
         def still(name: str, own: Tensor) -> bool:
-            known, version, head = first[name]
+            known, version, some = first[name]
             there = not known.expired() and known.cdata == own.untyped_storage()._cdata and version == own._version
-            return there and torch.equal(head, _head(own))
+            return there and torch.equal(some, _some(own))
 
         stay = [name for name, param in params.items() if name in first and still(name, local(param))]
         others = _of_optimizers(stay, params) if stay else ""
@@ -479,12 +479,6 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _head(tensor: Tensor) -> Tensor:
-    """The first numbers: torch's counter of writes in place misses those into `tensor.data`."""
-    own = local(tensor).detach()
-    return own[(0,) * (own.ndim - 1)][:8] if own.ndim and own.numel() else own
-
-
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Place and shape of a tensor in its memory, and the number of torch's writes there."""
     written = 0 if tensor.is_inference() else tensor._version
@@ -492,7 +486,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _some(tensor: Tensor) -> Tensor:
-    """A copy of a few numbers that are spread over a tensor, at most 8 on each axis."""
+    """The bits of a few numbers, at most 8 on each axis: torch's counter misses writes into `tensor.data`."""
     own = local(tensor).detach()
     some = own[tuple(slice(None, None, -(-size // 8) or 1) for size in own.shape)]
-    return some.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # NaN equals itself
+    return some.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)  # NaN equals itself

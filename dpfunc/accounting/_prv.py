@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpfunc.accounting._losses import DIRECTIONS, MEANS, Array, Direction, log_ratios, loss_of, part_masses, point
-from dpfunc.accounting._rdp import SIGMA_MAX, loss_tail, rdp_epsilon
+from dpfunc.accounting._rdp import FEW_ORDERS, ORDERS, SIGMA_MAX, loss_tail, rdp_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
 
@@ -44,15 +44,16 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> 
         raise PRVUnavailable(
             f"Expected delta >= {_MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
         )
-    steps, few = sum(event.num_steps for event in events), len(events) > _FEW_KINDS
-    eps_rdp = rdp_epsilon(events, adjacency, delta, few)
+    steps = sum(event.num_steps for event in events)
+    orders = FEW_ORDERS if len(events) > _FEW_KINDS else ORDERS
+    eps_rdp = rdp_epsilon(events, adjacency, delta, orders)
     if not math.isfinite(eps_rdp) or min(event.noise_multiplier for event in events) < _MIN_SIGMA:
         raise PRVUnavailable(f"Expected noise multipliers >= {_MIN_SIGMA} for method 'prv'. Use method 'rdp'.")
     delta_error = delta / 1000
     # both tails, of the sum of each group of events and of each single step
-    total = loss_tail(events, adjacency, delta_error / (16 * len(events)), few)
+    total = loss_tail(events, adjacency, delta_error / (16 * len(events)), orders)
     ones = [Event(e.sampling_prob, e.noise_multiplier, 1) for e in events]
-    single = max(loss_tail([one], adjacency, delta_error / (16 * steps), few) for one in ones)
+    single = max(loss_tail([one], adjacency, delta_error / (16 * steps), orders) for one in ones)
     per_error = math.sqrt(steps * math.log(12 / delta_error) / 2)
     wanted = min(max(_RELATIVE_ERROR * eps_rdp, _MIN_ERROR), _MAX_ERROR)
     allowed = max(wanted, _RELATIVE_ERROR * eps_rdp)

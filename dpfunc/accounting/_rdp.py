@@ -23,13 +23,14 @@ _MAX_POINTS = 200_000  # of a quadrature
 _REACH = 14.0  # standard deviations; the mass beyond is below 1e-43
 
 
-def rdp_epsilon(events: Iterable[Event], adjacency: Adjacency, delta: float, few: bool = False) -> float:
+def rdp_epsilon(
+    events: Iterable[Event], adjacency: Adjacency, delta: float, orders: tuple[float, ...] = ORDERS
+) -> float:
     """An upper bound on epsilon from the Renyi curve, >= 0.
 
     `min_a R(a) + log(1 - 1/a) - (log(delta) + log(a)) / (a - 1)`: Canonne, Kamath and Steinke 2020, The Discrete
-    Gaussian for Differential Privacy, Proposition 12. With `few` it uses few orders: looser, and faster.
+    Gaussian for Differential Privacy, Proposition 12. Fewer orders: looser, and faster.
     """
-    orders = FEW_ORDERS if few else ORDERS
     return converted(composed_curve(tuple(events), adjacency, orders), orders, delta)
 
 
@@ -39,9 +40,8 @@ def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
     return max(0.0, float(np.min(bounds)))
 
 
-def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, few: bool = False) -> float:
+def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, orders: tuple[float, ...] = ORDERS) -> float:
     """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
-    orders = FEW_ORDERS if few else ORDERS
     a = np.array(orders)
     return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
 

@@ -10,7 +10,7 @@ from dpfunc._utils.validation import fail, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting._losses import DIRECTIONS, Direction, Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting._prv import prv_epsilon
-from dpfunc.accounting._rdp import rdp_epsilon
+from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
 from dpfunc.accounting.events import ZCDP, canonical, divided, law_of
@@ -167,7 +167,7 @@ def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float)
     try:
         return estimate(_kinds(plain), direction, delta, _fixed(special, direction))
     except TiltedUnavailable:
-        return rdp_epsilon(renyi_events(events, _FEW_KINDS)[0], adjacency, delta, few=True)
+        return rdp_epsilon(renyi_events(events, _FEW_KINDS)[0], adjacency, delta, FEW_ORDERS)
 
 
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:

@@ -163,14 +163,17 @@ _EPSILON_WORDS = (
     (20.0, "no useful bound on an observer's certainty; only attacks that were tried tell how much leaks"),
 )
 
-_DELTA_WORDS = (
-    (1.0, "delta >= 1/n: publishing one random record in full satisfies it. Not acceptable."),
-    (0.5, "delta from 1/(2n) to 1/n: publishing one record with probability 1/2 satisfies it. Not acceptable."),
-    (0.1, "delta from 1/(10n) to 1/(2n): giving away one record in ten runs satisfies it. Prefer a smaller one."),
-    (1e-3, "delta from 1/(1000n) to 1/(10n): the chance that some record is given away is below 10 %."),
-    (0.0, "delta < 1/(1000n): it no longer matters next to epsilon."),
+DELTA_TABLE: tuple[DeltaMeaning, ...] = (
+    DeltaMeaning(1.0, "delta >= 1/n: publishing one random record in full satisfies it. Not acceptable."),
+    DeltaMeaning(
+        0.5, "delta from 1/(2n) to 1/n: publishing one record with probability 1/2 satisfies it. Not acceptable."
+    ),
+    DeltaMeaning(
+        0.1, "delta from 1/(10n) to 1/(2n): giving away one record in ten runs satisfies it. Prefer a smaller one."
+    ),
+    DeltaMeaning(1e-3, "delta from 1/(1000n) to 1/(10n): the chance that some record is given away is below 10 %."),
+    DeltaMeaning(0.0, "delta < 1/(1000n): it no longer matters next to epsilon."),
 )
-DELTA_TABLE: tuple[DeltaMeaning, ...] = tuple(DeltaMeaning(ratio, words) for ratio, words in _DELTA_WORDS)
 
 
 def explain_epsilon(epsilon: float) -> EpsilonMeaning:
@@ -216,4 +219,4 @@ def explain_delta(delta: float, dataset_size: int) -> DeltaMeaning:
     """
     ratio = open_unit("delta", delta) * as_float(integer("dataset_size", dataset_size, minimum=1))
     real("delta * dataset_size", ratio, "a finite product")
-    return DeltaMeaning(ratio, next(words for least, words in _DELTA_WORDS if ratio >= least * (1 - 1e-9)))
+    return DeltaMeaning(ratio, next(row.words for row in DELTA_TABLE if ratio >= row.ratio * (1 - 1e-9)))

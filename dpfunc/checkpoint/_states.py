@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc._utils.processes import distributed, is_dtensor, local, shard_dims
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.checkpoint._folder import METADATA
 from dpfunc.checkpoint._format import describe
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -150,18 +150,17 @@ def room(
 
     def pattern(slot: _Slot, saved: Tensor) -> Tensor | None:
         like = by_place.get(slot.place) if template is not None else _owner(slot, saved, skeleton, params)
-        if template is None and like is None and slot.sharded and any(map(is_dtensor, params.values())):
-            raise CheckpointError(
+        refuse(
+            (template is None and like is None and slot.sharded and any(map(is_dtensor, params.values())),
+             CheckpointError(
                 f"Expected to know how the tensor of {name} at {slot.place} is laid out, which was sharded and is "
                 "like no parameter. States of noise need the name and the shape of their parameter; for others "
-                "pass optimizer_state=, a state of the same structure whose tensors are laid out as they should be."
-            )
-        if template is not None and (like is None or like.shape != saved.shape):
-            has = "nothing" if like is None else describe(like)
-            raise CheckpointError(
-                f"Expected {name} to have {describe(saved)} at {slot.place}, as the checkpoint, got {has}. "
-                "Pass a state of the same structure, or none: most can be laid out as the parameters."
-            )
+                "pass optimizer_state=, a state of the same structure whose tensors are laid out as they should be.")),
+            (template is not None and (like is None or like.shape != saved.shape), CheckpointError(
+                f"Expected {name} to have {describe(saved)} at {slot.place}, as the checkpoint, got "
+                f"{'nothing' if like is None else describe(like)}. Pass a state of the same structure, or none: most "
+                "can be laid out as the parameters.")),
+        )  # fmt: skip
         return like
 
     return {slot.name: empty(pattern(slot, table[slot.name]), table[slot.name]) for slot in found}
@@ -169,8 +168,7 @@ def room(
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Write this process's share of all tensors; collective: all processes of the group write, or an OSError on all."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint import FileSystemWriter, save
 
     writer = FileSystemWriter(path, overwrite=False, sync_files=True)
     with _translated(OSError):
@@ -179,8 +177,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.Process
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill tensors, each process its parts; a CheckpointError on all when one could not read."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint import FileSystemReader, load
 
     with _translated(CheckpointError, f"The tensors of {path} could not be read: "):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)

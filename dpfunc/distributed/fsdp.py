@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfunc._utils.processes import is_dtensor, is_independent, local
-from dpfunc._utils.validation import expect, integer, shorten
+from dpfunc._utils.validation import expect, integer, refuse, shorten
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines._ghost import Ghost
@@ -216,16 +216,15 @@ def functionalize_managed(module: nn.Module, ranks: Ranks) -> Managed:
     own = fsdp.managed(module)
     fsdp.settle(module)
     trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
-    if not trained or ranks.tensor_group is not None or ranks.independent:
-        raise InvalidArgument(
-            "Expected a module with parameters that require gradients, and ranks=dpfunc.distributed.sharded(mesh, "
-            f"data=...), got {len(trained)} parameters and ranks={ranks}."
-        )
-    if others := trained.keys() - own:
-        raise UnsupportedModel(
-            f"The parameters {shorten(sorted(others))} are trained, but fully_shard does not manage them. Call it on "
-            "all of the module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize."
-        )
+    others = sorted(trained.keys() - own)
+    refuse(
+        (not trained or ranks.tensor_group is not None or ranks.independent,
+         "Expected a module with parameters that require gradients, and ranks=dpfunc.distributed.sharded(mesh, "
+         f"data=...), got {len(trained)} parameters and ranks={ranks}."),
+        (others, UnsupportedModel(
+            f"The parameters {shorten(others)} are trained, but fully_shard does not manage them. Call it on "
+            "all of the module, or freeze them; for trained parameters outside of FSDP use dpfunc.functionalize.")),
+    )  # fmt: skip
     forward = _ManagedForward(module, trained)
     params = {name: param.detach().clone() for name, param in trained.items()}
     sharding_ranks = replace(ranks, keeps_parts=True)
