@@ -2,6 +2,8 @@
 
 import math
 
+import scipy
+
 from dpfunc.accounting._search import falling_root
 from dpfunc.types import Event
 
@@ -42,10 +44,8 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
-    from scipy.special import log_ndtr
-
-    first = float(log_ndtr(mu / 2 - epsilon / mu))
-    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    first = float(scipy.special.log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(scipy.special.log_ndtr(-mu / 2 - epsilon / mu))
     ratio = -math.expm1(second - first)
     return first + math.log(ratio) if ratio > 0 else -math.inf
 

@@ -173,8 +173,7 @@ def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float)
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """Events for Renyi curves, see `fewer_kinds`; those of sampling_prob = 1 as one step: Gaussians add up to one."""
     plain, special = divided(events)
-    full = tuple(event for event in plain if event.sampling_prob == 1)
-    if full:
+    if full := tuple(event for event in plain if event.sampling_prob == 1):
         sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
         plain = (*(event for event in plain if event.sampling_prob < 1), Event(1.0, sigma, 1))
     fewer, rounded = fewer_kinds(plain, max_kinds)

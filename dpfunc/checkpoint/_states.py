@@ -168,7 +168,8 @@ def room(
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Write this process's share of all tensors; collective: all processes of the group write, or an OSError on all."""
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(path, overwrite=False, sync_files=True)
     with _translated(OSError):
@@ -177,7 +178,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.Process
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill tensors, each process its parts; a CheckpointError on all when one could not read."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     with _translated(CheckpointError, f"The tensors of {path} could not be read: "):
         load(tensors, storage_reader=FileSystemReader(path), process_group=group, no_dist=group is None)

@@ -185,8 +185,11 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
     end = None if journal is None else known_end(journal)._asdict()
-    place = None if journal is None else str(journal.resolve())
-    known = {"notes": len(_notes(parent)), "journal": end, "place": place}
+    known = {
+        "notes": len(_notes(parent)),
+        "journal": end,
+        "place": None if journal is None else str(journal.resolve()),
+    }
     folder.write_json(work / folder.STATE, {**files[folder.STATE], **known})
     folder.write_json(work / folder.PLAN, files[folder.PLAN])
     (work / folder.METADATA).chmod(0o600)
@@ -241,8 +244,7 @@ def load(
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
             journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved; or a
             copy of one that went on in its own place. Of other copies nothing is seen: a line in the log warns.
-        InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks. UnsupportedModel:
-            several processes with an older torch.
+        InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
 
     Guarantees:
         tests/checkpoint/test_saving.py: the resumed run is bit-identical (test_resume_is_bit_identical) and
@@ -294,8 +296,11 @@ def load(
         taken = None if file is None else read_steps(file, missing="empty" if end else "refuse", known=end)
         history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
-        line = None if note is None else json.dumps(asdict(note))
-        return {"state": run.state_to_dict(state), "note": line, "lines": lines}
+        return {
+            "state": run.state_to_dict(state),
+            "note": None if note is None else json.dumps(asdict(note)),
+            "lines": lines,
+        }
 
     decided = by_writer(decide, ranks, _NOT_LOADED)
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _NOT_LOADED)

@@ -142,8 +142,7 @@ def _shard(
 ) -> None:  # fmt: skip
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    found = fsdp.communicates(module)
-    if found is not None:
+    if found := fsdp.communicates(module):
         raise UnsupportedModel(
             f"Expected a module that is not sharded, got one with {found}. For tensor parallelism as well, call "
             "parallelize_module, then fully_shard(layer, mesh=mesh['dp'], ignored_params=trained)."

@@ -61,8 +61,7 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
 def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
     """Refuse parameters that `fully_shard` would overwrite after a function has replaced them."""
     swapped = managed(module)
-    own = [name for name in names if name in swapped]
-    if own:
+    if own := [name for name in names if name in swapped]:
         raise UnsupportedModel(
             f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
             f"given as an argument. {_WAY_OUT}"
@@ -94,11 +93,9 @@ def constant(module: nn.Module) -> set[str]:
 
 def communicates(module: nn.Module) -> str | None:
     """Describe the parts of a module that exchange parameters or activations with other processes, or None."""
-    parts = fsdp_parts(module)
-    if parts:
+    if parts := fsdp_parts(module):
         return f"parts that fully_shard was called on ({shorten([name or 'the module' for name in parts])})"
-    split = [name for name, param in module.named_parameters() if is_dtensor(param)]
-    if split:
+    if split := [name for name, param in module.named_parameters() if is_dtensor(param)]:
         return f"DTensors ({shorten(split)})"
     zero = [name for name, param in module.named_parameters() if _of_zero(param)]
     return f"parameters that DeepSpeed ZeRO-3 partitions ({shorten(zero)})" if zero else None
@@ -106,8 +103,7 @@ def communicates(module: nn.Module) -> str | None:
 
 def refuse_communication(module: nn.Module) -> None:
     """Refuse a module that communicates in a step whose processes do not run in lockstep: it could hang."""
-    what = communicates(module)
-    if what is not None:
+    if what := communicates(module):
         raise UnsupportedModel(
             f"The model communicates inside of the loss: it has {what}. All processes must take one step in lockstep, "
             "which no ranks, or those of data_parallel(), do not promise. Use ranks=dpfunc.distributed.sharded(mesh)."

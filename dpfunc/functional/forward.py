@@ -354,8 +354,7 @@ def _holders(attributes: dict[str, Any]) -> list[Any]:
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Refuse a call in which another tensor was put into a place; at a level `buffer.to(device)` is another object."""
     other = {place: tensor for place, tensor in before.items() if after[place] is not tensor}
-    replaced = [place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)]
-    if replaced:
+    if replaced := [place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)]:
         refuse_written_buffers(replaced)
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+import scipy
 import torch
 from torch import Tensor
 
@@ -140,11 +141,9 @@ class CappedPoisson:
 
     def expected_batch_size(self, step: int) -> float:
         """Mean of the number of records that are kept: `n q P[Bin(n - 1, q) < cap] + cap P[Bin(n, q) > cap]`."""
-        from scipy.stats import binom
-
         integer("step", step)
         n, q, cap = self.dataset_size, self.sampling_prob, self.cap
-        return float(n * q * binom.cdf(cap - 1, n - 1, q) + cap * binom.sf(cap, n, q))
+        return float(n * q * scipy.stats.binom.cdf(cap - 1, n - 1, q) + cap * scipy.stats.binom.sf(cap, n, q))
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for all steps."""
