@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
 from dpfunc._utils.processes import digest, local
-from dpfunc._utils.validation import fail, integer, refuse, shorten, warn, wrong_type
+from dpfunc._utils.validation import expect, integer, refuse, shorten, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.rules import group_bounds, partition
@@ -80,12 +80,12 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     refuse_narrow_range(params)
     check_key(key)
     bound = plan.sampler.dataset_size
-    if num_records is not None and integer("num_records", num_records) > bound:
-        raise fail(
-            f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
-            "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "
-            "larger dataset_size.",
-        )  # fmt: skip
+    expect(
+        num_records is None or integer("num_records", num_records) <= bound,
+        f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
+        "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "
+        "larger dataset_size.",
+    )  # fmt: skip
     group_bounds(plan.clip.clip_norm, partition(plan.clip.groups, tuple(params)).group_names)
     spent = _spent(plan, ledger)
     limit = plan.step_limit(spent)
@@ -228,9 +228,8 @@ def replay(state: StepState) -> StepState:
     Only safe with the same data, parameters and code: with anything else changed, two releases share their noise and
     their difference is not protected.
     """
-    known = _digests.get(fingerprint(state.key), {})
-    for step in [step for step in known if step >= state.step]:
-        del known[step]
+    run = fingerprint(state.key)
+    _digests[run] = {step: release for step, release in _digests.get(run, {}).items() if step < state.step}
     return resumed(state)
 
 

@@ -197,9 +197,8 @@ def signed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsigned(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a file without their digest, once it was compared with that of `signed`."""
-    if signed(values) != values:
-        raise fail(
-            f"a {kind} with the digest of its values", "digest", values.get("digest"),
-            "The file was changed or damaged after it was written, or by hand. Restore it, or name its journal.",
-        )  # fmt: skip
+    expect(
+        signed(values) == values, f"a {kind} with the digest of its values", "digest", values.get("digest"),
+        "The file was changed or damaged after it was written, or by hand. Restore it, or name its journal.",
+    )  # fmt: skip
     return {name: value for name, value in values.items() if name != "digest"}

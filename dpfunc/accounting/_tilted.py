@@ -216,9 +216,7 @@ def _wave_sum(laws: Sequence[Law], t: float, gaussian: float, spacing: float, lo
         dropped += float(tail[keep])
         s, log_size, angle = s[:keep], log_size[:keep], angle[:keep]
     final: Array = np.exp(log_size).astype(np.float64)
-    real: Array = (final * np.cos(angle)).astype(np.float64)
-    imag: Array = (final * np.sin(angle)).astype(np.float64)
-    return _Waves(s, real, imag, dropped, float(final.sum()) + dropped)
+    return _Waves(s, final * np.cos(angle), final * np.sin(angle), dropped, float(final.sum()) + dropped)
 
 
 def _characteristic(law: Law, spacing: float, number: int) -> NDArray[np.complex128]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.validation import apart, fail, integer, named, non_negative, positive, set_fields, shorten
+from dpfunc._utils.validation import apart, expect, integer, named, non_negative, positive, set_fields, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, ClipRule, Groups
 
@@ -154,9 +154,8 @@ def _check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str
 
 def _check_one(name: str, value: float) -> float:
     bound = positive(name, value)
-    if not _SMALLEST <= bound <= _LARGEST:
-        advice = "Rescale the loss: outside this range float32 gradients lose their precision."
-        raise fail(f"{_SMALLEST:g} <= {name} <= {_LARGEST:g}", name, value, advice)
+    advice = "Rescale the loss: outside this range float32 gradients lose their precision."
+    expect(_SMALLEST <= bound <= _LARGEST, f"{_SMALLEST:g} <= {name} <= {_LARGEST:g}", name, value, advice)
     return bound
 
 

@@ -46,12 +46,10 @@ class Statistic:
     def __post_init__(self) -> None:
         edges = tuple(real("edges", edge, "finite edges") for edge in self.edges)
         expect(list(edges) == sorted(set(edges)), "increasing edges", "edges", self.edges)
-        object.__setattr__(self, "edges", edges)
-        if self.name == "clipped" or edges:
-            object.__setattr__(self, "high", 1.0)
         low = real("low", self.low, "a finite low")
+        high = 1.0 if self.name == "clipped" or edges else self.high
         domain = f"a public bound high > low = {low:g} of {self.name!r}"
-        object.__setattr__(self, "high", real("high", self.high, domain, inside=lambda high: high > low))
+        store(self, {"edges": edges, "high": real("high", high, domain, inside=lambda high: high > low)})
         size = 1 if self.size is None else integer("size", self.size, minimum=1)
         if bool(edges) + bool(self.size) + bool(low) > 1:
             raise fail("one of low, edges and size", "size", size, f"{self.name!r} has a norm, or an interval.")
@@ -70,9 +68,8 @@ class Statistic:
     def _scaled(self, values: Tensor) -> Tensor:
         """The scaled statistic of each record (B, num_values), of norm at most 1; of what is not finite 0."""
         given = 1 if self.size is None else self.size
-        if values.numel() != len(values) * given:
-            wanted = "(B,)" if self.size is None else f"(B, {given})"
-            raise fail(f"aux[{self.name!r}] of shape {wanted}", "shape", tuple(values.shape))
+        domain = f"aux[{self.name!r}] of shape {'(B,)' if self.size is None else f'(B, {given})'}"
+        expect(values.numel() == len(values) * given, domain, "shape", tuple(values.shape))
         values_BN = values.double().reshape(len(values), given)
         finite_B = torch.isfinite(values_BN).all(1, keepdim=True)
         if self.edges:

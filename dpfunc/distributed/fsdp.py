@@ -8,6 +8,7 @@ parameters: the engine of two passes recognises their uses, and each weighted su
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -251,12 +252,9 @@ class _ManagedForward:
         refuse_unsupported(self.module, checkpointing=True)
         if all(is_dtensor(param) for param in params.values()):
             self.write(params)
-        with unwritten(dict(self.module.named_buffers()), refuse_written_buffers):
-            if stack is not None:
-                stack.enter_context(fsdp.recovered(self.module))
-                return self.module(*args, **kwargs)
-            with fsdp.recovered(self.module):
-                return self.module(*args, **kwargs)
+        with unwritten(dict(self.module.named_buffers()), refuse_written_buffers), ExitStack() as this_call:
+            (this_call if stack is None else stack).enter_context(fsdp.recovered(self.module))
+            return self.module(*args, **kwargs)
 
     def write(self, params: Params) -> None:
         """Write parameter shards into the module; layers still gathered from an earlier pass are released."""

@@ -305,12 +305,11 @@ def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
     before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
         (part, part._parameters.copy(), part._buffers.copy()) for part in parts
     ]
-    done = False
     try:
         yield
-        done = True
+        before.clear()
     finally:
-        for part, parameters, buffers in () if done else before:
+        for part, parameters, buffers in before:
             for name in part.__dict__.keys() & (parameters.keys() | buffers.keys()):  # registered names are not there
                 del part.__dict__[name]
             for place, held in ((part._parameters, parameters), (part._buffers, buffers)):

@@ -81,9 +81,6 @@ class Records(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, drawn: Drawn) -> tuple[Drawn, Any]:
-        return self.__getitems__([drawn])[0]
-
     def __getitems__(self, drawn: Sequence[Drawn]) -> list[tuple[Drawn, Any]]:
         with torch_seed(drawn[0].key, accelerators=False):
             records = read(self.dataset, [each.record for each in drawn])
