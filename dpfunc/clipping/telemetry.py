@@ -49,7 +49,7 @@ class Statistic:
         low = real("low", self.low, "a finite low")
         high = 1.0 if self.name == "clipped" or edges else self.high
         domain = f"a public bound high > low = {low:g} of {self.name!r}"
-        store(self, {"edges": edges, "high": real("high", high, domain, inside=lambda high: high > low)})
+        set_fields(self, {"edges": edges, "high": real("high", high, domain, inside=lambda high: high > low)})
         size = 1 if self.size is None else integer("size", self.size, minimum=1)
         if bool(edges) + bool(self.size) + bool(low) > 1:
             raise fail("one of low, edges and size", "size", size, f"{self.name!r} has a norm, or an interval.")
