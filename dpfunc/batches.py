@@ -233,8 +233,10 @@ class Memo(Generic[_Found]):
 def check_named(params: Params) -> None:
     """Check that params are a non-empty mapping of floating tensors."""
     if not isinstance(params, Mapping):
-        hint = "Those of a module: forward, params = dpfunc.functionalize(module)."
-        raise InvalidArgument(f"Expected params to be a mapping name -> tensor, got {type(params).__name__}. {hint}")
+        raise InvalidArgument(
+            f"Expected params to be a mapping name -> tensor, got {type(params).__name__}. Those of a module: forward, "
+            "params = dpfunc.functionalize(module)."
+        )
     if not params:
         raise InvalidArgument("Expected at least one parameter, got params={}. Nothing would be trained.")
     for name, param in params.items():

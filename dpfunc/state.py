@@ -103,8 +103,10 @@ def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
     known = Ledger(adjacency=plan.adjacency) if plan.spent is None else plan.spent
     spent = known if ledger is None else ledger
     if not isinstance(spent, Ledger):
-        advice = "Read a journal by dpfunc.checkpoint.journal_ledger(path)."
-        raise wrong_type("ledger to be a dpfunc.Ledger", "ledger", ledger, advice)
+        raise wrong_type(
+            "ledger to be a dpfunc.Ledger", "ledger", ledger,
+            "Read a journal by dpfunc.checkpoint.journal_ledger(path).",
+        )  # fmt: skip
     lacks = spent.lacks(known)
     refuse(
         (spent.adjacency != plan.adjacency, errors.LedgerConflict(

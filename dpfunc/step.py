@@ -120,8 +120,10 @@ class DPStep:
         try:  # without communication
             rows = self._check_own(params, batch, state, mask_B)
             if state is None:
-                start = "Start with dp_step.init(params, shared_key(ranks))."
-                raise fail("a state, which all processes share", "state", None, start)
+                raise fail(
+                    "a state, which all processes share", "state", None,
+                    "Start with dp_step.init(params, shared_key(ranks)).",
+                )  # fmt: skip
             run = self._described(state)
             own = summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks)
         finally:  # all mean the same by this call, or each has an error
@@ -289,8 +291,10 @@ def make_dp_step(
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
     if plan.telemetry is not None and ranks is not None and ranks.keeps_parts:
-        advice = "Its engine adds up gradients over processes, and no statistics. Use data_parallel()."
-        raise fail("no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry, advice)
+        raise fail(
+            "no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry,
+            "Its engine adds up gradients over processes, and no statistics. Use data_parallel().",
+        )  # fmt: skip
     states.check_new_journal(journal, plan)
     prepared = make_clipped_grad(
         loss_fn,

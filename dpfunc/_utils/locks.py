@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -89,8 +89,9 @@ def _taken(path: Path, folder: Path) -> int:
         except OSError as error:
             if isinstance(error, (FileNotFoundError, FileExistsError)) and attempt < _ATTEMPTS:
                 continue  # the process before us may have removed the folder in between
-            why = f"{error.strerror}. Nothing was spent."
-            raise InvalidArgument(f"Expected a folder that can be written, got {str(folder)!r}: {why}") from error
+            raise InvalidArgument(
+                f"Expected a folder that can be written, got {str(folder)!r}: {error.strerror}. Nothing was spent."
+            ) from error
         if not lock(handle, wait=False):
             owner = os.read(handle, 20).decode("ascii", "replace").strip()
             os.close(handle)
@@ -111,26 +112,18 @@ def _taken(path: Path, folder: Path) -> int:
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
     """Inside, `abandoned(folder)` is False for all, also after a rename; no effect where folders have no locks."""
-    handle = -1
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        lock(handle, wait=False)
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            lock(handle, wait=False)
         yield
-    finally:
-        if handle >= 0:
-            os.close(handle)
 
 
 def abandoned(folder: Path) -> bool:
     """True if the process that was `in_use` of a folder has ended; False if it is at work, or that cannot be known."""
-    try:
+    with suppress(OSError), ExitStack() as stack:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
+        stack.callback(os.close, handle)
         return lock(handle, wait=False)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+    return False

@@ -298,13 +298,10 @@ def on_any_rank(params: Mapping[str, Tensor], flag: bool) -> bool:
 @contextmanager
 def refused_by_all() -> Iterator[None]:
     """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate."""
-    error: UnsupportedModel | None = None
     try:
         yield
-    except UnsupportedModel as refused:
-        error = refused
-    elsewhere = on_any_process(error is not None)
-    if error is not None:
-        raise error
-    if elsewhere:
+    except UnsupportedModel:
+        on_any_process(True)
+        raise
+    if on_any_process(False):
         raise UnsupportedModel("Another process of this run refused the loss for its rows; its own error says why.")

@@ -143,8 +143,10 @@ def _check_unsharded(tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None
     """Check that the tensors of a single process are not sharded: it would write, or read, its own parts only."""
     sharded = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
     if sharded and ranks is None:
-        held = f"tensors that several processes hold ({sharded[0]})"
-        raise fail(f"ranks with {held}", "ranks", None, "Pass the ranks of make_dp_step, on all processes.")
+        raise fail(
+            f"ranks with tensors that several processes hold ({sharded[0]})", "ranks", None,
+            "Pass the ranks of make_dp_step, on all processes.",
+        )  # fmt: skip
 
 
 def _notes(parent: Path) -> list[Note]:
@@ -339,8 +341,10 @@ def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
         there = f" What is there is not complete: {shorten([path.name for path in half])}." if half else ""
         said = f"Expected a checkpoint in {parent}, found none.{there} Start a new run."
         if journal is not None and (taken := count_steps(journal)):
-            begin = "begin it with ledger=journal_ledger(path), of dpfunc.checkpoint"
-            said += f" The journal {journal} has {taken} steps, which count: {begin}."
+            said += (
+                f" The journal {journal} has {taken} steps, which count: begin it with ledger=journal_ledger(path), of "
+                "dpfunc.checkpoint."
+            )
         raise CheckpointError(said)
     path = complete[-1]
     if folder.all_checkpoints(parent)[-1] != path:

@@ -216,6 +216,8 @@ def joint_group(ranks: Ranks) -> dist.ProcessGroup:
         return ranks.group
     found, every = rank_and_size(ranks)[1], dist.get_world_size()
     if found != every:
-        run = f"the run to have all {every} processes of torch.distributed"
-        raise InvalidArgument(f"Expected {run}, got {found}. Start the processes of a run in a job of their own.")
+        raise InvalidArgument(
+            f"Expected the run to have all {every} processes of torch.distributed, got {found}. Start the processes of "
+            "a run in a job of their own."
+        )
     return dist.group.WORLD

@@ -100,8 +100,10 @@ def release(
             mechanism.add_share(replace(clipped, sums=terms), windows, key)
             bands.fill_(num_bands(windows))
         if bands.item() != num_bands(noise_windows(shapes, 0, 1)):
-            found = "Expected noise in each row once, got another number of rows"
-            raise StepAborted(f"{found}: nothing was released and nothing was spent.")
+            raise StepAborted(
+                "Expected noise in each row once, got another number of rows: nothing was released and nothing was "
+                "spent."
+            )
         return {name: terms[name].to(value) for name, value in clipped.sums.items()}, noise_state
 
 

@@ -57,8 +57,9 @@ def shard(params: Params, mesh: DeviceMesh, *, min_size: int = 1024) -> dict[str
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     if mesh.ndim > 2:
-        two = "a mesh with one dimension, or two (replicas, parts)"
-        raise InvalidArgument(f"Expected {two}, got {mesh}. Take a part of it: mesh['dp'].")
+        raise InvalidArgument(
+            f"Expected a mesh with one dimension, or two (replicas, parts), got {mesh}. Take a part of it: mesh['dp']."
+        )
     limit = integer("min_size", min_size, minimum=0)
     replicated: list[Any] = [Replicate()] * mesh.ndim
     sharded: list[Any] = [*replicated[1:], Shard(0)]

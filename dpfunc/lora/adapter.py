@@ -186,8 +186,10 @@ def _select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str,
         chosen = set(targets)
         for name in targets:
             if name not in candidates:
-                kinds = "targets to be names of Linear, Embedding, Conv2d or Conv1D layers"
-                raise fail(kinds, "targets", name, _hint(name, dict(module.named_modules()), candidates))
+                raise fail(
+                    "targets to be names of Linear, Embedding, Conv2d or Conv1D layers", "targets", name,
+                    _hint(name, dict(module.named_modules()), candidates),
+                )  # fmt: skip
     expect(chosen, "targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
     return {name: layer for name, layer in candidates.items() if name in chosen}
 
