@@ -309,10 +309,8 @@ def recipe(
     open_unit("delta", delta)
     inputs = _head_inputs(strategy, d, num_classes, num_head_parameters, feature_norm)
     norm = 1.0 if feature_norm is None else positive("feature_norm", feature_norm)
-    if sampling_prob is None:
-        q = max(rule.sampling_prob, min(0.5, rule.cheap / size))
-    else:
-        q = probability("sampling_prob", sampling_prob)
+    usual = max(rule.sampling_prob, min(0.5, rule.cheap / size))
+    q = usual if sampling_prob is None else probability("sampling_prob", sampling_prob)
     sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1)
     noise = math.sqrt(d) * sigma / size
     fewest, most = _HEAD_STEPS

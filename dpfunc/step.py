@@ -124,8 +124,7 @@ class DPStep:
                     "a state, which all processes share", "state", None,
                     "Start with dp_step.init(params, shared_key(ranks)).",
                 )  # fmt: skip
-            run = self._described(state)
-            own = summarize(step=state.step, batch=batch, params=params, run=run, ranks=self.ranks)
+            own = summarize(step=state.step, batch=batch, params=params, run=self._described(state), ranks=self.ranks)
         finally:  # all mean the same by this call, or each has an error
             num_rows = agree(own, self.ranks)
         return rows._replace(size=num_rows)

@@ -146,8 +146,7 @@ def check_agreement(texts: Mapping[str, str], tensors: Mapping[str, Tensor], ran
         return
     shapes = str([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
     all_texts = {**texts, "names and shapes of tensors": shapes}
-    values = {name: (0, digest(text)) for name, text in all_texts.items()}
-    differing, anywhere = _differing(values, ranks)
+    differing, anywhere = _differing({name: (0, digest(text)) for name, text in all_texts.items()}, ranks)
     if not anywhere:  # the same names, so that what follows compares like with like
         differing, anywhere = _differing({n: (_part(t), checksum([(n, t)])) for n, t in tensors.items()}, ranks)
     if anywhere:
