@@ -1,11 +1,13 @@
-"""Checksums of tensors see each bit and each place."""
+"""Checksums of tensors see each bit and each place; a refusal of one process is one of all."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dpfunc._utils.processes import checksum
+from dpfunc._utils import processes
+from dpfunc._utils.processes import checksum, refused_by_all
+from dpfunc.errors import UnsupportedModel
 
 ROWS, COLUMNS = 6, 4095  # as words of 8 bytes are summed
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64]
@@ -61,3 +63,13 @@ def test_a_checksum_of_many_words_sees_where_they_are(first, second):
 def test_a_checksum_sees_that_all_signs_changed(count):
     values = torch.randn(count, dtype=torch.float64)
     assert differ(values, -values, torch.cat([-values[: count // 2], values[count // 2 :]]))
+
+
+def test_a_refusal_of_one_process_is_one_of_all(monkeypatch):
+    said = []
+    monkeypatch.setattr(processes, "on_any_process", lambda flag: said.append(flag) or True)
+    with pytest.raises(UnsupportedModel, match="own reason"), refused_by_all():
+        raise UnsupportedModel("own reason")
+    with pytest.raises(UnsupportedModel, match="Another process"), refused_by_all():
+        pass
+    assert said == [True, False]
