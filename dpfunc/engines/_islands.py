@@ -240,19 +240,19 @@ _TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.trans
 
 
 class _Source(Node):
-    """The start of a native graph that does not hold its value: a leaf would keep the input of each layer alive."""
+    """The start of a native graph that does not hold its values: leaves would keep the input of each layer alive."""
 
     @staticmethod
-    def forward(anchor: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
+    def forward(anchor: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.view_as(value) for value in values)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """The backward pass needs no value."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *(None for _ in grads)
 
 
 ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
@@ -273,10 +273,10 @@ class Kernel:
     def build(self, values: Sequence[Tensor], again: bool) -> Results:
         """The results with their graph, which is held by its edges, not by its values; `again` in the backward pass."""
         self.again = again
-        given = [
-            apply_node(_Source, ANCHOR, value.detach()) if wanted else value.detach()
-            for value, wanted in zip(values, self.wanted, strict=True)
-        ]
+        given = [value.detach() for value in values]
+        places = [place for place, wanted in enumerate(self.wanted) if wanted]
+        for place, value in zip(places, apply_node(_Source, ANCHOR, *(given[place] for place in places)), strict=True):
+            given[place] = value
         found = self.call(*given)
         self.starts = [get_gradient_edge(value) if value.requires_grad else None for value in given]
         self.ends = [get_gradient_edge(value) if value.requires_grad else None for value in found]
@@ -406,7 +406,8 @@ def attention(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
 
     def call(*given: Tensor) -> Results:
         whole = {**dict(zip(names, given, strict=True)), **alike}
-        images = torch.broadcast_shapes(*(value.shape[1:-3] for value in whole.values()))
+        shapes = {value.shape[1:-3] for value in whole.values()}
+        images = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop()
         merged = {name: _merged(value, images, owner.levels.rows) for name, value in whole.items()}
         found: Tensor = func(**{**bound, **merged})
         return (found.reshape(owner.levels.rows, *images, *found.shape[-min(own, 3) :]),)

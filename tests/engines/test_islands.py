@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import Case
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import differences, truth_of
 
@@ -153,6 +154,20 @@ def test_attention_of_a_row_has_the_bits_that_it_has_alone(name):
     assert not torch.isfinite(found.losses_B[2])
     assert torch.equal(found.losses_B[:2], alone.losses_B[:2])
     assert all(torch.equal(grad.dense()[:2], alone.grads[name].dense()[:2]) for name, grad in found.grads.items())
+
+
+def test_attention_has_the_second_derivatives_of_rows_alone():
+    """A loss with a gradient of its own runs without rules; torch's fused kernels have no second derivative."""
+    q, k, v, _ = of_attention("plain").batch
+
+    def loss_fn(p, b):
+        with sdpa_kernel(SDPBackend.MATH):
+            scores = attention(b[0] * p["w"], b[1], b[2]).sin().sum()
+        (grad,) = torch.autograd.grad(scores, p["w"], create_graph=True)
+        return grad.square().sum().reshape(1)
+
+    case = Case(loss_fn, {"w": torch.linspace(1, 2, WIDTH, dtype=torch.float64)}, (q, k, v))
+    assert all(value < 1e-10 for value in differences(auto(), case, truth_of(case)).values())
 
 
 CLASSES = {
