@@ -114,11 +114,16 @@ def add_gaussian(
     """
     std_of = _stds(clipped, noise_multiplier, allocation)
     check_key(key)
+    _check_once(key, _finite_digest(clipped), std_of, source)
+    return _released(clipped, std_of, key, source)
+
+
+def _finite_digest(clipped: ClippedSum) -> int:
+    """A digest of sums, which are refused where they are not finite: noise does not hide that."""
     own, spoiled, _ = digest_and_mark(clipped.sums, None, torch.zeros((), dtype=torch.bool, device="cpu"))
     if spoiled:
         refuse_sums(spoiled)
-    _check_once(key, own, std_of, source)
-    return _released(clipped, std_of, key, source)
+    return own
 
 
 def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source: Source) -> dict[str, Tensor]:
@@ -165,9 +170,24 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     Args:
         noise_multiplier, allocation, source: see `add_gaussian`.
 
+    Raises:
+        InvalidArgument: as `add_gaussian`, from `add` too: a sum that is not finite.
+
     >>> gaussian(1.0).init({"w": torch.zeros(3)})
     ()
     """
+    of_step = _of_step(noise_multiplier, allocation, source)
+
+    def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
+        _check_clipped(clipped)
+        _finite_digest(clipped)
+        return of_step.add(clipped, state, key)
+
+    return of_step._replace(add=add)
+
+
+def _of_step(noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
+    """The mechanism for a step, which looks itself whether what it releases is finite, in one read with other marks."""
     multiplier = non_negative("noise_multiplier", noise_multiplier)
     one_of("allocation", allocation, _ALLOCATIONS)
     one_of("source", source, SOURCES)
@@ -208,4 +228,4 @@ class Gaussian:
 
     def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
         """The Gaussian mechanism of a step, `gaussian` of these values."""
-        return gaussian(noise_multiplier, allocation=allocation, source=source)
+        return _of_step(noise_multiplier, allocation, source)

@@ -178,6 +178,8 @@ def test_a_sum_that_is_not_finite_is_refused(bad, key):
     spoiled = dataclasses.replace(clipped, sums={**clipped.sums, "p1": torch.tensor([0.0, bad, 0.0])})
     with pytest.raises(InvalidArgument, match=r"Expected finite sums of clipped gradients, got NaN or inf in p1"):
         add_gaussian(spoiled, 1.0, key)
+    with pytest.raises(InvalidArgument, match=r"Expected finite sums of clipped gradients, got NaN or inf in p1"):
+        gaussian(1.0).add(spoiled, (), key)
     assert add_gaussian(clipped, 1.0, key)["p1"].isfinite().all()
 
 
