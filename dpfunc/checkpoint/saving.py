@@ -245,7 +245,8 @@ def load(
     Raises:
         CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
             journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved; or a
-            copy of one that went on in its own place. Of other copies nothing is seen: a line in the log warns.
+            copy of one that is still in its own place, whichever went on. Of copies elsewhere, or on other machines,
+            nothing is seen: a line in the log warns.
         InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
 
     Guarantees:
@@ -294,7 +295,7 @@ def load(
         lines = 0 if file is None else len(read_chain(file))  # first: later ones may not be compared
         end = None if values["journal"] is None else Head(**values["journal"])
         if file is not None and end is not None:
-            _refuse_copy(values.get("place"), file)  # those of an older version do not say it
+            _refuse_copy(values.get("place"), end, file)
         taken = None if file is None else read_steps(file, missing="empty" if end else "refuse", known=end)
         history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
@@ -316,20 +317,23 @@ def load(
     return run.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
 
 
-def _refuse_copy(place: str | None, file: Path) -> None:
-    """Refuse to go on with a copy of a run that has gone on in its own place; warn of a journal that is elsewhere."""
-    if place is None or Path(place) == file.resolve() or not file.exists():
+def _refuse_copy(place: str | None, end: Head, file: Path) -> None:
+    """Refuse to go on beside the run whose copy this is; warn of a journal that is elsewhere, where none is seen.
+
+    (tests/checkpoint/test_saving.py::test_a_copy_does_not_go_on_beside_its_run)
+    """
+    there = Path(place or file)  # an older version does not say it
+    if not file.exists() or there == file.resolve() or (there.exists() and there.samefile(file)):
         return
-    there = [end for end, _ in read_chain(Path(place))] if Path(place).is_file() else []
-    if there and there[-1] not in [end for end, _ in read_chain(file)]:
+    if there.is_file() and end in [Head(), *(head for head, _ in read_chain(there))]:
         raise CheckpointError(
-            f"Expected the journal of the run, {place}, got {file}, a copy that lacks what the run did since: both use "
-            "one key, and steps of the same noise give it away by their difference. Go on there, or here with new "
-            'noise: without_journal="new_key".'
+            f"Expected the journal of the run, {there}, got {file}, a copy of a run that can still go on: both use one "
+            "key, and steps of the same noise give it away by their difference. Go on there; or, if nothing went on "
+            f'there since the copy was made, remove {there}; or here with new noise: without_journal="new_key".'
         )
     _logger.warning(
         "The journal of the run was %s, and is %s now. Go on in one place only: with a copy, here or on another "
-        "machine, of which nothing is seen, the same noise would be used twice.", place, file,
+        "machine, of which nothing is seen, the same noise would be used twice.", there, file,
     )  # fmt: skip
 
 

@@ -41,22 +41,37 @@ def test_a_resumed_run_goes_on_with_its_journal(tmp_path):
     assert run.step(journal=lambda state: None).state.journal == state.journal  # a function of the caller's
 
 
-def test_a_copy_does_not_go_on_beside_its_run(tmp_path, caplog):
-    """Both would use the noise of one key. The run itself goes on; a copy whose run was moved away does with a warning."""
+@pytest.mark.parametrize("saved", [0, 3])
+@pytest.mark.parametrize("first", ["the copy", "the run"])
+def test_a_copy_does_not_go_on_beside_its_run(tmp_path, caplog, saved, first):
+    """Both would use the noise of one key, whichever goes on first. A run that was moved goes on, with a warning."""
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run").step(saved)
+    run.save()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    run.step(first == "the run")
+    copy = Run(tmp_path / "copy")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="a copy of a run that can still go on"):
+            copy.load()
+    assert "Go on in one place only" not in caplog.text
+    assert run.load().state.step == saved
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert Run(tmp_path / "link").load().state.step == saved
+    assert "Go on in one place only" not in caplog.text
+    (tmp_path / "run").rename(tmp_path / "away")
+    assert copy.load().state.step == saved
+    assert "on another machine, of which nothing is seen" in caplog.text
+
+
+def test_another_run_in_the_old_place_is_no_original(tmp_path):
     (tmp_path / "run").mkdir()
     run = Run(tmp_path / "run").step(3)
     run.save()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    run.step(1)
-    copy = Run(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match="a copy that lacks what the run did since"):
-        copy.load()
-    assert "Go on in one place only" not in caplog.text
-    assert run.load().state.step == 3
-    assert "Go on in one place only" not in caplog.text
-    (tmp_path / "run").rename(tmp_path / "away")
-    assert copy.load().state.step == 3
-    assert "on another machine, of which nothing is seen" in caplog.text
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").mkdir()
+    Run(tmp_path / "run").step(1)
+    assert Run(tmp_path / "moved").load().state.step == 3
 
 
 def test_epsilon_never_shrinks(tmp_path):

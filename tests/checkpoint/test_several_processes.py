@@ -40,19 +40,25 @@ def uninterrupted(tmp_path_factory):
     return train(tmp_path_factory.mktemp("one"), "alone", 8)
 
 
+def moved(folder):
+    """The folder in another place: a copy would not go on beside the run itself."""
+    return folder.rename(folder.with_name(f"{folder.name}-moved"))
+
+
 @pytest.fixture(scope="module")
 def saved_by_four(tmp_path_factory):
     """Four steps of four processes that hold parts of all parameters (of one, the fourth process holds nothing)."""
     folder = tmp_path_factory.mktemp("four")
     run(4, "checkpoint_jobs:train", folder, "rows", 4, False, 4)
-    return folder
+    return moved(folder)
 
 
 @pytest.fixture(scope="module")
 def cut_off(tmp_path_factory):
     """Six steps of two processes, saved after three; and what each released."""
     folder = tmp_path_factory.mktemp("two")
-    return folder, run(2, "checkpoint_jobs:train", folder, "rows", 6, False, 3)
+    found = run(2, "checkpoint_jobs:train", folder, "rows", 6, False, 3)
+    return moved(folder), found
 
 
 def copied(source, target):

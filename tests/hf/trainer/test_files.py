@@ -83,6 +83,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     copy = cases.at("on_pre_optimizer_step", lambda *args: shutil.copytree(folder / "run", folder / "left"), 7)
     run(folder / "run", key=KEY, callbacks=[copy, cases.stop(8)]).train()
+    shutil.rmtree(folder / "run")
     return folder / "left"
 
 
@@ -157,6 +158,7 @@ def test_a_trainer_goes_on_with_its_own_run_and_all_of_its_journal(tmp_path):
     assert trainer.ledger == trainer.plan.ledger(5)
     run(tmp_path / "two", callbacks=[cases.stop(4)]).train()
     copy_journal(tmp_path / "two", tmp_path / "one")
+    missing(JOURNAL, HEAD)(tmp_path / "two")
     refused("another run than this trainer's", trainer, str(tmp_path / "two" / "checkpoint-3"))
 
 
@@ -302,6 +304,7 @@ def early(tmp_path_factory):
     as_a_kill = lambda *args: shutil.copytree(folder / "run", folder / "killed")
     copy = cases.at("on_pre_optimizer_step", as_a_kill)
     run(folder / "run", key=KEY, changes={"save_steps": 50}, callbacks=[copy, cases.stop()]).train()
+    shutil.rmtree(folder / "run")
     return folder / "killed"
 
 
