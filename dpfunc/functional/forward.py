@@ -16,7 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpfunc._utils.processes import initialized, is_independent
+from dpfunc._utils.processes import initialized, is_independent, local
 from dpfunc._utils.validation import apart, shorten
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,
@@ -216,6 +216,7 @@ class Forward:
     buffers: Mapping[str, Tensor] = field(repr=False)
     _parts: list[nn.Module] = field(default_factory=list, repr=False, compare=False)
     _owners: _Owners = field(default_factory=dict, repr=False, compare=False)
+    _begins: tuple[float, ...] = field(default=(), repr=False, compare=False)  # a number of each parameter
 
     def __call__(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The module's output with these parameters in place of its own."""
@@ -235,6 +236,7 @@ class Forward:
         stack, parts = until_backward(), _all_parts(self.module)
         refuse_unsupported(self.module, parts, checkpointing=stack is not None)
         if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
+            self._refuse_merged(stack.called.setdefault(id(params[next(iter(self.shapes))]), self))
             with self._writing_is_an_error():
                 stack.enter_context(_nothing_kept(parts))
                 stack.enter_context(self._swapped(params, parts))
@@ -247,6 +249,17 @@ class Forward:
             output = self.module(*args, **kwargs)
         refuse_reentrant((dict(params), args, kwargs), output)
         return output
+
+    def _refuse_merged(self, other: Any) -> None:
+        """Refuse parameters that were given to the function of another module, which had other ones, in this call."""
+        if other.module is not self.module and other._begins != self._begins:
+            raise InvalidArgument(
+                f"Expected params of one module in each forward(params), got the same {shorten(list(self.shapes))} "
+                f"for two: {type(other.module).__name__} and {type(self.module).__name__}. {{**a, **b}} loses the "
+                "parameters of a whose names b has too, so that a would not be trained. Take forward, params = "
+                'functionalize({"first": first, "second": second}) and forward(params, "first", x). If both are to '
+                "share them, load equal values into both modules before functionalize."
+            )
 
     @contextmanager
     def _swapped(self, params: Params, parts: list[nn.Module]) -> Iterator[None]:
@@ -379,7 +392,7 @@ def functionalize(
             `torch.compile` are taken off: names have no prefix, nothing is communicated, and nothing is compiled.
             Parameters that `fully_shard` manages are constants. Several modules are a mapping {"enc": enc, "dec": dec}:
             parameters are then named "enc.weight", and `forward(params, "enc", x)` calls one. (`{**a, **b}` of two
-            mappings of parameters loses those of a whose names b has too.)
+            mappings of parameters loses those of a whose names b has too: it is refused inside of a step.)
         trainable: which parameters are arguments: a regular expression that is searched in their names
             (`dpfunc.functional` has `BIASES`, `HEADS`, `ATTENTION` and `PROJECTOR`), or a list of names. None takes
             those that require gradients. All others are constants.
@@ -390,7 +403,7 @@ def functionalize(
 
     Raises:
         InvalidArgument: no parameter selected, unknown names, or parameters that are not floating; from `forward` also
-            params with other names or shapes.
+            params with other names or shapes, or of two modules in one call of a loss.
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing, a forward that writes buffers, or trained
             parameters that `fully_shard` or ZeRO-3 manage. Where torch.compile traces `forward`, checkpointing and
             writes are not seen: writes into buffers are thrown away.
@@ -423,6 +436,7 @@ def functionalize(
         {name: buffer.detach().clone() for name, buffer in buffers.items()},
         _all_parts(module),
         _owners(module, own),
+        tuple(0.0 if p.is_meta or not local(p).numel() else float(local(p).flatten()[0]) for p in params.values()),
     )
     return Functional(forward, params)
 

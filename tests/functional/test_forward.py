@@ -16,6 +16,8 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import dpfunc
+from dpfunc import engines
+from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.state import replay
@@ -552,3 +554,35 @@ def test_a_loss_may_read_what_its_pass_has_kept():
     )  # fmt: skip
     torch.testing.assert_close(found.sums, whole.sums)
     assert not hasattr(module, "aux")
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "ghost", "loop"])
+@pytest.mark.parametrize("kind", ["merged", "equal modules", "one module twice", "each its own"])
+def test_one_dictionary_for_two_modules_is_refused(engine, kind):
+    """Of equal names and shapes, the second one would be trained and the first one not; nothing is said by shapes."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    if kind == "equal modules":
+        second.load_state_dict(first.state_dict())
+    encode, enc = dpfunc.functionalize(first)
+    decode, dec = dpfunc.functionalize(first if kind == "one module twice" else second)
+    own = kind == "each its own"
+    params = (
+        {f"e.{name}": p for name, p in enc.items()} | {f"d.{name}": p for name, p in dec.items()}
+        if own
+        else {**enc, **dec}
+    )
+
+    def loss_fn(p, x):
+        of = (
+            (lambda key: {name[2:]: value for name, value in p.items() if name.startswith(key)})
+            if own
+            else lambda key: p
+        )
+        return decode(of("d."), encode(of("e."), x).tanh()).square().sum(1)
+
+    run = lambda: dpfunc.clipped_grad(loss_fn, params, torch.randn(4, 3), Flat(1.0), engine=getattr(engines, engine)())
+    if kind == "merged":
+        with pytest.raises(InvalidArgument, match="got the same .*weight.* for two: Linear and Linear"):
+            run()
+    else:
+        assert all(value.any() for value in run()[0].sums.values())

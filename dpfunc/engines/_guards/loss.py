@@ -189,13 +189,21 @@ def unfollowed_code_is_an_error() -> Iterator[None]:
 
 # Gradient checkpointing runs parts of the forward pass again inside of the backward pass, with whatever a module holds
 # then: tensors that were swapped into it stay until the backward pass is done.
-_open: ContextVar[ExitStack | None] = ContextVar("dpfunc_until_backward", default=None)
+class OpenPass(ExitStack):
+    """Contexts that end with a pass; and the module function that was the first to be called with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = dict[int, Any]()
+
+
+_open: ContextVar[OpenPass | None] = ContextVar("dpfunc_until_backward", default=None)
 
 
 @contextmanager
 def backward_inside() -> Iterator[None]:
     """Inside, what is entered into the stack of `until_backward()` is left when the block ends."""
-    with ExitStack() as stack:
+    with OpenPass() as stack:
         token = _open.set(stack)
         try:
             yield
@@ -203,7 +211,7 @@ def backward_inside() -> Iterator[None]:
             _open.reset(token)
 
 
-def until_backward() -> ExitStack | None:
+def until_backward() -> OpenPass | None:
     """Contexts that the engine that is running leaves after its backward pass; None outside of engines."""
     return _open.get()
 
