@@ -214,8 +214,7 @@ class DPStep:
     def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
-        grads = {name: value for name, value in released.items() if name in params}
-        return {name: (value / size).to(params[name].dtype) for name, value in grads.items()}
+        return {name: (value / size).to(params[name].dtype) for name, value in released.items() if name in params}
 
     @property
     def decision(self) -> Decision | None:

@@ -61,8 +61,12 @@ def gdp_mu(events: tuple[Event, ...]) -> float:
     """`sqrt(sum q^2 T (e^(1/sigma^2) - 1))`, the central limit of Bu et al. 2020, Corollary 5.4. Not a bound."""
     if any(event.noise_multiplier < 0.04 for event in events):  # e^(1/sigma^2) is beyond float64
         return math.inf
-    per_step = [e.sampling_prob * math.sqrt(math.expm1(e.noise_multiplier**-2.0)) for e in events]
-    return math.hypot(*(each * as_float(e.num_steps) ** 0.5 for each, e in zip(per_step, events, strict=True)))
+    return math.hypot(
+        *(
+            e.sampling_prob * math.sqrt(math.expm1(e.noise_multiplier**-2.0)) * as_float(e.num_steps) ** 0.5
+            for e in events
+        )
+    )
 
 
 def as_float(number: int) -> float:

@@ -125,8 +125,9 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
 
 def _lost(special: tuple[Event, ...], direction: Direction) -> float:
     """The delta of infinite losses, which no epsilon makes smaller."""
-    known = [event for event in special if not isinstance(event, ZCDP)]
-    return math.fsum(event.num_steps * float(law_of(event, direction).infinite) for event in known)
+    return math.fsum(
+        event.num_steps * float(law_of(event, direction).infinite) for event in special if not isinstance(event, ZCDP)
+    )
 
 
 def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:

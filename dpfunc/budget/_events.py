@@ -101,8 +101,12 @@ class Account(NamedTuple):
     def place(self, run: str) -> dict[str, Any]:
         facts, others = self.facts, self.charged(without=run)
         about = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
-        number = [*self.entries].index(run) + 1
-        return {**about, "run": run, "number": number, "others": [to_values(event) for event in others.events]}
+        return {
+            **about,
+            "run": run,
+            "number": [*self.entries].index(run) + 1,
+            "others": [to_values(event) for event in others.events],
+        }
 
     def charged(self, without: str = "") -> Ledger:
         """Ledger of all runs, or of all but one, with what came before the budget."""

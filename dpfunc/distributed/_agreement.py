@@ -160,8 +160,11 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
     """The public row that a process without records runs, which must look like a row of the batch."""
     if ranks.dummy is None:
         return tree_map(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), batch)
-    same = pytree.tree_structure(ranks.dummy) == pytree.tree_structure(batch)
-    if not same or batch_size(ranks.dummy) != 1 or signature(ranks.dummy) != signature(batch):
+    if (
+        pytree.tree_structure(ranks.dummy) != pytree.tree_structure(batch)
+        or batch_size(ranks.dummy) != 1
+        or signature(ranks.dummy) != signature(batch)
+    ):
         raise InvalidArgument(
             f"Expected dummy to be a batch of one row like those of the data, {signature(batch)}, got "
             f"{batch_size(ranks.dummy)} rows of {signature(ranks.dummy)}."

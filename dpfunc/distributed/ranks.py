@@ -175,8 +175,7 @@ def sharded(
     """
     _check_initialised()
     named = tuple(mesh.mesh_dim_names or ())
-    chosen = (*data, *tensor)
-    if not data or sorted(chosen) != sorted(named):
+    if not data or sorted((*data, *tensor)) != sorted(named):
         raise InvalidArgument(
             f"Expected data and tensor to name each dimension of the mesh {named} once, and data at least one, got "
             f"data={tuple(data)}, tensor={tuple(tensor)}. Context, sequence and pipeline parallelism put parts of a "
