@@ -195,8 +195,7 @@ def _translated(kind: type[Exception], what: str = "") -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             yield
     except CheckpointException as error:  # not an Exception: it would pass all handlers
-        causes = [failure for failure, _ in error.failures.values()]
-        raise kind(what + shorten([str(cause) for cause in causes])) from error
+        raise kind(what + shorten([str(cause) for cause, _ in error.failures.values()])) from error
 
 
 def read_table(path: Path) -> dict[str, Tensor]:

@@ -131,8 +131,9 @@ def shard_frozen(
         forward = functionalize(module, names).forward
         return replace(model, params=params, constants=constants, _adapted=forward)
     if not isinstance(model, nn.Module):
-        found = type(model).__name__
-        raise InvalidArgument(f"Expected a torch module or an adapter of dpfunc.lora.attach, got {found}.")
+        raise InvalidArgument(
+            f"Expected a torch module or an adapter of dpfunc.lora.attach, got {type(model).__name__}."
+        )
     module = unwrapped(model)
     _shard(module, mesh, layers, list(select(module, trainable)), mp_policy, reshard_after_forward)
     return model
