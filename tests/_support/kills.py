@@ -331,6 +331,7 @@ def fuzz(name: str, points: int, folder: Path, seed: int = 0) -> Tally:
     kind, tally, draw, number = KINDS[name], Tally(), random.Random(f"{name} {seed}"), 0
     template, place = folder / "template", folder / "run"
     begin(kind, template)
+    shutil.rmtree(folder / "begun", ignore_errors=True)
     template = template.rename(folder / "begun")  # a copy does not go on beside its run
     copied(template, place)
     whole = forked(lambda told: kind.go(place, told), None, seed)
