@@ -267,10 +267,10 @@ class _RowPass(Pass):
         return NotImplemented
 
     def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A custom function: its own rule for vmap would see all rows."""
+        """A custom function: a rule for vmap, its own or generated, would see all rows, and this mode not its parts."""
         custom = args[0]
-        if not custom.generate_vmap_rule and custom.vmap is not torch.autograd.Function.vmap:
-            self.stop(Alone(f"{custom.__name__} has a rule for vmap of its own, which sees all rows"))
+        if custom.generate_vmap_rule or custom.vmap is not torch.autograd.Function.vmap:
+            self.stop(Alone(f"{custom.__name__} has a rule for vmap, which sees all rows"))
         return NotImplemented
 
     def written(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -175,3 +175,29 @@ def test_the_faults_of_the_decision_are_there():
     """Each line for torch's issue tracker is still wrong; one that is mended leaves the page and the table."""
     (code,) = pages.blocks("decisions/0019-verified-batching-rules.md")
     pages.run(code)
+
+
+class Fills(torch.autograd.Function):
+    """Its generated rule would call `index_fill`, whose batching rule gives each row the value of the last one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.index_fill(torch.zeros(3, dtype=x.dtype), 0, torch.tensor([1]), x.sum())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[1].expand(ctx.shape)
+
+
+def test_operations_inside_of_a_function_with_a_generated_rule_are_seen():
+    loss_fn = lambda p, x: Fills.apply(p["w"] * x).square().sum()[None]
+    params, rows = {"w": torch.ones(4)}, torch.arange(12.0).reshape(3, 4)
+    found, alone = (engine()(loss_fn, params, rows) for engine in (engines.auto, engines.loop))
+    torch.testing.assert_close(found.losses_B, alone.losses_B)
+    torch.testing.assert_close(found.sq_norms(), alone.sq_norms())
