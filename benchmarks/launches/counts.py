@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from benchmarks.measure import MIB, Contestant
-from dpfunc.engines.audit import Audits
+from dpfunc.engines.microbatches import Audits
 
 # operations after which the host waits for a number; and methods of tensors that run none on a CPU
 READING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
