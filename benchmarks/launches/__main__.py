@@ -159,8 +159,9 @@ def cells(kind: str, record: Mapping[str, Any]) -> list[str]:
 def rows_of(cases: Mapping[str, Any]) -> list[list[str]]:
     shown = []
     for name, case in cases.items():
-        last = (case["contestants"][OURS]["further"], CASES[name].aim or "", case["limits"]["operations"])
-        shown.append([case["title"], str(case["parameters"]), *cells("operations", case), *map(str, last)])
+        aim, limit = CASES[name].aim, case["limits"]["operations"]
+        last = f"{case['contestants'][OURS]['further']:,}", f"{aim:,}" if aim else "", f"{limit:,}"
+        shown.append([case["title"], str(case["parameters"]), *cells("operations", case), *last])
     return shown
 
 
