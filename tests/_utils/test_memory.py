@@ -53,7 +53,7 @@ def test_nothing_else_is_tried(engine, kind):
     state = dp_step.init(PARAMS, secure_key())
     with pytest.raises(OutOfMemory, match=rf"microbatch_size=None.* smaller than {ROWS}.*nothing was spent") as found:
         dp_step(PARAMS, torch.ones(ROWS, 3), state)
-    assert calls == [ROWS]
+    assert [rows for rows in calls if rows > 1] == [ROWS]  # those of one row are made up, before the batch
     assert (str(HUGE) in str(found.value)) is (kind is None)
     assert found.value.__cause__ is kind or kind is None
     assert all(isinstance(found.value, base) for base in (DPFuncError, RuntimeError, MemoryError))
