@@ -2,8 +2,6 @@
 
 import math
 
-import scipy
-
 from dpfunc.accounting._search import falling_root
 from dpfunc.types import Event
 
@@ -44,8 +42,10 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
-    first = float(scipy.special.log_ndtr(mu / 2 - epsilon / mu))
-    second = epsilon + float(scipy.special.log_ndtr(-mu / 2 - epsilon / mu))
+    from scipy.special import log_ndtr
+
+    first = float(log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     ratio = -math.expm1(second - first)
     return first + math.log(ratio) if ratio > 0 else -math.inf
 

@@ -4,7 +4,6 @@ import functools
 import math
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from dpfunc.accounting import _losses as losses
@@ -55,12 +54,14 @@ def gaussian(q: float, s: float, direction: Direction) -> Atoms:
 @functools.lru_cache(maxsize=256)
 def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
     """The law of a batch of a Poisson sample that is cut to `cap` records; see `Capped`."""
+    from scipy.stats import binom
+
     if q == 1:
         return without_replacement(min(cap / n, 1.0), s, direction)
-    full = float(scipy.stats.binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
+    full = float(binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
     if full < 1e-300:
         return gaussian(q, s, direction)
-    kept = min(1.0, float(scipy.stats.binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
+    kept = min(1.0, float(binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
     displaced = gaussian(kept, s / 2 if direction == "replace" else s / 4, "replace")
     poisson = gaussian(q, s, direction)
     return Atoms(  # of both: which one it is is seen
@@ -133,6 +134,8 @@ def allocated(t: int, s: float, direction: Direction) -> Atoms:
     transforms of tilted laws, with an error that is added. Feldman and Shenfeld 2025, arXiv 2502.08202. Where nothing
     better is known, it is the law of one release of all records.
     """
+    from scipy.fft import next_fast_len
+
     whole = gaussian(1.0, s, direction)
     top = -math.log1p(-1 / t)
     span = 2 * (math.log1p(math.expm1(min((0.5 + _STEP_REACH * s) / s**2, 300.0)) / t) + 2.0)
@@ -140,7 +143,7 @@ def allocated(t: int, s: float, direction: Direction) -> Atoms:
     if direction == "replace" or cells < 1:
         return whole
     step = _one_step(t, s, direction, top, cells, span / 2)
-    points = scipy.fft.next_fast_len(math.ceil(span / top * cells), real=True)
+    points = next_fast_len(math.ceil(span / top * cells), real=True)
     loss, mass, infinite = _power(step, t, top / cells, direction, points)
     p, ratio = -math.expm1(-t * top), np.exp(loss if direction == "remove" else -loss)
     rest = np.maximum(ratio - (1 - p), 0.0) / p  # P'/Q
@@ -169,6 +172,8 @@ def _one_step(t: int, s: float, direction: Direction, top: float, cells: int, re
 
 def _power(step: Atoms, t: int, width: float, direction: Direction, points: int) -> tuple[Array, Array, float]:
     """Losses of t steps from the end of the grid on, bounds on their masses, and on the mass of an infinite loss."""
+    from scipy.fft import irfft, rfft
+
     remove = direction == "remove"
     mass, loss = (step.mass, step.loss) if remove else (step.mass[::-1], step.loss[::-1])
     total = t * loss[0] + np.arange(points) * (width if remove else -width)
@@ -181,7 +186,7 @@ def _power(step: Atoms, t: int, width: float, direction: Direction, points: int)
         weight = np.exp(exponents - moment)
         if tilt and t * float(weight @ loss) > total.max():
             break
-        found = scipy.fft.irfft(_to_the(scipy.fft.rfft(weight, points), t), points)
+        found = irfft(_to_the(rfft(weight, points), t), points)
         found = np.maximum(found, 0.0) + ULP * (t + 64)
         log_mass = np.minimum(log_mass, np.log(found) + t * moment - tilt * total)
         log_tail = min(log_tail, t * moment - tilt * float(total[-1]))

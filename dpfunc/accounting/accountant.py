@@ -174,7 +174,8 @@ def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float)
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """Events for Renyi curves, see `fewer_kinds`; those of sampling_prob = 1 as one step: Gaussians add up to one."""
     plain, special = divided(events)
-    if full := tuple(event for event in plain if event.sampling_prob == 1):
+    full = tuple(event for event in plain if event.sampling_prob == 1)
+    if full:
         sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
         plain = (*(event for event in plain if event.sampling_prob < 1), Event(1.0, sigma, 1))
     fewer, rounded = fewer_kinds(plain, max_kinds)
