@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from benchmarks.launches import ALL_CASES, CASES, launches_of
+from benchmarks.launches.cases import ALL_CASES, CASES
+from benchmarks.launches.counts import launches_of
 from dpfunc.engines import auto
 
 LONG = ("checkpointed", "decoder", "llava", "lora", "t5")
