@@ -232,7 +232,7 @@ def killed(tmp_path_factory):
     seen = 3 + len(children[0].communicate()[0].splitlines())
     children[1].communicate()
     assert journal_ledger(place / "journal.jsonl").num_steps >= seen
-    return place, seen
+    return moved(place), seen
 
 
 @pytest.mark.parametrize("again", [2, 1])
