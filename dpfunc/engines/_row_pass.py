@@ -269,7 +269,8 @@ class _RowPass(Pass):
     def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A custom function: a rule for vmap, its own or generated, would see all rows, and this mode not its parts."""
         custom = args[0]
-        if custom.generate_vmap_rule or custom.vmap is not torch.autograd.Function.vmap:
+        of_shards = custom.__module__.startswith("torch.distributed.fsdp.")  # which pass on what they are given
+        if (custom.generate_vmap_rule and not of_shards) or custom.vmap is not torch.autograd.Function.vmap:
             self.stop(Alone(f"{custom.__name__} has a rule for vmap, which sees all rows"))
         return NotImplemented
 
