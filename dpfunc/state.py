@@ -1,6 +1,5 @@
 """The state of a run: all that the next step needs, and when it may take one."""
 
-import gc
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
+from dpfunc._utils.memory import in_use
 from dpfunc._utils.processes import digest, local
 from dpfunc._utils.validation import expect, integer, refuse, shorten, warn, wrong_type
 from dpfunc.accounting import Ledger
@@ -464,8 +464,7 @@ class Calls:
 
 def _of_optimizers(stay: Sequence[str], params: Params) -> str:
     """Those of the parameters that no optimizer has; empty where none is seen, or it can be one of something else."""
-    gc.collect()  # those that nobody uses any more
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    found = in_use(torch.optim.Optimizer)
     held = [tensor for each in found for group in each.param_groups for tensor in group["params"]]
     places = {local(tensor).untyped_storage()._cdata for tensor in held}
     rest = {name for name, p in params.items() if local(p).untyped_storage()._cdata not in places}

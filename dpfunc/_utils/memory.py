@@ -1,11 +1,21 @@
-"""Errors about exhausted memory, which torch does not tell apart from others on a CPU."""
+"""Objects that are still in use, and errors about exhausted memory, which torch does not tell apart from others."""
 
+import gc
 import re
+from typing import TypeVar
 
 import torch
 
+_Kind = TypeVar("_Kind")
+
 _WORDS = re.compile(r"out of memory|can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
+
+
+def in_use(kind: type[_Kind]) -> list[_Kind]:
+    """All objects of a class that somebody still uses, in the whole process."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def out_of_memory(error: BaseException) -> str:
