@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import Doubled, own_gradient
 from torch.nn import functional as F
 
 import dpfunc
@@ -32,23 +33,6 @@ PARAMS, NORMAL = {"w": drawn(7, 5), "v": drawn(5)}, drawn(13, 6)
 LARGE = {"w": PARAMS["w"] + 30, "v": PARAMS["v"]}
 
 
-class Doubled(torch.autograd.Function):
-    """Twice the values, in a form that torch's transforms do not take."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def inner_gradient(p, x, out):
-    leaf = x.detach().clone().requires_grad_()
-    return out + 1e-3 * torch.autograd.grad(leaf.square().sum(), leaf)[0].sum(1)
-
-
 def hook(p, x, out):
     p["w"].register_hook(lambda grad: grad)
     return out
@@ -65,7 +49,7 @@ def error(p, x, out):
 
 
 NEEDS = {
-    "a gradient inside": inner_gradient,
+    "a gradient inside": own_gradient,
     "a hook": hook,
     "memory of its own": memory,
     "a plain function": lambda p, x, out: Doubled.apply(out),
