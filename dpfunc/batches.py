@@ -216,12 +216,12 @@ def signature(batch: Batch) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Memo(Generic[_Found]):
-    """What follows from a loss and public facts, computed once. It ends with its loss, and changes no result."""
+    """A cache of values that follow from a loss and public facts. An entry ends with its loss, and changes nothing."""
 
     _found: MutableMapping[LossFn, dict[object, _Found]] = field(default_factory=WeakIdKeyDictionary)
 
     def __call__(self, make: Callable[[], _Found], loss_fn: LossFn, params: Params, batch: Batch) -> _Found:
-        """What `make` gives for the first batch of rows with these names, shapes, dtypes and devices."""
+        """Return the entry for these names, shapes, dtypes and devices; `make` computes it at the first call."""
         names = tuple(batch) if isinstance(batch, Mapping) else type(batch)
         key = (names, signature(batch), *[(name, p.shape, p.dtype, p.device) for name, p in params.items()])
         of_loss = self._found.setdefault(loss_fn, {})

@@ -50,7 +50,7 @@ def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
 
 
 def _elsewhere(package: str, name: str) -> str:
-    """Where a name is that the package does not have, by the text of its files: nothing is imported for an error."""
+    """Advice that names the modules which define a missing name. It searches the text of files, and imports nothing."""
     if not name.isidentifier() or name.startswith("_"):
         return ""
     root = Path(str(sys.modules[package].__file__)).parent

@@ -277,7 +277,7 @@ def claims_law(sampler: str, events: Iterable[Event]) -> bool:
 
 
 def recorded(ledger: Ledger, delta: float, epsilon: float, accountant: str, tolerance: float) -> Guarantee | None:
-    """What an accountant that gives upper bounds finds now, if it is what was recorded; else None."""
+    """Compute a recorded epsilon again by an accountant of upper bounds; None if it gives another value."""
     for method in ("auto", *(known for known in BOUNDS if known == accountant)):
         try:
             found = ledger.epsilon(delta, method)

@@ -27,7 +27,7 @@ _TRIES, _ROUNDING_UNITS = 8, 8  # a row that differs is computed again, with par
 
 
 class Counts(Protocol):
-    """Who notes if a loss changes what it keeps at each call."""
+    """A record of whether the loss changes its own state at each call, e.g. `Audits` of the microbatches."""
 
     counting: bool
 

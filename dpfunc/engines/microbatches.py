@@ -46,7 +46,7 @@ ClipAndSum = Callable[[PerSampleGrads, Tensor], MicrobatchSums]
 
 @runtime_checkable
 class RowGrads(Protocol):
-    """What may be asked of `PerSampleGrads` of dpfunc beside its own members."""
+    """Gradients by an engine of dpfunc: `PerSampleGrads` with two more members."""
 
     @property
     def alone(self) -> bool: ...  # each row was computed alone, and need not be audited
@@ -66,7 +66,7 @@ class RowEngine(Protocol):
         """Gradients of rows at these positions of a batch, of which random numbers of a row are a function."""
 
     def decision(self, loss_fn: LossFn) -> Any:
-        """How the rows of the last batch were computed, and why; None without one."""
+        """Tell how the rows of the last batch were computed, and why; None before the first batch."""
 
 
 @dataclass

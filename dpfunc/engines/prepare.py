@@ -19,7 +19,7 @@ from dpfunc.engines.loop import MOST_TOLD, aside, made_up, made_up_row, warmed
 
 @dataclass(frozen=True)
 class PreparedLoss:
-    """What is known of a loss for rows of one shape.
+    """Public facts about a loss for rows of one shape, learnt from made-up rows.
 
     Args:
         settings: those with which made-up rows could be computed together.
@@ -57,7 +57,7 @@ def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
 
 
 def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
-    """What is known with a made-up row, beyond what was known before."""
+    """Run one made-up row, and add what it shows to the facts that are known already."""
 
     def attempt(settings: Settings) -> PreparedLoss:
         kept = Kept()

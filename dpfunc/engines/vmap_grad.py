@@ -168,7 +168,7 @@ class VmapGrad:
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:
-        """What is known of a loss for rows of this shape; see `PreparedLoss`."""
+        """Prepare the loss for rows of this shape, or return what was prepared before."""
         rows = Rows(loss_fn, params, batch, (), self.source)
         return self._prepared(partial(prepare, rows, rules=self.rules), loss_fn, params, batch)
 

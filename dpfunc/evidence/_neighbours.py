@@ -133,7 +133,7 @@ def files_written() -> Iterator[set[Path]]:
 
 @contextmanager
 def _of_descriptors() -> Iterator[Callable[[], str]]:
-    """What is written to the process's own output inside, past the streams of Python."""
+    """Context that records output written to file descriptors 1 and 2, past the streams of Python."""
     read: list[bytes] = []
     with tempfile.TemporaryFile() as file:
         before = [os.dup(number) for number in (1, 2)]

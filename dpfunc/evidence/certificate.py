@@ -353,7 +353,7 @@ def _result(ledger: Ledger, delta: float) -> dict[str, Any]:
 
 
 def _by_renyi(ledger: Ledger, delta: float) -> float:
-    """What the accountant of Opacus finds, by the Renyi curves here at its orders: who checks needs no Opacus."""
+    """Epsilon of the Renyi accountant at the orders of Opacus. A check of a certificate needs no Opacus for it."""
     orders = (*_OPACUS, *map(float, _ORDERS))
     return converted(composed_curve(fewer_kinds(ledger.law)[0], ledger.adjacency, orders), orders, delta)
 

@@ -301,7 +301,7 @@ _SEEN = (dict, list, tuple, set, frozenset, deque, functools.partial)
 
 
 def _memory(value: Any) -> Iterable[Any]:
-    """What an object of C keeps: its memory, or what a copy of it needs."""
+    """Digest the memory of an object of C; without such memory, return the state that a copy of it needs."""
     array = hasattr(value, "dtype") and hasattr(value, "tobytes")
     if array and not value.dtype.hasobject:
         some = value if value.size <= _MANY else value.flat[:: value.size // _SAMPLE]
