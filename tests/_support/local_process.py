@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import warnings
 
@@ -40,7 +41,9 @@ def locally(monkeypatch):
 
 
 @pytest.fixture
-def threads_stay_as_they_were():
-    before = torch.get_num_threads()
+def settings_stay_as_they_were():
+    """Of the process: the number of threads, and which messages are logged."""
+    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    logging.disable(disabled)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from local_process import Local, locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
+from local_process import Local, locally, settings_stay_as_they_were  # noqa: F401  (fixtures)
 
 import dpfunc
 from benchmarks import small_steps
@@ -23,7 +23,7 @@ from benchmarks.engines.runner import Truths
 from benchmarks.measure import TOLERANCE
 from dpfunc.engines import vmap
 
-pytestmark = pytest.mark.usefixtures("threads_stay_as_they_were")
+pytestmark = pytest.mark.usefixtures("settings_stay_as_they_were")
 
 
 def judged(case, names, cases="benchmarks.engines.cases"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from click.testing import CliRunner
-from local_process import threads_stay_as_they_were  # noqa: F401  (a fixture)
+from local_process import settings_stay_as_they_were  # noqa: F401  (a fixture)
 
 from benchmarks import gpu_steps
 from benchmarks.engines.cases import ALL_CASES, GPU_CASES
 from benchmarks.gpu_steps import BATCHES, PRECISIONS, WHO, row
 from benchmarks.results import read
 
-pytestmark = pytest.mark.usefixtures("threads_stay_as_they_were")
+pytestmark = pytest.mark.usefixtures("settings_stay_as_they_were")
 
 
 def test_what_is_measured():

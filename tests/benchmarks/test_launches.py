@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from click.testing import CliRunner
-from local_process import threads_stay_as_they_were  # noqa: F401  (a fixture)
+from local_process import settings_stay_as_they_were  # noqa: F401  (a fixture)
 
 from benchmarks.launches import __main__ as launches
 from benchmarks.launches.__main__ import step_of
@@ -84,7 +84,7 @@ def test_calls_of_python_are_counted():
     assert many - few == 10 * 4
 
 
-@pytest.mark.usefixtures("threads_stay_as_they_were")
+@pytest.mark.usefixtures("settings_stay_as_they_were")
 @pytest.mark.parametrize(("before", "code", "after"), [(None, 0, 97), (10**6, 0, 97), (3, 1, 3)])
 def test_the_command_lowers_limits_and_never_raises_one(tmp_path, monkeypatch, before, code, after):
     """Counts are written, with the tables; a count over its limit is an exit code."""

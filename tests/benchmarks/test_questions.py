@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from local_process import locally, threads_stay_as_they_were  # noqa: F401  (fixtures)
+from local_process import locally, settings_stay_as_they_were  # noqa: F401  (fixtures)
 
 from benchmarks import (
     audit_power,
@@ -59,7 +59,7 @@ def numbers_of(module, *arguments, out):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("locally", "threads_stay_as_they_were")
+@pytest.mark.usefixtures("locally", "settings_stay_as_they_were")
 def test_questions_run_in_small(tmp_path, monkeypatch):
     """Each measures every contestant, and its tables can be made of that."""
     cases = numbers_of(freed_memory, "--cases", "w3", out=tmp_path / "freed.json")
@@ -79,7 +79,7 @@ def test_questions_run_in_small(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("threads_stay_as_they_were")
+@pytest.mark.usefixtures("settings_stay_as_they_were")
 def test_steps_of_processes_are_measured(tmp_path, monkeypatch):
     """One process, this one: what several do is what `tests/distributed` compares."""
     document = tmp_path / "guide.md"
