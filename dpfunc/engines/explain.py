@@ -106,6 +106,7 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
     Guarantees:
         every parameter is in the table (tests/engines/test_explain.py).
 
+    >>> import torch
     >>> loss_fn = lambda params, batch: torch.nn.functional.linear(batch, params["w"]).sum(1)
     >>> print(explain(loss_fn, {"w": torch.ones(2, 3)}, torch.ones(4, 3)))
     parameter  shape   op      representation  MiB   million operations
