@@ -81,14 +81,13 @@ class Cast(nn.Module):
 @contextmanager
 def products(tf32: bool) -> Iterator[None]:
     """Float32 products with or without TF32, in here."""
-    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
     try:
-        yield
+        with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, allow_tf32=tf32):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 @cache
