@@ -171,8 +171,8 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
         kept = {name: part for name, part in own.items() if name not in hidden}
         parts = [*((" ".join(kept), *kept.values()) if own else ()), *inner(value)]
         if not issubclass(kind, (type, FunctionType)):
-            out = {id(own), *(id(own[name]) for name in hidden)}
-            parts += [part for part in gc.get_referents(value) if id(part) not in out]
+            found, out = gc.get_referents(value), {id(own), *(id(own[name]) for name in hidden)}
+            parts += [part for part in found if id(part) not in out] if own else found
     except _UNREADABLE:  # of code of the object's own class
         return ()
     return parts
