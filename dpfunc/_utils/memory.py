@@ -14,8 +14,16 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 def in_use(kind: type[_Kind]) -> list[_Kind]:
     """All objects of a class that somebody still uses, in the whole process."""
-    gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    if _existing(kind):  # most processes have none, and a collection looks at all that they have
+        gc.collect()
+    return _existing(kind)
+
+
+def _existing(kind: type[_Kind]) -> list[_Kind]:
+    """All objects of a class, also those that nobody uses any more."""
+    objects = gc.get_objects()
+    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [each for each in objects if type(each) in kinds] if kinds else []
 
 
 def out_of_memory(error: BaseException) -> str:
