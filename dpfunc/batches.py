@@ -1,5 +1,6 @@
 """The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -262,10 +263,10 @@ def refuse_narrow_range(params: Params) -> None:
             )
 
 
-def _suspicious(params: Params) -> Tensor:
-    """A mark (0-d, bool) that is set if a number is not finite, or a sum overflows: then look closely."""
-    sums = [local(param).detach().sum().float() for param in params.values()]
-    return ~torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all()
+def _size(params: Params) -> Tensor:
+    """A number (0-d) that is not finite if one of the parameters is not, or a norm overflows: then look closely."""
+    parts = [local(param).detach() for param in params.values()]
+    return torch.stack([norm.to(parts[0].device) for norm in torch._foreach_norm(parts)]).sum()
 
 
 def _not_finite(values: Params) -> list[str]:
@@ -282,8 +283,8 @@ def _refuse_not_finite(params: Params) -> None:
 
 
 def check_finite(params: Params) -> None:
-    """Check that all numbers are finite. Reads one mark from the device."""
-    if bool(_suspicious(params)):
+    """Check that all numbers are finite. Reads one number from the device."""
+    if not math.isfinite(_size(params)):
         _refuse_not_finite(params)
 
 
@@ -298,8 +299,8 @@ def digest_and_mark(released: Params, params: Params | None, mark: Tensor) -> tu
 
     Parameters that are not finite are refused; `params` is None where they were looked at before.
     """
-    looked = mark.new_zeros(()) if params is None else _suspicious(params)
-    own, (look, spoiled, marked) = checksum_and_marks(released.items(), [looked, _suspicious(released), mark])
+    sizes = (mark.new_zeros(()) if params is None else _size(params), _size(released))
+    own, (look, spoiled, marked) = checksum_and_marks(released.items(), [*(~(s < math.inf) for s in sizes), mark])
     if look and params is not None:
         _refuse_not_finite(params)
     return own, _not_finite(released) if spoiled else [], marked

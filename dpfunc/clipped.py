@@ -115,7 +115,7 @@ class ClippedGrad:
         sq_norms = per_sample.sq_norms()
         full = sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks)
         norms_BG = parts.norms(full)
-        factors_BG = safe_factors(self.clip, norms_BG, norms_BG.new_tensor(parts.bounds), mask_B)
+        factors_BG = safe_factors(self.clip, norms_BG, parts.bounds, mask_B)
         sums = per_sample.weighted_sum(parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 

@@ -6,7 +6,7 @@ Fields `clip_norm` and `groups` of a rule: see `Flat`.
 import copy
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,11 +114,14 @@ class Partition:
 
     def norms(self, sq_norms: Mapping[str, Tensor]) -> Tensor:
         """Norms of each sample in each group, (B, G), from squared norms name -> (B,)."""
-        columns: dict[str, Tensor] = {}
+        members: dict[str, list[Tensor]] = {group: [] for group in self.group_names}
         for name, sq_norms_B in sq_norms.items():
-            group = self.group_of[name]
-            columns[group] = columns[group] + sq_norms_B if group in columns else sq_norms_B
-        return torch.stack([columns[group] for group in self.group_names], dim=1).sqrt()
+            members[self.group_of[name]].append(sq_norms_B)
+        sizes = [len(own) for own in members.values()]
+        sq_norms_NB = torch.stack([each for own in members.values() for each in own])
+        if len(set(sizes)) == 1:  # by one operation
+            return torch.unflatten(sq_norms_NB, 0, (len(sizes), -1)).sum(1).T.sqrt()
+        return torch.stack([part_NB.sum(0) for part_NB in sq_norms_NB.split(sizes)], dim=1).sqrt()
 
     def spread(self, factors_BG: Tensor) -> dict[str, Tensor]:
         """The factors (B,) of each parameter, from factors (B, G)."""
@@ -177,7 +180,7 @@ def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> di
     return {group: scale * bound for group, bound in bounds.items()}
 
 
-def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Tensor) -> Tensor:
+def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask_B: Tensor) -> Tensor:
     """The rule's factors, forced to respect the bound whatever the rule returns.
 
     `factor <= C_g (1 - 2**-13) / norm`, max(C_g, 1) for a norm below 1e-12, and exactly 0 for samples that are padding
@@ -188,13 +191,13 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor, mask_B: Ten
         factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside); a rule that looks at
         other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
     """
-    usable_B1 = (mask_B & (norms_BG.abs() < math.inf).all(dim=1))[:, None]  # false for NaN as well
-    safe_norms_BG = torch.where(usable_B1, norms_BG, 1.0)
-    inner_G = bounds_G * (1.0 - SLACK)
-    ceiling_BG = torch.where(safe_norms_BG < _TINY_NORM, inner_G.clamp(min=1.0), inner_G / safe_norms_BG)
+    usable_B1 = ((norms_BG.abs() < math.inf).all(dim=1) & mask_B)[:, None]  # false for NaN as well
+    safe_norms_BG = torch.where(usable_B1, norms_BG, math.inf)
+    inner_G = norms_BG.new_tensor([bound * (1.0 - SLACK) for bound in bounds])
+    most_G = norms_BG.new_tensor([max(bound * (1.0 - SLACK), 1.0) for bound in bounds])
+    ceiling_BG = torch.where(safe_norms_BG < _TINY_NORM, most_G, inner_G / safe_norms_BG)
     factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
-    keep_BG = usable_B1 & (factors_BG >= _TINY_FACTOR)  # false for NaN as well
-    return torch.where(keep_BG, factors_BG, 0.0)
+    return torch.where(factors_BG >= _TINY_FACTOR, factors_BG, 0.0)  # 0 for NaN, and without a finite norm
 
 
 def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc.engines._levels import Passed
 from dpfunc.engines._numerics import TOLERATED
-from dpfunc.engines._per_sample import Kept, Late, PerSampleGrad, formed
+from dpfunc.engines._per_sample import Kept, Late, PerSample, PerSampleGrad, formed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
@@ -29,6 +29,9 @@ class Source(Protocol):
         """The part of the weighted sum of a parameter that this process keeps; may communicate."""
 
 
+_NO_LOSSES = torch.empty(0, device="cpu")  # of the gradients of one parameter, inside of a pass
+
+
 @dataclass
 class Measured(Kept):
     """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured."""
@@ -36,6 +39,7 @@ class Measured(Kept):
     together: Set[str] = frozenset()
     unused: list[str] = field(default_factory=list)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
+    marked: set[str] = field(default_factory=set)
 
     def single(self, name: str) -> bool:
         """True if all of the gradient of a parameter comes from one use."""
@@ -44,9 +48,14 @@ class Measured(Kept):
     def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Measure a gradient, or keep it for the others of the same parameter."""
         if self.single(name):
-            self.sq_norms[name] = formed(grad).sq_norms()
+            self._measure(name, formed(grad))
         else:
             super().take(name, grad)
+
+    def _measure(self, name: str, grad: PerSampleGrad) -> None:
+        only = PerSample(_NO_LOSSES, {name: grad})
+        self.sq_norms |= only.sq_norms()
+        self.marked |= {name} if only.is_marked else set()
 
     def rest(self, passed: Passed) -> frozenset[str]:
         """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
@@ -55,7 +64,7 @@ class Measured(Kept):
         for name, param in passed.params.items() if not missed else ():
             if name not in self.sq_norms:
                 self.unused += [] if name in self.pieces else [name]
-                self.sq_norms[name] = self.joined(name, param, len(passed.losses_B)).sq_norms()
+                self._measure(name, self.joined(name, param, len(passed.losses_B)))
         return missed
 
 
@@ -85,10 +94,14 @@ class Weighted(Kept):
                 self._sum(name, self.joined(name, param, len(passed.losses_B)))
 
     def _sum(self, name: str, grad: PerSampleGrad) -> None:
-        again_B, known_B = grad.sq_norms(), self.measured.sq_norms[name]
-        if not torch.allclose(again_B, known_B, rtol=TOLERATED, atol=0.0, equal_nan=True):
+        known_B, late = (
+            self.measured.sq_norms[name],
+            name not in self.measured.marked,
+        )  # the mark is that of the first pass
+        again = PerSample(_NO_LOSSES, {name: grad}, late=late)
+        if not torch.allclose(again.sq_norms()[name], known_B, rtol=TOLERATED, atol=0.0, equal_nan=True):
             raise differs([name])
-        self.sums[name] = self.reduced(name, grad.weighted_sum(self.factors[name]))
+        self.sums[name] = self.reduced(name, again.weighted_sum(self.factors)[name])
 
 
 def differs(names: Iterable[str]) -> UnsupportedModel:

@@ -479,10 +479,10 @@ _ENTROPY = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
 _WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
-_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "none": lambda losses, counted: losses,
-    "sum": lambda losses, counted: losses.sum(),
-    "mean": lambda losses, counted: losses.sum() / counted.sum(),
+_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "none": lambda losses, target, ignored: losses,
+    "sum": lambda losses, target, ignored: losses.sum(),
+    "mean": lambda losses, target, ignored: losses.sum() / (target != ignored).sum(),
 }
 _NONE = 0  # torch's number of the reduction "none"
 
@@ -534,7 +534,7 @@ def cross_entropy(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[s
     if not of_classes or not logits.requires_grad:
         return NotImplemented
     losses = apply_node(_CrossEntropy, over, ignored, [], logits, target)
-    return _REDUCTIONS[bound.get("reduction", "mean")](losses, target != ignored)
+    return _REDUCTIONS[bound.get("reduction", "mean")](losses, target, ignored)
 
 
 # Products with weights in 4 bits, of bitsandbytes: frozen layers of a base on which adapters are trained (QLoRA).

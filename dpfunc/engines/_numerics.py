@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,153 +80,115 @@ def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[N
     return lambda: _precision(device, products, tf32, autocast, dtype)
 
 
-def without_dropped(factors_B: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Take the rows with factor 0 out of factors and tensors, since 0 * inf is NaN."""
-    if not any_dropped(factors_B):
-        return (factors_B, *tensors)
-    kept_B = factors_B != 0
-    return (factors_B[kept_B], *(tensor[kept_B] for tensor in tensors))
-
-
 def lengths(tensor: Tensor, dim: int) -> Tensor:
     """Norms along one axis, in the dtype of sums."""
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=accumulation_dtype(tensor.dtype))
     return norms
 
 
-def sq_sum(flat_BP: Tensor) -> Tensor:
-    """Squared norms of rows, summed in pieces."""
+def norms_of_rows(flat_BP: Tensor) -> Tensor:
+    """Norms of rows, of long ones in pieces."""
     in_pieces = flat_BP.shape[1] // _PIECE * _PIECE
-    rest_B = lengths(flat_BP[:, in_pieces:], 1).square()
-    if not in_pieces:
-        return rest_B
+    if in_pieces <= _PIECE:
+        return lengths(flat_BP, 1)
     pieces_BN = lengths(torch.unflatten(flat_BP[:, :in_pieces], 1, (-1, _PIECE)), 2)
-    return rest_B + pieces_BN.square().sum(1)
+    return lengths(torch.cat([pieces_BN, lengths(flat_BP[:, in_pieces:], 1)[:, None]], 1), 1)
 
 
-def in_pieces(
-    measure: Callable[..., tuple[Tensor, ...]], numbers: int, *sides: Tensor, limit: int = SCRATCH
-) -> tuple[Tensor, ...]:
-    """Values (B,) that are measured on some samples at a time, one at least."""
-    size = max(1, limit // max(1, numbers))
-    if size >= len(sides[0]):
-        return measure(*sides)
-    pieces = [measure(*piece) for piece in zip(*(torch.split(side, size) for side in sides), strict=True)]
-    return tuple(torch.cat(values) for values in zip(*pieces, strict=True))
+def in_pieces(measure: Callable[..., Measured], numbers: int, *sides: Tensor, limit: int = SCRATCH) -> Measured:
+    """Norms that are measured on some samples at a time, one at least."""
+    pieces = zip(*(torch.split(side, max(1, limit // max(1, numbers))) for side in sides), strict=True)
+    return one_after_another([measure(*piece) for piece in pieces])
 
 
-def safe_sq_norms(
-    sq_norms_B: Tensor, reach_B: Tensor, cancels: list[Tensor], *, additions: int = 0, lost_B: Tensor | None = None
-) -> Tensor:
-    """Squared norms to clip by, safe under rounding; puts the mask of samples whose parts cancel into `cancels`.
+class Measured(NamedTuple):
+    """Norms of the gradients of samples, and what rounding may do to them; without a reach, nothing.
 
-    A sum over all samples has a rounding error relative to the size of its terms. Where the parts of a sample are much
-    larger than its gradient (`reach_B`, the sum of their norms, against the norm), another sample's presence would
-    change it by more than the bound allows. The parts of such samples are added up on their own first. The rounding
-    error that depends on the order of additions is added to the norm.
-    """
-    norms_B, eps = sq_norms_B.sqrt(), torch.finfo(reach_B.dtype).eps
-    drifts = 2 * TOLERATED / (eps * max(1, additions))
-    cancels[:] = [reach_B > min(_CANCELS, drifts) * norms_B]
-    safe_B = norms_B + ROUNDINGS * eps * reach_B
-    return (safe_B if lost_B is None else safe_B + lost_B).square()
+    A gradient is a sum of parts. Both the squared norm, where it is one of products of pairs of parts, and a sum over
+    samples have a rounding error relative to the size of the parts; where they cancel, it may be larger than the
+    gradient, and another sample's presence would change the gradient by more than the bound allows.
 
-
-def of_pairs(a_BTT: Tensor, p: int, b_BTT: Tensor, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms of `sum_t a_t b_t^T`, from the products of all pairs of positions on both sides."""
-    a_BT, b_BT = (products_BTT.diagonal(dim1=1, dim2=2).sqrt() for products_BTT in (a_BTT, b_BTT))
-    # Each square below the smallest normal number may count as 0. Beside a very large factor, that can be all.
-    lost_a, lost_b = (math.sqrt(size * torch.finfo(a_BT.dtype).tiny) for size in (p, d))
-    lost_B = lost_a * (b_BT.sum(1) + lost_b) + lost_b * a_BT.sum(1)
-    return (a_BTT * b_BTT).sum((1, 2)), (a_BT * b_BT).sum(1), lost_B
-
-
-def mended_pairs(
-    paired: tuple[Tensor, ...], measure: Callable[[Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared norms from products of pairs, mended where too few digits are left or they overflowed.
-
-    Those are measured on the gradients in float64.
-    What is lost in squares and is tiny is added to the norm, and is no reason to measure it again: it may be that of 0.
-    """
-    sq_norms_B, reach_B, lost_B = paired
-    rounding_B = ROUNDINGS * torch.finfo(reach_B.dtype).eps * reach_B.square()
-    more_B = torch.where(lost_B > _TINY, lost_B, 0.0)
-    added_B = more_B * (2 * reach_B + more_B)  # the norm is at most the sum of those of its parts
-    doubtful_B = ~((rounding_B + added_B <= TOLERATED * sq_norms_B) & torch.isfinite(sq_norms_B))
-    if any_set(doubtful_B):
-        measured, reach = measure(doubtful_B)
-        sq_norms_B = sq_norms_B.index_put((doubtful_B,), measured.to(sq_norms_B.dtype))
-        reach_B = reach_B.index_put((doubtful_B,), reach.to(reach_B.dtype))
-        lost_B = torch.where(doubtful_B, 0.0, lost_B)
-    return sq_norms_B, reach_B, lost_B
-
-
-def cancelling_samples(cancels: list[Tensor], measure: Callable[[], Tensor]) -> Tensor | None:
-    """Mask (B,) of samples whose parts cancel; None without any. `measure` computes the norms if they were not yet."""
-    if not cancels:
-        measure()
-    return cancels[0] if any_set(cancels[0]) else None
-
-
-# Marks by which the host decides what is computed next: a norm that lost its digits, parts that cancel, a row that is
-# dropped. They are set for few samples in few steps; a host that reads them one by one waits for the device each time.
-_Result = TypeVar("_Result")
-
-_LONGEST_PAUSE = 63
-_unread: ContextVar[list[tuple[Tensor | None, Tensor]] | None] = ContextVar("dpfunc_unread_marks", default=None)
-
-
-def any_dropped(factors_B: Tensor) -> bool:
-    """True if a factor is 0; the factors of all parameters of a group are one tensor, which is looked at once."""
-    unread = _unread.get()
-    if unread is None:
-        return bool((factors_B == 0).any())
-    if not any(factors_B is known for known, _ in unread):
-        unread.append((factors_B, factors_B == 0))
-    return False
-
-
-def any_set(marks: Tensor) -> bool:
-    """True if a mark (bool) is set. Inside of `ReadTogether`: False, and it is read later."""
-    unread = _unread.get()
-    if unread is None:
-        return bool(marks.any())
-    unread.append((None, marks))
-    return False
-
-
-@dataclass
-class ReadTogether:
-    """Compute as if no mark were set and read all marks once; if one is set, compute again and read each.
-
-    A result is always the one that reading each mark gives, bit for bit. Where marks are set in each step, computing
-    twice would cost more than reading: after a failure some steps read each mark, after the next one twice as many.
+    Args:
+        reach_B: sums of the norms of the parts. least_B: norms from which digits suffice: smaller ones are measured
+            again in float64, and if they are smaller than that `least_B` too, the parts are added up on their own
+            before the sum over samples. lost_B: what underflow may have taken from the norm.
     """
 
-    pause: int = 1
-    left: int = 0
+    norms_B: Tensor
+    reach_B: Tensor | None = None
+    least_B: Tensor | None = None
+    lost_B: Tensor | None = None
 
-    def __call__(self, compute: Callable[[], _Result]) -> _Result:
-        """The result of a function that has no effects, called once or twice."""
-        if self.left:
-            self.left -= 1
-            return compute()
-        unread: list[tuple[Tensor | None, Tensor]] = []
-        token = _unread.set(unread)
-        try:
-            result = compute()
-        finally:
-            _unread.reset(token)
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for _, marks in unread:
-            by_device.setdefault(marks.device, []).append(marks.flatten())
-        if not any(bool(torch.cat(each).any()) for each in by_device.values()):  # one read for each device
-            self.pause = 1
-            return result
-        del result  # its memory is needed again
-        self.left, self.pause = self.pause, min(2 * self.pause + 1, _LONGEST_PAUSE)
-        return compute()
+    @property
+    def parts_B(self) -> Tensor:
+        """Sums of the norms of the parts; without a reach there is one part."""
+        return self.norms_B if self.reach_B is None else self.reach_B
+
+    @property
+    def room_B(self) -> Tensor | None:
+        """What is added to the norm: the rounding that depends on the order of additions, and what is lost."""
+        if self.reach_B is None:
+            return None
+        rounding = ROUNDINGS * torch.finfo(self.reach_B.dtype).eps
+        return rounding * self.reach_B if self.lost_B is None else torch.add(self.lost_B, self.reach_B, alpha=rounding)
+
+
+def one_after_another(found: Sequence[Measured]) -> Measured:
+    """Norms that were measured in the same way, as one."""
+    if len(found) == 1:
+        return found[0]
+    norms, *further = zip(*found, strict=True)
+    return Measured(torch.cat(norms), *(None if values[0] is None else torch.cat(values) for values in further))
+
+
+def of_parts(norms_B: Tensor, reach_B: Tensor) -> Measured:
+    """Norms of gradients that were formed, from parts that are added one by one in the sum over samples."""
+    return Measured(norms_B, reach_B, reach_B / _CANCELS)
+
+
+def of_pairs(a_BTT: Tensor, b_BTT: Tensor, numbers: int) -> Measured:
+    """Norms of `sum_t a_t b_t^T`, from the products of all pairs of positions on both sides, which are overwritten.
+
+    Args:
+        numbers: of the larger side; a square below the smallest normal number may count as 0, and beside a very large
+            factor that can be all.
+    """
+    roots_2BT = torch.stack([pairs_BTT.diagonal(dim1=1, dim2=2) for pairs_BTT in (a_BTT, b_BTT)]).sqrt()
+    sq_norms_B, reach_B = a_BTT.mul_(b_BTT).sum((1, 2)), (roots_2BT[0] * roots_2BT[1]).sum(1)
+    precision = torch.finfo(reach_B.dtype)
+    lost_B = math.sqrt(numbers * precision.tiny) * roots_2BT.sum((0, 2))
+    # What is lost and is tiny is no reason to measure a norm again: it may be that of 0. With these weights the squared
+    # norm is off by TOLERATED at most where it is at least `least_B`.
+    squared = ROUNDINGS * precision.eps
+    weighted_B = torch.add(reach_B, (lost_B - _TINY).clamp(min=0.0), alpha=1 / squared)
+    least_B = weighted_B / min(_CANCELS, math.sqrt(TOLERATED / squared))
+    return Measured(sq_norms_B.clamp(min=0.0).sqrt(), reach_B, least_B, lost_B)
+
+
+def finished(found: Sequence[Measured]) -> tuple[Tensor, Tensor]:
+    """Squared norms to clip by, safe under rounding, and the mask of those that are finite and have enough digits."""
+    norms_B, room_B, least_B = (_joined(found, name) for name in ("norms_B", "room_B", "least_B"))
+    sq_norms_B: Tensor = (norms_B if room_B is None else norms_B + room_B).square()
+    finite_B = sq_norms_B < math.inf
+    return sq_norms_B, finite_B if least_B is None else finite_B & (norms_B >= least_B)
+
+
+def _joined(found: Sequence[Measured], name: str) -> Any:
+    """Values of all samples, zero where there are none; None where there are none at all."""
+    values = [getattr(each, name) for each in found]
+    if len(found) == 1 or all(value is None for value in values):
+        return values[0]
+    zero, both = found[0].norms_B.new_zeros(()), zip(found, values, strict=True)
+    return torch.cat([zero.expand_as(each.norms_B) if value is None else value for each, value in both])
+
+
+def again(measured: Measured, eps: float) -> tuple[Tensor, Tensor]:
+    """Squared norms that were measured in float64, safe in sums with this `eps`; the mask of samples that cancel."""
+    norms_B, reach_B, least_B, _ = measured
+    if reach_B is not None:
+        own = math.sqrt(ROUNDINGS * torch.finfo(torch.float64).eps)
+        norms_B = torch.hypot(norms_B, own * reach_B) + ROUNDINGS * eps * reach_B
+    return norms_B.square(), torch.zeros_like(norms_B) > 0 if least_B is None else measured.norms_B < least_B
 
 
 _Representation = Literal["formed", "dropped", "ghost"]

@@ -7,16 +7,17 @@ Norms and sums are float32, float64 for float64 inputs, whatever the dtype of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._numerics import matrix, to_accumulation_dtype
+from dpfunc.engines._numerics import Measured, matrix, to_accumulation_dtype
 
 # Larger gradients (numbers of all samples) are not copied to be computed with others.
 _SMALL = 2**15
@@ -28,11 +29,11 @@ class PerSampleGrad(Protocol):
     def dense(self) -> Tensor:
         """Form all gradients in memory: (B, *shape)."""
 
-    def sq_norms(self) -> Tensor:
-        """Squared L2 norm of each sample's gradient: (B,)."""
+    def measure(self) -> Measured:
+        """Norm of each sample's gradient, and its rounding."""
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """`sum_i factors_B[i] * grad_i`; a factor of 0 removes its row, also one that is not finite."""
+        """`sum_i factors_B[i] * grad_i`, of rows that are finite and have no parts that cancel; see `PerSample`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,17 +53,19 @@ class Dense:
     def dense(self) -> Tensor:
         return self.grads_B
 
-    def sq_norms(self) -> Tensor:
-        return numerics.sq_sum(_flat(self.grads_B))
+    def measure(self) -> Measured:
+        return Measured(numerics.norms_of_rows(_flat(self.grads_B)))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        factors_B, grads_B = numerics.without_dropped(factors_B, self.grads_B)
-        flat_BP = to_accumulation_dtype(_flat(grads_B))
-        return (factors_B.to(flat_BP.dtype) @ flat_BP).reshape(grads_B.shape[1:])
+        flat_BP = to_accumulation_dtype(_flat(self.grads_B))
+        return torch.mv(flat_BP.T, factors_B.to(flat_BP.dtype)).reshape(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.grads_B.shape[1:]
+
+
+_Kind = TypeVar("_Kind", bound=PerSampleGrad)
 
 
 class Late(NamedTuple):
@@ -86,8 +89,8 @@ class Zeros:
     def dense(self) -> Tensor:
         return self.weighted_sum(self.like).expand(self.num_samples, *self.like.shape)
 
-    def sq_norms(self) -> Tensor:
-        return to_accumulation_dtype(self.like.new_zeros(self.num_samples))
+    def measure(self) -> Measured:
+        return Measured(to_accumulation_dtype(self.like.new_zeros(self.num_samples)))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         return torch.zeros_like(self.like, dtype=numerics.accumulation_dtype(self.like.dtype))
@@ -104,74 +107,39 @@ class Outer:
     a_BTp: Tensor
     b_BTd: Tensor
     shape: tuple[int, ...]
-    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
-    products: list[tuple[Tensor, Tensor]] | None = field(default=None, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """B matrix products: 2 B T p d operations."""
-        products_Bpd = to_accumulation_dtype(self.a_BTp).transpose(1, 2) @ to_accumulation_dtype(self.b_BTd)
-        return products_Bpd.reshape(-1, *self.shape)
-
-    def sq_norms(self) -> Tensor:
-        """Measured on the products, or as `sum_{t,u} (a_t . a_u)(b_t . b_u)` where that takes fewer operations.
-
-        The second form, the ghost norm (Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural
-        Networks with Differential Privacy, section 3), loses its digits where the products cancel: then the first.
-        """
-        if self.a_BTp.shape[1] == 1:
-            return _of_one_product(self.a_BTp[:, 0], self.b_BTd[:, 0])
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
-        if not matrix(a_BTp.shape[1], a_BTp.shape[2], b_BTd.shape[2]).ghost_pays:
-            return numerics.safe_sq_norms(*self._measured(a_BTp, b_BTd), self.cancels)
-        sq_norms_B, reach_B, lost_B = numerics.mended_pairs(
-            self._ghost(a_BTp, b_BTd),
-            lambda doubtful_B: self._measured(a_BTp[doubtful_B].double(), b_BTd[doubtful_B].double()),
-        )
-        return numerics.safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
+        return torch.bmm(a_BTp.transpose(1, 2), b_BTd).reshape(len(a_BTp), *self.shape)
 
-    @staticmethod
-    def _measured(a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared norms of the formed gradients, and the sums of the norms of all positions."""
-        reach_B = (numerics.lengths(a_BTp, 2) * numerics.lengths(b_BTd, 2)).sum(1)
+    @property
+    def way(self) -> object:
+        """Key of those whose norms are measured together; None where the gradients are formed for the norm.
 
-        def form(a: Tensor, b: Tensor) -> tuple[Tensor]:
-            return (numerics.sq_sum((a.transpose(1, 2) @ b).flatten(1)),)
+        The norm of a product of two vectors is that of the vectors. That of a sum of products, `sum_{t,u} (a_t . a_u)
+        (b_t . b_u)`, takes fewer operations than the gradient where there are few positions: the ghost norm (Bu et al.
+        2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy,
+        section 3).
+        """
+        _, positions, p = self.a_BTp.shape
+        pays = positions == 1 or matrix(positions, p, self.b_BTd.shape[2]).ghost_pays
+        return (positions, numerics.accumulation_dtype(self.a_BTp.dtype), self.a_BTp.device) if pays else None
 
-        (sq_norms_B,) = numerics.in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
-        return sq_norms_B, reach_B
+    def measure(self) -> Measured:
+        if self.way is not None:
+            return measured_together([self])
+        a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
 
-    def _ghost(self, a_BTp: Tensor, b_BTd: Tensor) -> tuple[Tensor, ...]:
+        def form(a: Tensor, b: Tensor) -> Measured:
+            norms_B = numerics.norms_of_rows(torch.bmm(a.transpose(1, 2), b).flatten(1))
+            return numerics.of_parts(norms_B, (numerics.lengths(a, 2) * numerics.lengths(b, 2)).sum(1))
 
-        def pair(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-            a_BTT = self._products_of_a(a) if a is a_BTp else _products(a)
-            return numerics.of_pairs(a_BTT, a.shape[2], _products(b), b.shape[2])
-
-        return numerics.in_pieces(pair, a_BTp.shape[1] ** 2, a_BTp, b_BTd)
-
-    def _products_of_a(self, a_BTp: Tensor) -> Tensor:
-        """`a a^T` of each sample, or those that a gradient with the same `a` has left; they are taken once."""
-        if self.products and self.products[0][0] is self.a_BTp:
-            return self.products.pop()[1]
-        products_BTT = _products(a_BTp)
-        if self.products is not None:
-            self.products[:] = [(self.a_BTp, products_BTT)]
-        return products_BTT
-
-    def cancelling(self) -> Tensor | None:
-        """Mask (B,) of samples whose products cancel; None without any."""
-        return None if self.a_BTp.shape[1] == 1 else numerics.cancelling_samples(self.cancels, self.sq_norms)
+        return numerics.in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
-        cancels_B = self.cancelling()
-        if cancels_B is not None:
-            easy_B, hard_B = torch.where(cancels_B, 0, factors_B), torch.where(cancels_B, factors_B, 0)
-            formed = Dense(replace(self, a_BTp=self.a_BTp[hard_B != 0], b_BTd=self.b_BTd[hard_B != 0]).dense())
-            rest = replace(self, cancels=[torch.zeros_like(cancels_B)])
-            return rest.weighted_sum(easy_B) + formed.weighted_sum(hard_B[hard_B != 0])
-        factors_B, a_BTp, b_BTd = numerics.without_dropped(
-            factors_B, to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
-        )
+        a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         scale_B11 = factors_B.to(a_BTp.dtype)[:, None, None]
         a_BTp, b_BTd = (a_BTp * scale_B11, b_BTd) if a_BTp.shape[2] <= b_BTd.shape[2] else (a_BTp, b_BTd * scale_B11)
         larger = a_BTp if a_BTp.shape[2] >= b_BTd.shape[2] else b_BTd
@@ -180,17 +148,37 @@ class Outer:
         return (a_BTp.flatten(0, 1).T @ b_BTd.flatten(0, 1)).reshape(self.shape)
 
 
-def _of_one_product(a_Bp: Tensor, b_Bd: Tensor) -> Tensor:
-    """Squared norms `|a|^2 |b|^2` of products of two vectors, in float64: no square is lost, and nothing cancels."""
-    norms_B: Tensor = torch.linalg.vector_norm(a_Bp, dim=1, dtype=torch.float64)
-    norms_B = norms_B * torch.linalg.vector_norm(b_Bd, dim=1, dtype=torch.float64)
-    dtype = numerics.accumulation_dtype(a_Bp.dtype)
-    return (norms_B * (1 + numerics.ROUNDINGS * torch.finfo(dtype).eps)).square().to(dtype)
+def measured_together(uses: Sequence[Outer]) -> Measured:
+    """Norms of uses of one `way`, samples of one after those of the other, by few operations whatever their number."""
+    positions = uses[0].a_BTp.shape[1]
+    if positions == 1:  # in float64: no square is lost, and nothing cancels
+        sides = [*(use.a_BTp for use in uses), *(use.b_BTd for use in uses)]
+        each = torch.cat([torch.linalg.vector_norm(side, dim=(1, 2), dtype=torch.float64) for side in sides])
+        return Measured(each.unflatten(0, (2, -1)).prod(0).to(numerics.accumulation_dtype(sides[0].dtype)))
+    size, found = max(1, numerics.SCRATCH // max(1, positions**2)), list[Measured]()
+    numbers = max(max(use.a_BTp.shape[2], use.b_BTd.shape[2]) for use in uses)
+    pieces = [pair for use in uses for pair in zip(use.a_BTp.split(size), use.b_BTd.split(size), strict=True)]
+    while pieces:
+        fitting = sum(end <= size for end in accumulate(len(a) for a, _ in pieces))
+        of_a, of_b = (_pairs(own) for own in zip(*pieces[:fitting], strict=True))
+        found.append(numerics.of_pairs(of_a, of_b, numbers))
+        del pieces[:fitting]
+    return numerics.one_after_another(found)
 
 
-def _products(a_BTp: Tensor) -> Tensor:
-    """`a_t . a_u` of all pairs of positions of each sample."""
-    return a_BTp @ a_BTp.transpose(1, 2)
+def _pairs(sides: Sequence[Tensor]) -> Tensor:
+    """`a_t . a_u` of all pairs of positions of all samples; those of a side of several uses are copied."""
+    samples, positions = [len(side) for side in sides], sides[0].shape[1]
+    dtype, known = numerics.accumulation_dtype(sides[0].dtype), dict[object, Tensor]()
+    pairs_BTT = sides[0].new_empty(sum(samples), positions, positions, dtype=dtype)
+    for side, out in zip(sides, pairs_BTT.split(samples), strict=True):
+        key = (side.data_ptr(), side.shape, side.stride(), side.dtype)
+        if key in known:
+            out.copy_(known[key])
+        else:
+            values = to_accumulation_dtype(side)
+            known[key] = torch.bmm(values, values.transpose(1, 2), out=out)
+    return pairs_BTT
 
 
 def _added_up(g_BTd: Tensor, slots_BT: Tensor, count: int) -> Tensor:
@@ -208,44 +196,32 @@ class Gather:
     ids_BT: Tensor
     g_BTd: Tensor
     shape: tuple[int, ...]
-    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
-
-    def _rows(self) -> Tensor:
-        """In float64 where so many equal rows may be added one by one that float32 would drift."""
-        return self.g_BTd.double() if self.ids_BT.shape[1] > numerics.LONG else to_accumulation_dtype(self.g_BTd)
 
     def dense(self) -> Tensor:
         """Add the rows of each sample into a table of its own: (B, V, ...)."""
         tables_BVd = _added_up(to_accumulation_dtype(self.g_BTd), self.ids_BT, self.shape[0])
-        return tables_BVd.reshape(-1, *self.shape)
+        return tables_BVd.reshape(len(tables_BVd), *self.shape)
 
-    def _merged(self) -> tuple[Tensor, Tensor]:
-        """The same numbers with equal ids added into one slot; slots that are not needed have some id, and zeros."""
-        g_BTd = self._rows()
-        sorted_BT, order_BT = self.ids_BT.sort(dim=1)
-        starts_BT = torch.cat([sorted_BT.new_zeros(len(sorted_BT), 1), (sorted_BT.diff(dim=1) != 0).long()], dim=1)
-        slots_BT = torch.zeros_like(self.ids_BT).scatter(1, order_BT, starts_BT.cumsum(1))
-        ids_BT = self.ids_BT[:, :1].expand_as(self.ids_BT).scatter(1, slots_BT, self.ids_BT)
-        return ids_BT, _added_up(g_BTd, slots_BT, slots_BT.shape[1])
+    @cached_property
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Ids and rows, those of equal ids of a sample added into the first of their places; the others have zeros.
 
-    def sq_norms(self) -> Tensor:
-        """Squared norms after rows of the same id are added up."""
-        if not self.ids_BT.numel():
-            return to_accumulation_dtype(self.g_BTd.new_zeros(len(self.g_BTd)))
-        reach_B = numerics.lengths(self.g_BTd, 2).sum(1)
-        sq_norms_B = numerics.sq_sum(self._merged()[1].flatten(1)).to(reach_B.dtype)
-        return numerics.safe_sq_norms(sq_norms_B, reach_B, self.cancels, additions=self.ids_BT.shape[1])
+        So no parts are left that cancel. In float64 where float32 would drift, since so many may be added one by one.
+        """
+        sorted_BT, rows_BTd = self.ids_BT.sort(dim=1).values, to_accumulation_dtype(self.g_BTd)
+        places_BT = torch.searchsorted(sorted_BT, self.ids_BT.contiguous())
+        wide_BTd = rows_BTd.double() if sorted_BT.shape[1] > numerics.LONG else rows_BTd
+        return sorted_BT, _added_up(wide_BTd, places_BT, sorted_BT.shape[1]).to(rows_BTd)
+
+    def measure(self) -> Measured:
+        return Measured(numerics.norms_of_rows(self.distinct[1].flatten(1)), numerics.lengths(self.g_BTd, 2).sum(1))
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """One addition of rows into a table; where rows of a sample cancel, they are added up before."""
-        ids_BT, g_BTd = self.ids_BT, self._rows()
-        if self.ids_BT.numel() and numerics.cancelling_samples(self.cancels, self.sq_norms) is not None:
-            ids_BT, g_BTd = self._merged()
-        factors_B, ids_BT, g_BTd = numerics.without_dropped(factors_B, ids_BT, g_BTd)
-        scaled_BTd = g_BTd * factors_B.to(g_BTd.dtype)[:, None, None]
+        """One addition of rows into a table."""
+        ids_BT, rows_BTd = self.distinct
+        scaled_BTd = rows_BTd * factors_B.to(rows_BTd.dtype)[:, None, None]
         table_Vd = scaled_BTd.new_zeros(self.shape[0], scaled_BTd.shape[2])
-        table_Vd = table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
-        return table_Vd.to(numerics.accumulation_dtype(self.g_BTd.dtype))
+        return table_Vd.index_add_(0, ids_BT.flatten(), scaled_BTd.flatten(0, 1)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -254,36 +230,24 @@ class Tied:
 
     gather: Gather
     outer: Outer
-    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         return self.gather.dense() + self.outer.dense()
 
-    def sq_norms(self) -> Tensor:
+    def measure(self, of_matrix: Measured | None = None) -> Measured:
         """`|G|^2 + |O|^2 + 2 <G, O>`, where `<G, O> = sum_{t,s} a[s, id_t] (b_s . g_t)`."""
-        g_BTd, a_BSV, b_BSd = (
-            to_accumulation_dtype(self.gather.g_BTd),
-            to_accumulation_dtype(self.outer.a_BTp),
-            to_accumulation_dtype(self.outer.b_BTd),
-        )
-        ids_BST = self.gather.ids_BT[:, None, :].expand(-1, a_BSV.shape[1], -1)
-        cross_B = (a_BSV.gather(2, ids_BST) * (b_BSd @ g_BTd.transpose(1, 2))).sum((1, 2))
-        gather_B, outer_B = self.gather.sq_norms(), self.outer.sq_norms()
-        parts_B, total_B = (gather_B.sqrt() + outer_B.sqrt()).square(), gather_B + outer_B + 2 * cross_B
-        rounding_B = numerics.ROUNDINGS * torch.finfo(total_B.dtype).eps * parts_B * math.sqrt(max(1, ids_BST.shape[1]))
-        doubtful_B = ~(rounding_B <= numerics.TOLERATED * total_B)
-        safe_B = torch.where(doubtful_B, total_B.clamp(min=0.0) + rounding_B, total_B)
-        return numerics.safe_sq_norms(safe_B, parts_B.sqrt(), self.cancels)
+        a_BSV, b_BSd = to_accumulation_dtype(self.outer.a_BTp), to_accumulation_dtype(self.outer.b_BTd)
+        ids_BT, g_BTd = self.gather.distinct
+        ids_BST = ids_BT[:, None, :].expand(-1, a_BSV.shape[1], -1)
+        cross_B = (a_BSV.gather(2, ids_BST) * torch.bmm(b_BSd, g_BTd.transpose(1, 2))).sum((1, 2))
+        of_table, of_matrix = self.gather.measure(), of_matrix or self.outer.measure()
+        norms_B = (of_table.norms_B.square() + of_matrix.norms_B.square() + 2 * cross_B).clamp(min=0.0).sqrt()
+        off = numerics.ROUNDINGS * torch.finfo(cross_B.dtype).eps * math.sqrt(max(1, ids_BST.shape[1]))
+        least_B = (of_table.norms_B + of_matrix.norms_B) * math.sqrt(off / numerics.TOLERATED)
+        least_B = least_B if of_matrix.least_B is None else least_B + of_matrix.least_B
+        return Measured(norms_B, of_table.parts_B + of_matrix.parts_B, least_B, of_matrix.lost_B)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """Sum of both parts; gradients of samples in which the parts cancel are formed first."""
-        cancels_B = numerics.cancelling_samples(self.cancels, self.sq_norms)
-        if cancels_B is not None:
-            easy_B, hard_B = torch.where(cancels_B, 0, factors_B), torch.where(cancels_B, factors_B, 0)
-            return self._sum(easy_B) + Dense(self.dense()).weighted_sum(hard_B)
-        return self._sum(factors_B)
-
-    def _sum(self, factors_B: Tensor) -> Tensor:
         return self.gather.weighted_sum(factors_B) + self.outer.weighted_sum(factors_B)
 
     @property
@@ -293,25 +257,29 @@ class Tied:
 
 def add(uses: Sequence[PerSampleGrad]) -> PerSampleGrad:
     """The gradient of a parameter that is used several times, exact in norm as well; uses of a kind are joined."""
+    kinds = {type(use) for use in uses}
     if len(uses) == 1:
         return uses[0]
-    outers = [use for use in uses if isinstance(use, Outer)]
-    gathers = [use for use in uses if isinstance(use, Gather)]
-    if len(outers) + len(gathers) < len(uses):
+    if not kinds <= {Gather, Outer}:
         return Dense(torch.stack([use.dense() for use in uses]).sum(0))
-    if not gathers:
-        return _joined_outer(outers)
-    if not outers:
-        return _joined_gather(gathers)
-    return Tied(_joined_gather(gathers), _joined_outer(outers))
+    if len(kinds) == 1:
+        return _joined(uses, 1)
+    gathers = [use for use in uses if isinstance(use, Gather)]
+    return Tied(_joined(gathers, 1), _joined([use for use in uses if isinstance(use, Outer)], 1))
 
 
-def _joined_gather(uses: Sequence[Gather]) -> Gather:
-    return Gather(torch.cat([use.ids_BT for use in uses], 1), torch.cat([use.g_BTd for use in uses], 1), uses[0].shape)
+def _joined(uses: Sequence[_Kind], axis: int) -> _Kind:
+    """Gradients of one kind as one: of all samples (axis 0), or of all positions of each (1)."""
+    names = [name for name, value in vars(uses[0]).items() if isinstance(value, Tensor)]
+    cat = {name: torch.cat([vars(use)[name] for use in uses], axis) for name in names}
+    return replace(uses[0], **cat)  # type: ignore[type-var]  # representations are dataclasses
 
 
-def _joined_outer(uses: Sequence[Outer]) -> Outer:
-    return Outer(torch.cat([use.a_BTp for use in uses], 1), torch.cat([use.b_BTd for use in uses], 1), uses[0].shape)
+def _changed(grad: _Kind, change: Callable[[Tensor], Tensor]) -> _Kind:
+    """The same with each of its tensors changed: rows taken, made wider."""
+    parts = {name: value for name, value in vars(grad).items() if isinstance(value, (Tensor, Gather, Outer))}
+    new = {name: change(v) if isinstance(v, Tensor) else _changed(v, change) for name, v in parts.items()}
+    return replace(grad, **new)  # type: ignore[type-var]  # representations are dataclasses
 
 
 @dataclass(frozen=True)
@@ -328,70 +296,110 @@ class _Stack:
     @cached_property
     def joined(self) -> PerSampleGrad:
         """All gradients as one; that of the only parameter where there is one."""
+        return self.grads[0] if len(self.grads) == 1 else _joined(self.grads, 0)
+
+    def weighted_sums(self, factors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Sums of all parameters, by one product."""
         if len(self.grads) == 1:
-            return self.grads[0]
-        outers = [grad for grad in self.grads if isinstance(grad, Outer)]
-        if not outers:
-            return Dense(torch.cat([grad.dense() for grad in self.grads]))
-        a, b = torch.cat([each.a_BTp for each in outers]), torch.cat([each.b_BTd for each in outers])
-        return Outer(a, b, outers[0].shape)
-
-    def sq_norms(self) -> dict[str, Tensor]:
-        norms_NB = self.joined.sq_norms().chunk(len(self.names))
-        return dict(zip(self.names, norms_NB, strict=True))
-
-    def weighted_sums(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = [factors[name] for name in self.names]
-        sums = self._together(own) if len(own) > 1 else None
-        if sums is None:
-            sums = [grad.weighted_sum(factors_B) for grad, factors_B in zip(self.grads, own, strict=True)]
-        return dict(zip(self.names, sums, strict=True))
-
-    def _together(self, factors: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Sums of all parameters by one product; None where samples are dropped, or have parts that cancel."""
+            return [self.grads[0].weighted_sum(factors[0])]
         same = all(factors_B is factors[0] for factors_B in factors)
-        factors_NB = factors[0][None] if same else torch.stack(tuple(factors))
-        if numerics.any_dropped(factors[0] if same else factors_NB):
-            return None
+        factors_NB = factors[0].expand(len(factors), -1) if same else torch.stack(tuple(factors))
         if isinstance(self.joined, Outer):
-            if self.joined.cancelling() is not None:
-                return None
-            return _outer_sums(self.joined, factors_NB, len(self.names))
-        formed = to_accumulation_dtype(self.joined.dense())
-        grads_NBP = formed.reshape(len(self.names), len(formed) // len(self.names), -1)
-        sums_NP = (factors_NB.to(formed.dtype)[:, None] @ grads_NBP)[:, 0]
-        sums: Sequence[Tensor] = sums_NP.reshape(len(self.names), *formed.shape[1:]).unbind(0)
-        return sums
+            return _outer_sums(self.joined, factors_NB)
+        formed_NBP = to_accumulation_dtype(self.joined.dense()).reshape(*factors_NB.shape, -1)
+        sums_NP = torch.bmm(factors_NB.to(formed_NBP.dtype)[:, None], formed_NBP)
+        return sums_NP.reshape(len(factors), *self.joined.shape).unbind(0)
 
 
-def _outer_sums(outer: Outer, factors_NB: Tensor, number: int) -> Sequence[Tensor]:
+def _outer_sums(outer: Outer, factors_NB: Tensor) -> Sequence[Tensor]:
     a, b = (to_accumulation_dtype(side) for side in (outer.a_BTp, outer.b_BTd))
-    a_NBTp, b_NBTd = (side.reshape(number, -1, *side.shape[1:]) for side in (a, b))
+    a_NBTp, b_NBTd = (side.reshape(*factors_NB.shape, *side.shape[1:]) for side in (a, b))
     scale_NB11 = factors_NB.to(a.dtype)[..., None, None]
     scaled = (a_NBTp * scale_NB11, b_NBTd) if a.shape[2] <= b.shape[2] else (a_NBTp, b_NBTd * scale_NB11)
     a_NBp, b_NBd = (side.flatten(1, 2) for side in scaled)
-    return (a_NBp.transpose(1, 2) @ b_NBd).reshape(number, *outer.shape).unbind(0)
+    return torch.bmm(a_NBp.transpose(1, 2), b_NBd).reshape(len(factors_NB), *outer.shape).unbind(0)
 
 
 def _key(grad: PerSampleGrad) -> object:
     """Key of gradients that can be stacked; None for those that stay alone."""
-    if type(grad) is Outer and grad.a_BTp.numel() + grad.b_BTd.numel() <= _SMALL:
-        a, b = grad.a_BTp, grad.b_BTd
-        return (Outer, grad.shape, a.shape, b.shape, a.dtype, b.dtype, a.device)
-    if type(grad) is Dense and 0 < grad.grads_B.numel() <= _SMALL:
-        return (Dense, grad.grads_B.shape, grad.grads_B.dtype, grad.grads_B.device)
-    return None
+    tensors = [value for value in vars(grad).values() if isinstance(value, Tensor)]
+    if type(grad) not in (Outer, Dense) or not 0 < sum(value.numel() for value in tensors) <= _SMALL:
+        return None
+    return (type(grad), grad.shape, *((value.shape, value.dtype, value.device) for value in tensors))
+
+
+def _way(grad: PerSampleGrad) -> object:
+    """Key of gradients that are measured together; None for those that are measured alone."""
+    outer = grad.outer if isinstance(grad, Tied) else grad
+    return outer.way if isinstance(outer, Outer) else None
+
+
+def _measured(grads: Sequence[PerSampleGrad]) -> list[Measured]:
+    """Norms of gradients that are measured together."""
+    if len(grads) == 1:
+        return [grads[0].measure()]
+    outers = [grad.outer if isinstance(grad, Tied) else grad for grad in grads]
+    found = measured_together([outer for outer in outers if isinstance(outer, Outer)])
+    if not any(isinstance(grad, Tied) for grad in grads):
+        return [found]
+    sizes = [len(outer.a_BTp) for outer in outers if isinstance(outer, Outer)]
+    each = [Measured(*own) for own in zip(*(value.split(sizes) for value in found if value is not None), strict=True)]
+    return [grad.measure(own) if isinstance(grad, Tied) else own for grad, own in zip(grads, each, strict=True)]
+
+
+def _mend(grad: PerSampleGrad, squares_B: Tensor, enough_B: Tensor, eps: float) -> Tensor:
+    """Measure samples that have too few digits again, in float64; the mask of those whose parts cancel."""
+    rows, cancels_B = (~enough_B).nonzero()[:, 0], torch.zeros_like(enough_B)
+    if len(rows):
+        wide = _changed(grad, lambda values: values[rows].double() if values.is_floating_point() else values[rows])
+        squares, cancels = numerics.again(wide.measure(), eps)
+        squares_B[rows], cancels_B[rows] = squares.to(squares_B.dtype), cancels
+    return cancels_B
+
+
+def _careful_sum(grad: PerSampleGrad, factors_B: Tensor, cancels_B: Tensor) -> Tensor:
+    """The sum without rows whose factor is 0, since 0 * inf is NaN; parts that cancel are added up sample by sample."""
+    if isinstance(grad, Zeros):
+        return grad.weighted_sum(factors_B)
+    easy, hard = (((factors_B != 0) & mask_B).nonzero()[:, 0] for mask_B in (~cancels_B, cancels_B))
+    total = _changed(grad, lambda values: values[easy]).weighted_sum(factors_B[easy])
+    for rows in hard.split(max(1, numerics.SCRATCH // max(1, math.prod(grad.shape)))) if len(hard) else ():
+        formed = Dense(_changed(grad, lambda values: values[rows]).dense())  # noqa: B023  (called at once)
+        total = total + formed.weighted_sum(factors_B[rows])
+    return total
+
+
+class _Found(NamedTuple):
+    """Stacks in the order in which they are measured, with the names and squared norms of all their parameters, and the
+    mask of the norms that are finite and have enough digits."""
+
+    stacks: Sequence[_Stack]
+    names: Sequence[str]
+    squares: Tensor
+    enough: Tensor
+    eps: float
 
 
 @dataclass(frozen=True)
 class PerSample:
-    """The gradients of all parameters for B samples."""
+    """The gradients of all parameters for B samples.
+
+    One mark is all that the host reads. It is set if a norm has too few digits, or is not finite. Only then are such
+    samples measured again, in float64, and the sums taken with care. A norm without the mark is right within
+    `TOLERATED`, and its gradient has no parts that cancel, whatever the other samples are: which way a batch takes
+    changes results by rounding only, and the bound holds both ways.
+
+    Args:
+        late: results are as if the mark were not set; who gets them reads `is_marked` before they are used.
+    """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
     alone: bool = False
     aux: Any = None
-    repeatable: ClassVar[bool] = True
+    late: bool = False
+    _memo: list[_Found] = field(default_factory=list, repr=False, compare=False)
+    repeatable: ClassVar[bool] = True  # weighted sums can be taken more than once
 
     @cached_property
     def _stacks(self) -> list[_Stack]:
@@ -402,14 +410,54 @@ class PerSample:
         stacks = [_Stack(names, [self.grads[name] for name in names]) for names in together.values()]
         return sorted(stacks, key=lambda stack: math.prod(stack.grads[0].shape), reverse=True)
 
+    def _found(self) -> _Found:
+        """Norms of all parameters, by few operations, without a read."""
+        if not self._memo:
+            together: dict[object, list[_Stack]] = {}
+            for stack in self._stacks:
+                together.setdefault(_way(stack.joined) or stack.names[0], []).append(stack)
+            several = (_measured([stack.joined for stack in stacks]) for stacks in together.values())
+            found = [each for own in several for each in own]
+            stacks = [stack for own in together.values() for stack in own]
+            names = [name for stack in stacks for name in stack.names]
+            eps = max(torch.finfo(each.norms_B.dtype).eps for each in found)
+            self._memo.append(_Found(stacks, names, *numerics.finished(found), eps))
+        return self._memo[0]
+
+    @cached_property
+    def is_marked(self) -> bool:
+        """Read the mark: True if a number is to be computed with care."""
+        return not bool(self._found().enough.all())
+
+    @cached_property
+    def _norms(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Squared norms, and masks of samples whose parts cancel; no masks where all sums are taken as they are."""
+        stacks, names, squares, enough, eps = self._found()
+        shape, cancels = (len(names), len(squares) // len(names)), enough[:0]
+        if not self.late and self.is_marked:
+            sizes = [shape[1] * len(stack.names) for stack in stacks]
+            parts = zip(stacks, squares.split(sizes), enough.split(sizes), strict=True)
+            masks = torch.cat([_mend(stack.joined, own, mask, eps) for stack, own, mask in parts])
+            cancels = masks if bool((masks | ~torch.isfinite(squares)).any()) else cancels
+        by_name = dict(zip(names, squares.reshape(shape).unbind(0), strict=True))
+        return by_name, dict(zip(names, cancels.reshape(shape).unbind(0), strict=True)) if len(cancels) else {}
+
     def sq_norms(self) -> dict[str, Tensor]:
-        with numerics.exact(self.losses_B.device):
-            found = {name: norms_B for stack in self._stacks for name, norms_B in stack.sq_norms().items()}
-        return {name: found[name] for name in self.grads}
+        with numerics.exact(self.losses_B.device), torch.no_grad():
+            return {name: self._norms[0][name] for name in self.grads}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with numerics.exact(self.losses_B.device):
-            found = {name: total for stack in self._stacks for name, total in stack.weighted_sums(factors).items()}
+        """Sums by name; a factor of 0 removes its row, also one that is not finite."""
+        found: dict[str, Tensor] = {}
+        with numerics.exact(self.losses_B.device), torch.no_grad():
+            cancels = self._norms[1]
+            for stack in self._stacks:
+                own = [factors[name] for name in stack.names]
+                if cancels:
+                    each = zip(stack.names, stack.grads, own, strict=True)
+                    found |= {name: _careful_sum(grad, factors_B, cancels[name]) for name, grad, factors_B in each}
+                else:
+                    found.update(zip(stack.names, stack.weighted_sums(own), strict=True))
         return {name: found[name] for name in self.grads}
 
 

@@ -178,13 +178,12 @@ KINDS: Mapping[Callable[..., Any], Kind] = {
 
 
 def _of_gates(use: Use, grad: Tensor, input: Tensor, state: Tensor, **_: Any) -> Grads:
-    """`y = x W^T + b + h U^T + c`: what both norms need of the gradient is computed once."""
+    """`y = x W^T + b + h U^T + c`."""
     grads: dict[str, PerSampleGrad] = {}
     g_BTG = use.positions(grad)
-    products: list[tuple[Tensor, Tensor]] | None = [] if {"w_ih", "w_hh"} <= use.wanted.keys() else None
     for name, side in (("w_ih", input), ("w_hh", state)):
         if name in use.wanted:
-            grads[name] = Outer(g_BTG, use.positions(side), tuple(use.shapes[name]), products=products)
+            grads[name] = Outer(g_BTG, use.positions(side), tuple(use.shapes[name]))
     biases = [name for name in ("b_ih", "b_hh") if name in use.wanted]
     return {**grads, **dict.fromkeys(biases, column_sum(use, grad))} if biases else grads
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -27,7 +27,8 @@ from dpfunc.engines._guards.loss import (
     uncompiled,
     unfollowed_code_is_an_error,
 )
-from dpfunc.engines._numerics import ReadTogether, exact
+from dpfunc.engines._numerics import exact
+from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
 from dpfunc.engines.loop import RowAlone, aside, made_up, made_up_row, warmed
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
@@ -105,6 +106,24 @@ class Audits:
         return chance.sample(range(count), self.due(count, chance.random(), by_row))
 
 
+@dataclass
+class LateMark:
+    """The mark of a pass is read after the sums, which are computed as if it were not set, and again if it is.
+
+    Where it is set in each step, that would take longer: after such a step it is read before the sums, until it is not
+    set any more. The result is the same, bit for bit.
+    """
+
+    early: bool = False
+
+    def __call__(self, found: PerSample, mask_B: Tensor, clip_and_sum: ClipAndSum) -> MicrobatchSums:
+        """The sums of a microbatch."""
+        early, quick = self.early, replace(found, late=not self.early)
+        sums = clip_and_sum(quick, mask_B)
+        self.early = quick.is_marked
+        return clip_and_sum(found, mask_B) if self.early and not early else sums
+
+
 # Places of the rows of a batch, where a step that is replayed gives them: `rows_at`. The step is called as by a user.
 _places: ContextVar[Sequence[int]] = ContextVar("dpfunc_places", default=range(2**62))
 
@@ -133,7 +152,7 @@ class Microbatches:
     engine: RowEngine | Engine
     size: int | Literal["auto"] | None
     audits: Audits = field(default_factory=Audits, repr=False, compare=False)
-    read_together: ReadTogether = field(default_factory=ReadTogether, repr=False, compare=False)
+    late_mark: LateMark = field(default_factory=LateMark, repr=False, compare=False)
     _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
     _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
 
@@ -164,6 +183,8 @@ class Microbatches:
             for name, value in own.sums.items():
                 sums[name] = sums[name].add_(value) if name in sums else value
             found.append(own._replace(sums={}))
+        if len(found) == 1:
+            return own
         _, losses, norms, _, aux = zip(*found, strict=True)
         return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
@@ -189,10 +210,13 @@ class Microbatches:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         generator = torch.default_generator.get_state()
         positions, found, by_row = self._gradients(params, microbatch, _positions(start, len(mask_B)))
-        ours, summed = found if isinstance(found, RowGrads) else None, partial(clip_and_sum, found, mask_B)
+        ours = found if isinstance(found, RowGrads) else None
         repeatable = ours is not None and ours.repeatable
-        with exact(mask_B.device):  # processes in lockstep must read the same marks
-            sums = self.read_together(summed) if repeatable and not in_lockstep() else summed()
+        with exact(mask_B.device):  # processes in lockstep must take the same way
+            if isinstance(found, PerSample) and not in_lockstep():
+                sums = self.late_mark(found, mask_B, clip_and_sum)
+            else:
+                sums = clip_and_sum(found, mask_B)
         chosen = self.audits.choose_rows(key, microbatch, by_row) if ours and not ours.alone else []
         if chosen:
             given = (self.loss_fn, params, microbatch, found, sums.sq_norms, positions)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from dpfunc.engines._per_sample import Gather, Outer
+from dpfunc.engines._per_sample import Gather, Outer, PerSample
 
 ROWS, WIDTH = 6, 5
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
@@ -27,6 +27,15 @@ class Draw:
 
     def ids(self):
         return torch.randint(ROWS, (self.size, self.length), generator=self.generator)
+
+
+def sq_norms(grad):
+    """Those of one parameter, as a step gets them."""
+    return PerSample(torch.zeros(1), {"w": grad}).sq_norms()["w"]
+
+
+def weighted_sum(grad, factors_B):
+    return PerSample(torch.zeros(1), {"w": grad}).weighted_sum({"w": factors_B})["w"]
 
 
 def close(got, expected, tolerance, scale):

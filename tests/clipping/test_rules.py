@@ -25,7 +25,7 @@ norm_values = st.floats(min_value=0, max_value=1e19, allow_subnormal=True)
 def factor(rule, norm, bound, dtype=torch.float32):
     norms_BG = torch.tensor([[norm]], dtype=dtype)
     mask = torch.ones(1, dtype=torch.bool)
-    return float(safe_factors(rule, norms_BG, torch.tensor([bound], dtype=dtype), mask)[0, 0])
+    return float(safe_factors(rule, norms_BG, [bound], mask)[0, 0])
 
 
 @all_rules
@@ -80,7 +80,7 @@ def test_rows_that_contribute_nothing(name, norm):
     """Padding, and a norm that is not finite: one bad group removes the whole sample."""
     rule = RULES[name][0](1.0, clipping.PerLayer())
     norms_BG = torch.tensor([[1.0, norm], [norm, norm], [1.0, 1.0], [1.0, 1.0]])
-    factors_BG = safe_factors(rule, norms_BG, torch.tensor([0.7, 0.7]), torch.tensor([True, True, False, True]))
+    factors_BG = safe_factors(rule, norms_BG, [0.7, 0.7], torch.tensor([True, True, False, True]))
     assert (factors_BG[:3] == 0.0).all()
     assert (factors_BG[3] > 0).all()
 
@@ -137,25 +137,25 @@ def test_a_rule_sees_one_row():
     """Of the library or of a user: the factor of a row is that of the row alone."""
     norms_BG, mask_B = torch.tensor([[0.5], [2.0], [40.0]]), torch.ones(3, dtype=torch.bool)
     for rule in (OfTheLargest(), clipping.Flat(1.0), clipping.Automatic()):
-        together = safe_factors(rule, norms_BG, torch.ones(1), mask_B)
-        alone = [safe_factors(rule, norms_BG[i : i + 1], torch.ones(1), mask_B[:1]) for i in range(3)]
+        together = safe_factors(rule, norms_BG, [1.0], mask_B)
+        alone = [safe_factors(rule, norms_BG[i : i + 1], [1.0], mask_B[:1]) for i in range(3)]
         assert torch.equal(together, torch.cat(alone))
-    assert safe_factors(OfTheLargest(), norms_BG[:0], torch.ones(1), mask_B[:0]).shape == (0, 1)
+    assert safe_factors(OfTheLargest(), norms_BG[:0], [1.0], mask_B[:0]).shape == (0, 1)
 
 
 def test_a_rule_remembers_nothing():
     """One record would change the factors of others in later steps."""
     rule, mask_B = Remembering(), torch.ones(2, dtype=torch.bool)
-    safe_factors(rule, torch.full((2, 1), 50.0), torch.ones(1), mask_B)
+    safe_factors(rule, torch.full((2, 1), 50.0), [1.0], mask_B)
     assert rule.mean is None
-    found = safe_factors(rule, torch.tensor([[1.0], [2.0]]), torch.ones(1), mask_B)
+    found = safe_factors(rule, torch.tensor([[1.0], [2.0]]), [1.0], mask_B)
     torch.testing.assert_close(found, torch.tensor([[1.0], [0.5]]), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("rule", [Reading(), Locked()])
 def test_a_rule_that_cannot_be_asked_row_by_row_is_refused(rule):
     with pytest.raises(InvalidArgument, match="sees one row at a time.*without what cannot be copied"):
-        safe_factors(rule, torch.ones(3, 1), torch.ones(1), torch.ones(3, dtype=torch.bool))
+        safe_factors(rule, torch.ones(3, 1), [1.0], torch.ones(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from factors import ROWS, TOLERANCE, WIDTH, Draw, close, seeds, sizes, with_bad_row, with_changed
+from factors import (
+    ROWS,
+    TOLERANCE,
+    WIDTH,
+    Draw,
+    close,
+    seeds,
+    sizes,
+    sq_norms,
+    weighted_sum,
+    with_bad_row,
+    with_changed,
+)  # fmt: skip
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,7 +97,7 @@ def test_equals_its_dense_form(kind, dtype, seed, size):
     """What float64 gives for the same inputs; narrow ones are summed in float32: a bfloat16 sum would be off by a percent."""
     grad, wide = KINDS[kind](Draw(seed, size, dtype)), dtype if dtype in TOLERANCE else torch.float32
     rows_BP, factors_B = dense_of(_as_double(grad)), factors_of(size, wide)
-    sq_norms_B, total = grad.sq_norms(), grad.weighted_sum(factors_B)
+    sq_norms_B, total = sq_norms(grad), weighted_sum(grad, factors_B)
     assert sq_norms_B.dtype == total.dtype == wide
     assert sq_norms_B.shape == (size,)
     assert total.shape == grad.dense().shape[1:] == grad.shape
@@ -108,10 +119,10 @@ def test_a_factor_of_zero_removes_its_row(kind, bad, seed, size):
     spoilt, row = with_bad_row(grad, size - 1, bad), size - 1
     factors_B = factors_of(size, torch.float64)
     factors_B[row] = 0
-    assert torch.allclose(spoilt.weighted_sum(factors_B), grad.weighted_sum(factors_B), rtol=1e-12, atol=1e-12)
-    assert not torch.isfinite(spoilt.sq_norms()[row])
-    assert torch.allclose(spoilt.sq_norms()[:row], grad.sq_norms()[:row], rtol=1e-9, atol=1e-12)
-    assert torch.equal(spoilt.weighted_sum(torch.zeros(size)), torch.zeros_like(grad.weighted_sum(factors_B)))
+    assert torch.allclose(weighted_sum(spoilt, factors_B), weighted_sum(grad, factors_B), rtol=1e-12, atol=1e-12)
+    assert not torch.isfinite(sq_norms(spoilt)[row])
+    assert torch.allclose(sq_norms(spoilt)[:row], sq_norms(grad)[:row], rtol=1e-9, atol=1e-12)
+    assert torch.equal(weighted_sum(spoilt, torch.zeros(size)), torch.zeros_like(weighted_sum(grad, factors_B)))
 
 
 def cancelling(draw, width):
@@ -174,13 +185,13 @@ def test_norms_bound_what_is_released(kind, seed, length, scale):
     rounding depends on who is there. And what is added for rounding is small.
     """
     grad = CANCELLING[kind](Draw(seed, 5, length=length), scale)
-    norms_B = grad.sq_norms().double().sqrt()
-    released_B = torch.stack([grad.weighted_sum(one).double().norm() for one in torch.eye(5)])
+    norms_B = sq_norms(grad).double().sqrt()
+    released_B = torch.stack([weighted_sum(grad, one).double().norm() for one in torch.eye(5)])
     exact_B = dense_of(_as_double(grad)).norm(dim=1)
     assert bool((torch.maximum(released_B, exact_B) <= norms_B * (1 + SLACK)).all())
-    factors_B = (1 - SLACK) / grad.sq_norms().sqrt()
+    factors_B = (1 - SLACK) / sq_norms(grad).sqrt()
     without_B = torch.where(torch.arange(5) == 2, 0.0, factors_B)
-    moved = grad.weighted_sum(factors_B).double() - grad.weighted_sum(without_B).double()
+    moved = weighted_sum(grad, factors_B).double() - weighted_sum(grad, without_B).double()
     assert float(moved.norm()) <= 1.0
     reach_B = dense_of(with_changed(_as_double(grad), torch.abs)).norm(dim=1)
     assert bool((norms_B <= exact_B * (1 + 1e-3) + 3e-3 * reach_B).all())
@@ -189,15 +200,15 @@ def test_norms_bound_what_is_released(kind, seed, length, scale):
 @kinds
 def test_no_samples(kind):
     grad = KINDS[kind](Draw(3, 0))
-    assert grad.sq_norms().shape == (0,)
-    assert torch.equal(grad.weighted_sum(torch.zeros(0)), torch.zeros(grad.shape, dtype=torch.float64))
+    assert sq_norms(grad).shape == (0,)
+    assert torch.equal(weighted_sum(grad, torch.zeros(0)), torch.zeros(grad.shape, dtype=torch.float64))
 
 
 def test_large_rows_are_summed_in_pieces():
     """Sums of squares of many numbers: one long float32 sum of equal numbers is off by far more."""
     row = Dense(torch.full((2, 2**22 + 3), 0.1))
     exact = (2**22 + 3) * float(torch.tensor(0.1).double()) ** 2
-    assert float(row.sq_norms()[0]) == pytest.approx(exact, rel=1e-5)
+    assert float(sq_norms(row)[0]) == pytest.approx(exact, rel=1e-5)
 
 
 def _kinds_of_stacks():
@@ -227,8 +238,8 @@ def test_gradients_that_are_computed_together(kind, dropped):
     for each in (factors, dict.fromkeys(grads, factors[0])):
         sums = together.weighted_sum(each)
         for name, grad in grads.items():
-            torch.testing.assert_close(norms[name], grad.sq_norms(), equal_nan=True)
-            torch.testing.assert_close(sums[name], grad.weighted_sum(each[name]))
+            torch.testing.assert_close(norms[name], sq_norms(grad), equal_nan=True)
+            torch.testing.assert_close(sums[name], weighted_sum(grad, each[name]))
 
 
 def test_memory_of_sums_does_not_depend_on_the_order_of_parameters():
@@ -244,15 +255,24 @@ def test_memory_of_sums_does_not_depend_on_the_order_of_parameters():
     assert peaks[0] == peaks[1] < 4 * sums["b"].nbytes
 
 
-def test_gradients_with_the_same_side_share_its_products():
-    """Norms are those of the formed gradients, also where a part of the samples is left of one of them."""
-    products = []
-    a, other, *sides = (torch.randn(4, 3, size, dtype=torch.float64) for size in (64, 64, 50, 60))
-    first, second = (Outer(a, b, (64, b.shape[2]), products=products) for b in sides)
-    part = replace(second, a_BTp=a[:2], b_BTd=sides[1][:2])
-    for grad in (first, replace(second, a_BTp=other), first, second, first, part):
-        torch.testing.assert_close(grad.sq_norms(), Dense(grad.dense()).sq_norms(), rtol=1e-9, atol=0)
-    first.sq_norms()
-    assert products
-    second.sq_norms()
-    assert not products
+def test_gradients_with_the_same_side_share_its_products(monkeypatch):
+    """Norms of uses of as many positions are measured together; they are those of the formed gradients."""
+    a, other, *sides = (torch.randn(4, 3, size, dtype=torch.float64) for size in (64, 64, 50, 60, 64, 70))
+    both = zip("fghi", (a, a, other, a), sides, strict=True)
+    uses = {name: Outer(of, b, (64, b.shape[2])) for name, of, b in both}
+    calls, product = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *sides, **options: calls.append(1) or product(*sides, **options))
+    found = PerSample(torch.zeros(4), uses).sq_norms()
+    assert len(calls) == 6  # of a, other, and four inputs
+    for name, grad in uses.items():
+        torch.testing.assert_close(found[name], sq_norms(Dense(grad.dense())), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("scratch", [0, 9 * 6, 2**22])
+def test_uses_that_do_not_fit_are_measured_in_pieces(monkeypatch, scratch):
+    monkeypatch.setattr("dpfunc.engines._numerics.SCRATCH", scratch)
+    shapes = {"f": (64, 50), "g": (60, 64), "h": (80, 64)}
+    uses = {name: Outer(torch.randn(4, 3, p), torch.randn(4, 3, d), (p, d)) for name, (p, d) in shapes.items()}
+    found = PerSample(torch.zeros(4), uses).sq_norms()
+    for name, grad in uses.items():
+        torch.testing.assert_close(found[name], sq_norms(Dense(grad.dense())), rtol=1e-4, atol=0)

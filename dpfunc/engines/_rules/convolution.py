@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import product
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._numerics import Costs, Kernel, matrix, summed, to_accumulation_dtype
+from dpfunc.engines._numerics import Costs, Kernel, Measured, matrix, summed, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use, of_axes, shaped
 
@@ -65,9 +65,10 @@ class ConvolutionArgs:
             (size - 1) * step + (taps - 1) * dilation + 1
             for size, step, taps, dilation in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
         ]
-        ends = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
-        sides = [(pad, length - pad - cells) for length, pad, cells in ends]
-        windows = F.pad(values, [side for pair in reversed(sides) for side in pair])
+        cells = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
+        sides = [(pad, length - pad - count) for length, pad, count in cells]
+        ends = [side for pair in reversed(sides) for side in pair]
+        windows = F.pad(values, ends) if any(ends) else values
         for axis, (taps, gap, step) in enumerate(zip(self.shape[2:], self.dilation, self.stride, strict=True), 3):
             windows = windows.unfold(axis, (taps - 1) * gap + 1, step)[..., ::gap]
         windows = windows.movedim(list(range(3 + axes, 3 + 2 * axes)), list(range(2, 2 + axes)))
@@ -104,7 +105,6 @@ class Convolved:
     g_BmP: Tensor
     x_BmC: Tensor
     args: ConvolutionArgs
-    cancels: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     def dense(self) -> Tensor:
         """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
@@ -127,21 +127,18 @@ class Convolved:
         g_mBP, x_mBC = g_BmP.transpose(0, 1).flatten(1, 2), x_BmC.transpose(0, 1).flatten(1, 2)
         return torch.unflatten(self.args.weight_grad(g_mBP, x_mBC, len(g_BmP), memory), 0, (len(g_BmP), -1))
 
-    def sq_norms(self) -> Tensor:
-        """Squared norms, in pieces that bound the memory."""
+    def measure(self) -> Measured:
+        """Norms, in pieces that bound the memory."""
         if not len(self.g_BmP):
-            nothing = to_accumulation_dtype(self.g_BmP.new_zeros(0))
-            return numerics.safe_sq_norms(nothing, nothing, self.cancels)
+            return Measured(to_accumulation_dtype(self.g_BmP.new_zeros(0)))
         kernel, costs = self.kernel(), self.kernel().costs()
-        ghost = costs.ghost_pays
-        numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if ghost else costs.numbers
+        numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if costs.ghost_pays else costs.numbers
+        run = self._ghost if costs.ghost_pays else self._formed_and_measured
 
-        def measure(g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, ...]:
-            sides = to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC)
-            return self._ghost(*sides) if ghost else self._measured(*sides)
+        def measure(g_BmP: Tensor, x_BmC: Tensor) -> Measured:
+            return run(to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC))
 
-        sq_norms_B, reach_B, lost_B = numerics.in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
-        return numerics.safe_sq_norms(sq_norms_B, reach_B, self.cancels, lost_B=lost_B)
+        return numerics.in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
 
     def kernel(self) -> Kernel:
         moved, still = self._sides(self.g_BmP, self.x_BmC)
@@ -153,9 +150,9 @@ class Convolved:
         """The side that the kernel moves over, and the one with a value for each of its positions."""
         return (g_BmP, x_BmC) if self.args.transposed else (x_BmC, g_BmP)
 
-    def _measured(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        reach_B = self._reach(g_BmP, x_BmC)
-        return numerics.sq_sum(self._formed(g_BmP, x_BmC).flatten(1)), reach_B, torch.zeros_like(reach_B)
+    def _formed_and_measured(self, g_BmP: Tensor, x_BmC: Tensor) -> Measured:
+        norms_B = numerics.norms_of_rows(self._formed(g_BmP, x_BmC).flatten(1))
+        return numerics.of_parts(norms_B, self._reach(g_BmP, x_BmC))
 
     def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
         """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
@@ -168,26 +165,17 @@ class Convolved:
         reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
         return numerics.lengths(reach_BG, 1) / scale_B / other_B
 
-    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> Measured:
         """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
 
         Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
-        Privacy, section 3. Where the products cancel, it loses its digits: then the gradients are formed.
+        Privacy, section 3.
         """
         moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
-        channels, per_group = still.shape[1], (len(g_BmP), self.args.groups)
-        numbers = math.prod(self.args.shape) // self.args.groups // channels
-        of_windows_nTT = self._of_windows(moved, still.shape[3:])
-        found = numerics.of_pairs(of_windows_nTT, numbers, _products(still), channels)
-        sq_norms_BG, reach_BG, lost_BG = (torch.unflatten(each_n, 0, per_group) for each_n in found)
-
-        def measure(doubtful_B: Tensor) -> tuple[Tensor, ...]:
-            doubtful = g_BmP[doubtful_B].double(), x_BmC[doubtful_B].double()
-            return numerics.in_pieces(self._measured, math.prod(self.args.shape), *doubtful, limit=_PIECE)[:2]
-
-        return numerics.mended_pairs(
-            (sq_norms_BG.sum(1), numerics.lengths(reach_BG, 1), numerics.lengths(lost_BG, 1)), measure
-        )
+        numbers = math.prod(self.args.shape) // self.args.groups // still.shape[1]
+        windows = self._of_windows(moved, still.shape[3:])
+        by_group = numerics.of_pairs(windows, _products(still), max(numbers, still.shape[1]))
+        return Measured(*(each.unflatten(0, (len(g_BmP), -1)).norm(dim=1) for each in by_group if each is not None))
 
     def _by_group(self, side: Tensor) -> Tensor:
         """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
@@ -217,22 +205,8 @@ class Convolved:
         return products.reshape(len(cells), positions, positions)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
-        """One weight gradient of all samples; those in which positions cancel are formed first."""
-        cancels_B = numerics.cancelling_samples(self.cancels, self.sq_norms)
-        if cancels_B is None:
-            return self._sum(factors_B)
-        hard_B = cancels_B & (factors_B != 0)
-        total = self._sum(torch.where(cancels_B, 0, factors_B))
-        size = self._piece()
-        sides = (torch.split(to_accumulation_dtype(side[hard_B]), size) for side in (self.g_BmP, self.x_BmC))
-        for factors, g, x in zip(torch.split(factors_B[hard_B], size), *sides, strict=True):
-            total = total + Dense(self._formed(g, x)).weighted_sum(factors)
-        return total
-
-    def _sum(self, factors_B: Tensor) -> Tensor:
-        factors_B, g_BmP, x_BmC = numerics.without_dropped(
-            factors_B, to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
-        )
+        """One weight gradient of all samples."""
+        g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
         if not len(g_BmP):
             return g_BmP.new_zeros(self.args.shape)
         scale_B = factors_B.to(g_BmP.dtype).reshape(-1, *(1,) * (g_BmP.ndim - 1))

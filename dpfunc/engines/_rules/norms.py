@@ -12,7 +12,18 @@ from torch.nn import functional as F
 
 from dpfunc.engines._numerics import to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense
-from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Takes, Use, anything, shaped
+from dpfunc.engines._rules.table import (
+    REQUIRED,
+    Bound,
+    Form,
+    Grads,
+    Rule,
+    Takes,
+    Use,
+    anything,
+    over_positions,
+    shaped,
+)
 
 
 def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
@@ -21,7 +32,7 @@ def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequenc
     if "weight" in use.wanted:
         normed = F.layer_norm(to_accumulation_dtype(input), list(normalized_shape), None, None, eps)
         values["weight"] = values["bias"] * normed
-    return {name: Dense(use.positions(values[name], len(normalized_shape)).sum(1)) for name in use.wanted}
+    return {name: Dense(over_positions(use.positions(values[name], len(normalized_shape)))) for name in use.wanted}
 
 
 def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: float, **_: Any) -> Grads:

@@ -181,7 +181,12 @@ def _costs(use: Use) -> Costs:
 
 def column_sum(use: Use, grad: Tensor) -> Dense:
     """The sum over the positions of each sample: the gradient of a bias."""
-    return Dense(to_accumulation_dtype(use.positions(grad)).sum(1))
+    return Dense(over_positions(to_accumulation_dtype(use.positions(grad))))
+
+
+def over_positions(values_BT: Tensor) -> Tensor:
+    """Sum over the positions of each sample; without a copy where there is one."""
+    return values_BT[:, 0] if values_BT.shape[1] == 1 else values_BT.sum(1)
 
 
 @dataclass(frozen=True)
@@ -204,8 +209,8 @@ class _Product:
 
     def input_grad(self, bound: Bound, grad: Tensor, left: Any) -> Tensor:
         weight = bound[self.matrix].to(grad.dtype)
-        found: Tensor = grad @ (weight.flatten(1) if self.turned else weight.T)
-        return found
+        found = torch.mm(grad.flatten(0, -2), weight.flatten(1) if self.turned else weight.T)
+        return torch.unflatten(found, 0, grad.shape[:-1])
 
     def rule(
         self, ops: tuple[Callable[..., Any], ...], arguments: Mapping[str, Any], run: Callable[[Bound], Tensor],
@@ -217,6 +222,12 @@ class _Product:
         takes = {self.x: x, self.matrix: of_axes(axes), self.bias: bias}
         form = Form(self.x, lambda bound: (run(bound), None), self.input_grad, takes, positions=True)
         return Rule(ops, arguments, self._grads, needs, _costs, form)
+
+
+def _run_linear(bound: Bound) -> Tensor:
+    """A matrix of all positions: torch's own function has one operation more for inputs of several axes."""
+    x: Tensor = bound["input"]
+    return torch.unflatten(F.linear(x.flatten(0, -2), bound["weight"], bound["bias"]), 0, x.shape[:-1])
 
 
 def _run_addmm(bound: Bound) -> Tensor:
@@ -247,7 +258,7 @@ def of_products(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 RULES: Sequence[Rule] = (
     _Product("input", "weight", "bias", turned=True).rule(
-        (F.linear,), {"input": REQUIRED, "weight": REQUIRED, "bias": None}, lambda bound: F.linear(**bound)
+        (F.linear,), {"input": REQUIRED, "weight": REQUIRED, "bias": None}, _run_linear
     ),
     _Product("input", "weight", "bias", turned=True).rule(
         (of_products,),

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from factors import TOLERANCE, Draw, close, seeds, sizes, with_bad_row
+from factors import TOLERANCE, Draw, close, seeds, sizes, sq_norms, weighted_sum, with_bad_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def test_convolutions_of_any_kind_are_torchs(dtype, data):
     sq_norms_B, tolerance = rows_B.double().flatten(1).square().sum(1), TOLERANCE[dtype]
     for each in (grad, of_weight(grad.g_BmP, grad.x_BmC, grad.args)):
         assert close(each.dense(), rows_B.double(), tolerance, float(rows_B.norm()))
-        assert close(each.sq_norms(), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
+        assert close(sq_norms(each), sq_norms_B, 10 * tolerance, float(sq_norms_B.norm()))
 
 
 # taps, stride, padding, dilation, groups, and if each cell is in one window at most: then the kernel is a matrix
@@ -71,9 +71,9 @@ def test_windows_that_are_apart_are_positions_of_a_matrix(name, images):
     found, usual = of_weight(g_BmP, x_BmC, args), Convolved(g_BmP, x_BmC, args)
     assert isinstance(found, Outer) == apart
     torch.testing.assert_close(found.dense(), usual.dense())
-    torch.testing.assert_close(found.sq_norms(), usual.sq_norms())
+    torch.testing.assert_close(sq_norms(found), sq_norms(usual))
     factors_B = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
-    torch.testing.assert_close(found.weighted_sum(factors_B), usual.weighted_sum(factors_B))
+    torch.testing.assert_close(weighted_sum(found, factors_B), weighted_sum(usual, factors_B))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
@@ -84,7 +84,7 @@ def test_a_bad_sample_stays_in_its_group(bad, drawn):
     if len(rows_B) > 1:
         spoilt = with_bad_row(grad, len(rows_B) - 1, bad)
         assert close(spoilt.dense()[:-1], rows_B[:-1].double(), 2e-5, float(rows_B.norm()))
-        assert torch.isfinite(spoilt.sq_norms()[:-1]).all()
+        assert torch.isfinite(sq_norms(spoilt)[:-1]).all()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -94,5 +94,5 @@ def test_small_inputs_beside_large_gradients_have_their_norm(transposed):
     generator = torch.Generator().manual_seed(0)
     g, x = (torch.randn(4, 1, 2, 12, 12, generator=generator) for _ in range(2))
     assert not Convolved(g, x, args).kernel().costs().ghost_pays
-    found = Convolved(g * 1e20, x * 1e-24, args).sq_norms()
-    torch.testing.assert_close(found, Convolved(g, x, args).sq_norms() * 1e-8, rtol=1e-4, atol=0)
+    found = sq_norms(Convolved(g * 1e20, x * 1e-24, args))
+    torch.testing.assert_close(found, sq_norms(Convolved(g, x, args)) * 1e-8, rtol=1e-4, atol=0)
