@@ -94,10 +94,8 @@ class Weighted(Kept):
                 self._sum(name, self.joined(name, param, len(passed.losses_B)))
 
     def _sum(self, name: str, grad: PerSampleGrad) -> None:
-        known_B, late = (
-            self.measured.sq_norms[name],
-            name not in self.measured.marked,
-        )  # the mark is that of the first pass
+        known_B = self.measured.sq_norms[name]
+        late = name not in self.measured.marked  # as in the first pass
         again = PerSample(_NO_LOSSES, {name: grad}, late=late)
         if not torch.allclose(again.sq_norms()[name], known_B, rtol=TOLERATED, atol=0.0, equal_nan=True):
             raise differs([name])
