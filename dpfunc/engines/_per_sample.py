@@ -347,12 +347,16 @@ def _measured(grads: Sequence[PerSampleGrad]) -> list[Measured]:
     return [grad.measure(own) if isinstance(grad, Tied) else own for grad, own in zip(grads, each, strict=True)]
 
 
+def _wide(grad: PerSampleGrad, rows: Tensor) -> PerSampleGrad:
+    """Some samples, in float64."""
+    return _changed(grad, lambda values: values[rows].double() if values.is_floating_point() else values[rows])
+
+
 def _mend(grad: PerSampleGrad, squares_B: Tensor, enough_B: Tensor, eps: float) -> Tensor:
     """Measure samples that have too few digits again, in float64; the mask of those whose parts cancel."""
     rows, cancels_B = (~enough_B).nonzero()[:, 0], torch.zeros_like(enough_B)
     if len(rows):
-        wide = _changed(grad, lambda values: values[rows].double() if values.is_floating_point() else values[rows])
-        squares, cancels = numerics.again(wide.measure(), eps)
+        squares, cancels = numerics.again(_wide(grad, rows).measure(), eps)
         squares_B[rows], cancels_B[rows] = squares.to(squares_B.dtype), cancels
     return cancels_B
 
@@ -364,7 +368,7 @@ def _careful_sum(grad: PerSampleGrad, factors_B: Tensor, cancels_B: Tensor) -> T
     easy, hard = (((factors_B != 0) & mask_B).nonzero()[:, 0] for mask_B in (~cancels_B, cancels_B))
     total = _changed(grad, lambda values: values[easy]).weighted_sum(factors_B[easy])
     for rows in hard.split(max(1, numerics.SCRATCH // max(1, math.prod(grad.shape)))) if len(hard) else ():
-        formed = Dense(_changed(grad, lambda values: values[rows]).dense())  # noqa: B023  (called at once)
+        formed = Dense(_wide(grad, rows).dense().to(total.dtype))
         total = total + formed.weighted_sum(factors_B[rows])
     return total
 

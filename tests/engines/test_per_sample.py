@@ -197,6 +197,27 @@ def test_norms_bound_what_is_released(kind, seed, length, scale):
     assert bool((norms_B <= exact_B * (1 + 1e-3) + 3e-3 * reach_B).all())
 
 
+@pytest.mark.parametrize("sides", [(1, 1), (2, 3), (6, 7), (64, 64)], ids=str)
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_parts_that_grow_and_then_vanish_move_the_sum_by_the_bound(sides, length):
+    """The first half of the positions adds up to a large number, which the second half takes away: each addition of
+    another row's parts to it rounds."""
+    for value in (1.0, 1 / 3, 0.7):
+        generator = torch.Generator().manual_seed(0)
+        a, b = (
+            torch.randn(5, length, side, generator=generator) * scale
+            for side, scale in zip(sides, (1, 1e-6), strict=True)
+        )
+        a[2], b[2] = value + torch.rand(sides[0], generator=generator), 0.9 * value
+        b[2, length // 2 :] *= -1
+        b[2, -1] += 1e-6
+        grad = Outer(a, b, sides)
+        factors_B = (1 - SLACK) / sq_norms(grad).sqrt()
+        without_B = torch.where(torch.arange(5) == 2, 0.0, factors_B)
+        moved = weighted_sum(grad, factors_B).double() - weighted_sum(grad, without_B).double()
+        assert float(moved.norm()) <= 1.0
+
+
 @kinds
 def test_no_samples(kind):
     grad = KINDS[kind](Draw(3, 0))
