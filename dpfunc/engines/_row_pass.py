@@ -88,6 +88,7 @@ _WRITES = frozenset(
 _NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _HOOKING = frozenset((_GRAD_FN, Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
+_DRAWN_FOR_ALL = "called random operation while in randomness error mode"
 _OURS = ("aten", "prims", "prim", "profiler")
 
 
@@ -461,10 +462,10 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
 
 def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:
     """The first result without an error, and its settings; `Alone` with the reason of the last one if there is none."""
-    reason, unruled = "", False
+    reason, unruled, unseen = "", False, False
     others = product((first.rules, False), (first.own_memory, True), (False, True))
     for tried in dict.fromkeys((first, *(Settings(*flags) for flags in others))):
-        if tried.rules and unruled:
+        if (tried.rules and unruled) or (tried.plain_functions and unseen):
             continue
         try:
             return attempt(tried), replace(tried, since=reason or tried.since)
@@ -474,6 +475,7 @@ def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> t
             failed(error)
             refuse_out_of_memory(error)
             unruled |= isinstance(error, NoRules)
+            unseen |= _DRAWN_FOR_ALL in str(error)  # which plain functions would let pass
             reason = (str(error).splitlines() or ["-"])[0]
             on_any_process(True)  # the next attempt is another message
     raise Alone(reason)

@@ -40,6 +40,7 @@ MOST_TOLD = 100
 """Numbers that Python may be told of made-up rows: a loop of Python may wait for one that they never have."""
 
 _ASKING = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
+_BACKWARD = frozenset((torch.autograd.backward, Tensor.backward))
 _TELLING = frozenset(
     getattr(Tensor, name)
     for name in (
@@ -71,7 +72,7 @@ class RowAlone(TorchFunctionMode):
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
         self.draws = OwnDraws([position], torch.default_generator.get_state(), alone=True)
-        self.asked = self.told = False
+        self.asked = self.told = self.backward = False
         self.stopped: BaseException | None = None
         self.raised = 0
         self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
@@ -91,6 +92,7 @@ class RowAlone(TorchFunctionMode):
                 )
             if func in _ASKING or func in _TELLING:
                 self._tell(func, args)
+            self.backward |= func in _BACKWARD
         except (DPFuncError, _Told) as error:
             self.stopped, self.raised = self.stopped or error, self.raised + 1
             if self.raised <= MOST_RAISED:
@@ -139,7 +141,7 @@ def _recurrent(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ten
 class Loop:
     """Engine that `loop` returns."""
 
-    _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
+    _warmed: Memo[bool] = field(default_factory=Memo, repr=False, compare=False)
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> None:
         """Let the loss build what it keeps for rows of this shape."""
@@ -300,15 +302,24 @@ def aside() -> Iterator[None]:
         yield
 
 
-def warmed(loss_fn: LossFn, params: Params, batch: Batch) -> None:
+def warmed(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
     """Let a loss build what it keeps for rows of a shape (a mask, a table of positions): it is no change later.
 
     It is stopped where it would be told numbers of a made-up row, or ask for more than a few: no loop of it goes on.
+
+    Returns:
+        True if it calls `backward()`, which torch refuses inside of levels.
     """
     if in_lockstep():  # FSDP would communicate
-        return
+        return False
+    called = False
     with aside(), suppress(_Told):
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
         row = made_up_row(batch, 0)
-        with _inside(RowAlone(row, 0, MOST_TOLD)):  # what is made of the row is no table of a shape
-            loss_fn(leaves, row)
+        mode = RowAlone(row, 0, MOST_TOLD)
+        try:
+            with _inside(mode):  # what is made of the row is no table of a shape
+                loss_fn(leaves, row)
+        finally:
+            called = mode.backward
+    return called

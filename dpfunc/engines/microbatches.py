@@ -154,7 +154,7 @@ class Microbatches:
     audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     late_mark: LateMark = field(default_factory=LateMark, repr=False, compare=False)
     _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
-    _warmed: Memo[None] = field(default_factory=Memo, repr=False, compare=False)
+    _warmed: Memo[bool] = field(default_factory=Memo, repr=False, compare=False)
 
     def sums(
         self, params: Params, batch: Batch, mask_B: Tensor, key: Key | None, clip_and_sum: ClipAndSum

@@ -27,6 +27,7 @@ class PreparedLoss:
         uses: name of each parameter -> operations that use it, `vmap(grad)` for those without a rule; none where the
             loss does not use it. Empty if no made-up row could be computed.
         together: parameters with one use by a rule, and others: their gradients are measured together.
+        alone: why no rows can be computed together; empty where that is to be tried.
         known: uses of parameters, by their shapes: a memo, which changes no result.
     """
 
@@ -34,6 +35,7 @@ class PreparedLoss:
     reads: str = ""
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     together: frozenset[str] = frozenset()
+    alone: str = ""
     known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -44,8 +46,8 @@ def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
     are no row of the loss. With `rows.source`, parameters are the module's own.
     """
     found = PreparedLoss(Settings(rules))
-    if not rows.source:
-        warmed(rows.loss_fn, rows.params, rows.batch)
+    if not rows.source and warmed(rows.loss_fn, rows.params, rows.batch):  # a loss may catch torch's error for ever
+        return replace(found, alone="the loss calls backward(), which torch refuses inside of vmap")
     for value in (1, 0) if not rows.are_split else ():
         with aside():
             params = rows.params if rows.source else made_up(rows.params)

@@ -206,8 +206,9 @@ class VmapGrad:
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
         """Passes over rows that agree, as many in all processes in lockstep; and the read by which others do not."""
         places: Sequence[int] = range(len(every.positions))
-        if every.are_split:
-            return [self._by_loop(every, places, calls, "parameters are split over processes (tensor parallel)")], ""
+        alone = "parameters are split over processes (tensor parallel)" if every.are_split else calls.prepared.alone
+        if alone:
+            return [self._by_loop(every, places, calls, alone)], ""
         todo: list[Sequence[int]] = [places]
         done, passes, read = list[_Part](), 0, ""
         while not passes or on_any_process(bool(todo)):

@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from dpfunc._utils.processes import initialized, is_independent, local
-from dpfunc._utils.validation import apart, shorten
+from dpfunc._utils.validation import apart, shorten, warn
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,
     refuse_written_buffers,
@@ -25,8 +27,8 @@ from dpfunc.engines._guards.loss import (
     until_backward,
     unwritten,
 )
-from dpfunc.engines._levels import inside
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.engines._levels import at_a_level, inside
+from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import _fsdp as fsdp
 from dpfunc.functional._names import select, storage_places
 from dpfunc.types import Params
@@ -195,7 +197,9 @@ _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOLDS = (dict, list, defaultdict, OrderedDict)
 _OF_TORCH = nn.Module().__dict__.keys()
+_NO_PLACE = (nn.Module, Tensor, type, ModuleType, FunctionType)
 _MOST_HELD = 1000  # entries of a list or dictionary: a longer one is a table of the module
+_MOST_PLACES = 100  # of a part: more are a library or a data set that it refers to
 
 
 @dataclass(frozen=True)
@@ -353,14 +357,23 @@ def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _holders(attributes: dict[str, Any]) -> list[Any]:
-    """The attributes of a part, and the dictionaries and lists among them, and in these."""
+    """The attributes of a part, and the dictionaries, lists and objects among them, and in these."""
     found: list[Any] = [attributes, attributes["_buffers"]]
-    todo = [v for n, v in attributes.items() if type(v) in _HOLDS and n not in _OF_TORCH]
-    for value in todo:
-        if len(value) <= _MOST_HELD and not any(value is one for one in found):
-            found.append(value)
-            todo += [each for each in (value.values() if isinstance(value, dict) else value) if type(each) in _HOLDS]
+    todo = [_place(value) for name, value in attributes.items() if name not in _OF_TORCH]
+    for place in todo:
+        known = place is None or len(place) > _MOST_HELD or any(place is one for one in found)
+        if not known and len(found) < _MOST_PLACES:
+            found.append(place)
+            todo += map(_place, place.values() if isinstance(place, dict) else place)
     return found
+
+
+def _place(value: Any) -> Any:
+    """A list or dictionary, or the attributes of an object, which a pass can put a tensor into; else None."""
+    if type(value) in _HOLDS or type(value) in _PLAIN or isinstance(value, _NO_PLACE):
+        return value if type(value) in _HOLDS else None
+    own = getattr(value, "__dict__", None)
+    return own if type(own) is dict else None
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -419,6 +432,12 @@ def functionalize(
     True
     """
     module = _joined(module)
+    warn_of_uncopied(module)
+    return function_of(module, trainable)
+
+
+def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None) -> Functional:
+    """As `functionalize`, of a module without wrappers that nobody copies at the end."""
     refuse_unsupported(module)
     chosen = select(module, trainable)
     fsdp.refuse_managed(module, chosen)
@@ -441,6 +460,64 @@ def functionalize(
     return Functional(forward, params)
 
 
+class _NotCopied(TorchFunctionMode):
+    """Inside, deep copies share the memory of tensors, but for those that torch would refuse to copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shared = func is Tensor.__deepcopy__ and args[0].is_leaf and not at_a_level(args[0])
+        return args[0] if shared else func(*args, **(kwargs or {}))
+
+
+def _problem(value: object, memo: Mapping[int, Any]) -> str:
+    """The error of a deep copy; empty without one."""
+    try:
+        with _NotCopied():
+            copy.deepcopy(value, dict(memo))
+    except Exception as error:  # noqa: BLE001  (whatever a class raises)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refuse_uncopied(module: nn.Module) -> None:
+    """Refuse a module that cannot be copied, and name its attributes that cannot; no memory of tensors is copied."""
+    memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers(), *_computed(module))}
+    if problem := _problem(module, memo):
+        named = module.named_modules(prefix=type(module).__name__)
+        held = {f"{at}.{n}": v for at, part in named for n, v in part.__dict__.items() if n not in _OF_TORCH}
+        names = [name for name, value in held.items() if _problem(value, memo)]
+        raise UnsupportedModel(
+            f"Expected a module that can be copied, got {shorten(names) or type(module).__name__}: {problem}. Take it "
+            "out of the module, or load_state_dict(params, strict=False) into another module of the class."
+        )
+
+
+def _computed(module: nn.Module) -> list[Tensor]:
+    """Attributes computed from parameters, as nn.utils.weight_norm and prune do, and again in each forward pass."""
+    attributes = [value for part in module.modules() for value in part.__dict__.values()]
+    return [value for value in attributes if isinstance(value, Tensor) and value.grad_fn is not None]
+
+
+def copied(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
+    """A deep copy of a module, with what the memo of `copy.deepcopy` holds in place of the original."""
+    refuse_uncopied(module)
+    values = {id(value): value.detach().clone() for value in _computed(module)}
+    return copy.deepcopy(module, {**values, **(memo or {})})
+
+
+def warn_of_uncopied(module: nn.Module) -> None:
+    """Warn before a run of a module that `with_params` could not copy after it.
+
+    Guarantees:
+        tests/functional/test_forward.py::test_a_module_that_cannot_be_copied_is_named_before_the_run.
+    """
+    if _may_be_sharded() and fsdp.fsdp_parts(module):
+        return  # its parts are gathered, and given to a module that is not sharded
+    try:
+        refuse_uncopied(module)
+    except UnsupportedModel as error:
+        warn(f"dpfunc.with_params(module, params) will fail after the run. {error}", RunWarning)
+
+
 def with_params(module: nn.Module | Mapping[str, nn.Module], params: Params) -> nn.Module:
     """A deep copy of a module with these parameters in place, e.g. to save a trained model in its own format.
 
@@ -449,17 +526,13 @@ def with_params(module: nn.Module | Mapping[str, nn.Module], params: Params) -> 
             wrappers are taken off as there. params: name -> tensor, some or all of its parameters.
 
     Raises:
-        InvalidArgument: an unknown name or a wrong shape.
+        InvalidArgument: an unknown name or a wrong shape. UnsupportedModel: attributes that cannot be copied.
 
     >>> model = nn.Linear(2, 1)
     >>> with_params(model, {"bias": torch.ones(1)}).bias.item()
     1.0
     """
-    own = _joined(module)
-    attributes = [value for part in own.modules() for value in part.__dict__.values() if isinstance(value, Tensor)]
-    # computed from parameters, as nn.utils.weight_norm and prune do, and computed again in each forward pass
-    memo: dict[int, Any] = {id(value): value.detach().clone() for value in attributes if value.grad_fn is not None}
-    result = copy.deepcopy(own, memo)
+    result = copied(_joined(module))
     named = select(result, list(params))
     check_params(params, {name: param.shape for name, param in named.items()})
     with torch.no_grad():

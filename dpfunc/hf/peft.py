@@ -1,6 +1,5 @@
 """Adapters of PEFT: which of their parameters are trained, as a pure function, and back into PEFT's own files."""
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import Functional
 from dpfunc.functional._names import select
-from dpfunc.functional.forward import check_params, unwrapped
+from dpfunc.functional.forward import check_params, copied, unwrapped
 from dpfunc.types import Params
 
 # Initial values of LoRA that are computed from activations or gradients of data, without noise.
@@ -108,7 +107,7 @@ def save(peft_model: nn.Module, params: Params, directory: Path | str) -> Path:
     for name, ours in named.items():
         value = params[name].detach().to(device=ours.device, dtype=ours.dtype, copy=True).contiguous()
         memo[id(ours)] = nn.Parameter(value, requires_grad=ours.requires_grad)
-    filled: Any = copy.deepcopy(peft_model, memo)  # which takes what its memo holds in place of the original
+    filled = copied(peft_model, memo)
     if not any(config.is_prompt_learning for config in active.values()):
         _refuse_lost(filled, list(active), params)
     filled.save_pretrained(str(directory), selected_adapters=list(active))

@@ -24,7 +24,14 @@ from torch.nn import functional as F
 from dpfunc._utils.validation import boolean, expect, fail, integer, one_of, positive, real, set_fields, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._names import pattern, select
-from dpfunc.functional.forward import Forward, check_params, functionalize, unwrapped
+from dpfunc.functional.forward import (
+    Forward,
+    check_params,
+    copied,
+    function_of,
+    refuse_uncopied,
+    unwrapped,
+)
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import Params
 
@@ -114,7 +121,7 @@ class LoRA:
             InvalidArgument: params of another adapter. UnsupportedModel: a target with a quantised weight.
         """
         every = self._every(params)
-        result = copy.deepcopy(self.module)
+        result: nn.Module = copied(self.module)
         with torch.no_grad():
             for name in self.config.also_train:
                 result.get_parameter(name).copy_(every[_adapted_name(name, self.config.targets)])
@@ -154,7 +161,7 @@ def attach(
 
     Raises:
         InvalidArgument: no such layer, a layer of another kind, a rank that is too large.
-        UnsupportedModel: see `dpfunc.functionalize`.
+        UnsupportedModel: see `dpfunc.functionalize`; attributes that cannot be copied.
 
     Guarantees:
         equals the merged module (tests/lora/test_adapter.py::test_merge), leaves the module alone
@@ -170,9 +177,10 @@ def attach(
     layers = _select_layers(module, targets)
     trained = tuple(select(module, also_train)) if also_train else ()
     config = LoRAConfig(tuple(layers), rank, alpha, rslora, dropout, train, init, trained)
+    refuse_uncopied(module)
     adapted, counterparts = _adapted_copy(module, layers, config, key)
     names = [f"{name}.{suffix}" for name in layers for suffix in ("lora_A", "lora_B")]
-    forward, params = functionalize(adapted, names + [_adapted_name(name, config.targets) for name in trained])
+    forward, params = function_of(adapted, names + [_adapted_name(name, config.targets) for name in trained])
     fixed = [name for name in params if train == "B" and name.endswith(".lora_A")]
     return LoRA(params, {name: params.pop(name) for name in fixed}, config, module, forward, counterparts)
 

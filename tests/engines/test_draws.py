@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
@@ -235,6 +237,37 @@ def test_a_draw_that_nobody_sees_ends_the_pass(engine):
 
         found = getattr(engines, engine)()(loss_fn, weights(), batch(1).expand(3, D))
         assert len(set(found.losses_B.tolist())) == 3
+
+
+def forked(*contexts):
+    """A draw inside of contexts that hide it, and of one that puts the generator's state back after it."""
+
+    def loss_fn(p, x):
+        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            noise = torch.rand(D, dtype=x.dtype)
+        return (p["w"] * (x + noise)).square().sum(1)
+
+    return loss_fn
+
+
+HIDDEN = {
+    "by nothing": (),
+    "from levels": (torch._C._DisableFuncTorch,),
+    "from modes": (torch._C.DisableTorchFunction,),
+}
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_each_row_has_a_draw_of_its_own_where_the_state_is_put_back(hidden):
+    sums = []
+    for engine in ("auto", "ghost", "vmap", "loop"):
+        found, unreleased = clipped(forked(*HIDDEN[hidden]), weights(), batch(1).expand(ROWS, D), engine, None)
+        assert len(set(unreleased.losses_B.tolist())) == ROWS, engine
+        sums.append(found.sums)
+    for each in sums:
+        torch.testing.assert_close(each, sums[-1], rtol=1e-10, atol=1e-12)
 
 
 def test_the_seed_that_torch_tells_is_that_of_the_step():

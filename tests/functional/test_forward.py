@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import warnings
+from threading import Lock
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import dpfunc
 from dpfunc import engines
 from dpfunc.clipping import Flat
-from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
+from dpfunc.functional.forward import warn_of_uncopied
+from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 
 
@@ -586,3 +590,84 @@ def test_one_dictionary_for_two_modules_is_refused(engine, kind):
             run()
     else:
         assert all(value.any() for value in run()[0].sums.values())
+
+
+class Counted:
+    """Copying is refused by the object's own class."""
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError("one in the process")
+
+
+UNCOPIED = {
+    "a lock": (Lock, "TypeError"),
+    "a module of Python": (lambda: io, "TypeError"),
+    "a generator of Python": (lambda: (i for i in range(3)), "TypeError"),
+    "a generator of torch, in a list": (lambda: [torch.Generator()], None),
+    "a class that refuses it": (Counted, "NotImplementedError: one in the process"),
+    "a function without a name, and tensors": (lambda: [lambda x: x, torch.ones(2)], None),
+}
+
+
+@pytest.mark.parametrize("name", UNCOPIED)
+def test_a_module_that_cannot_be_copied_is_named_before_the_run(name):
+    """`with_params` is the last line of a run: it fails exactly where the first one has said so."""
+    made, problem = UNCOPIED[name]
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].held = made()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, params = functionalize(module)
+    if problem is None:
+        assert not said
+        assert torch.equal(with_params(module, params)[0].weight, module[0].weight)
+    else:
+        (warning,) = said
+        assert warning.category is RunWarning
+        assert warning.filename == __file__
+        assert f"Sequential.0.held: {problem}" in str(warning.message)
+        for last in (
+            lambda: with_params(module, params),
+            lambda: dpfunc.lora.attach(module, insecure_key(0), targets="0", rank=1, alpha=1),
+        ):
+            with pytest.raises(UnsupportedModel, match=r"Sequential\.0\.held"):
+                last()
+
+
+def test_the_check_of_copies_takes_no_memory_of_tensors():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.table, module.tables = torch.ones(1000), [torch.ones(1000), {"a": torch.ones(1000)}]
+    module.register_buffer("kept", torch.ones(1000))
+    with torch.profiler.profile(profile_memory=True) as seen:
+        warn_of_uncopied(module)
+    assert not [each for each in seen.events() if each.name in ("aten::clone", "aten::copy_", "aten::empty_like")]
+
+
+class Box:
+    """An object of a user, in which a forward pass keeps what it has computed."""
+
+    last = None
+
+
+@pytest.mark.parametrize("wrapped", [lambda y: y, lambda y: [y], lambda y: {"y": (y,)}])
+@pytest.mark.parametrize("engine", ["auto", "ghost", "vmap", "loop"])
+def test_a_pass_leaves_no_rows_in_an_object_of_a_module(wrapped, engine):
+    """They are private, and tensors of a pass that has ended can neither be copied nor saved."""
+
+    class Keeps(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.box, self.boxes = Box(), [Box()]
+
+        def forward(self, x):
+            self.box.last = self.boxes[0].last = wrapped(super().forward(x).detach())
+            return super().forward(x)
+
+    module = Keeps()
+    forward, params = functionalize(module)
+    loss_fn = lambda p, x: forward(p, x).square().sum(1)
+    dpfunc.clipped_grad(loss_fn, params, torch.randn(5, 4), Flat(1.0), engine=getattr(engines, engine)())
+    assert module.box.last is None is module.boxes[0].last
+    trained = with_params(module, {name: p + 1 for name, p in params.items()})
+    assert torch.equal(trained.weight, module.weight + 1)
+    torch.save(trained.state_dict(), io.BytesIO())

@@ -21,9 +21,9 @@ from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.ranks import Ranks, check_launch
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
-from dpfunc.functional import functionalize
 from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
+from dpfunc.functional.forward import function_of, unwrapped
 from dpfunc.hf import peft
 from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
 from dpfunc.hf.tasks import TASKS, make_loss_fn
@@ -141,7 +141,7 @@ def as_function(
     """The model as a function, with the engine and the ranks that its steps need."""
     if ranks is None or not fsdp_parts(model):
         model.train(False)  # functionalize refuses checkpointed modules in training mode; inside of an engine they work
-        forward, _ = functionalize(model, list(params))
+        forward, _ = function_of(unwrapped(model), list(params))
         model.train()
         return forward, engine, ranks
     managed = functionalize_managed(model, ranks)
