@@ -532,7 +532,7 @@ def with_params(module: nn.Module | Mapping[str, nn.Module], params: Params) -> 
     >>> with_params(model, {"bias": torch.ones(1)}).bias.item()
     1.0
     """
-    result = copied(_joined(module))
+    result: nn.Module = copied(_joined(module))
     named = select(result, list(params))
     check_params(params, {name: param.shape for name, param in named.items()})
     with torch.no_grad():
