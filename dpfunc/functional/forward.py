@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pickle import PickleError
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from dpfunc.engines._guards.loss import (
     unwritten,
 )
 from dpfunc.engines._levels import at_a_level, inside
+from dpfunc.engines._row_pass import ORDINARY
 from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import _fsdp as fsdp
 from dpfunc.functional._names import select, storage_places
@@ -473,7 +475,7 @@ def _problem(value: object, memo: Mapping[int, Any]) -> str:
     try:
         with _NotCopied():
             copy.deepcopy(value, dict(memo))
-    except Exception as error:  # noqa: BLE001  (whatever a class raises)
+    except (*ORDINARY, copy.Error, PickleError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
