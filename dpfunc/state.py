@@ -118,20 +118,22 @@ def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
     return spent
 
 
-def check_reserved(plan: Plan, key: Key) -> None:
-    """Check that a run whose plan is of a budget has reserved there, by its key or by a text.
+def check_reserved(plan: Plan, key: Key, ledger: Ledger | None = None) -> None:
+    """Check that a run of a budget has reserved there, by its key or by a text: its plan, or what it counts, is of one.
 
     Guarantees:
-        tests/budget/test_budget.py::test_a_plan_of_a_budget_is_reserved_before_it_runs.
+        tests/budget/test_budget.py: test_a_plan_of_a_budget_is_reserved_before_it_runs,
+        test_what_a_budget_has_spent_is_counted_by_runs_that_reserve_there.
     """
-    if plan.budget is None:
+    budget = plan.budget or getattr(plan.spent, "_budget", None) or getattr(ledger, "_budget", None)
+    if budget is None:
         return
-    there = [e for e in plan.budget.account().entries.values() if e.state == "reserved"]
+    there = [e for e in budget.account().entries.values() if e.state == "reserved"]
     own = [entry for entry in there if entry.token == fingerprint(key) or entry.token.startswith("text ")]
     if not any(not plan.ledger().beyond(entry.planned).events for entry in own):
         raise errors.InvalidArgument(
             f"Expected a run that has reserved in the budget of its data set, got none with this key and the "
-            f"{plan.num_steps} steps of the plan in {plan.budget!r}: nobody else would know what it costs. Before "
+            f"{plan.num_steps} steps of the plan in {budget!r}: nobody else would know what it costs. Before "
             "dp_step.init(params, key) call budget.reserve(plan, key, unit=...). Nothing was spent."
         )
 

@@ -83,7 +83,7 @@ class DPStep:
         """
         with self._together():
             if self.ranks is None or self.ranks.writes:
-                states.check_reserved(self.plan, key)
+                states.check_reserved(self.plan, key, ledger)
             first = states.first_state(self.plan, params, key, ledger, num_records)
             state = first._replace(noise_state=self._mechanism(0).init(self._with_statistics(params)))
         states.warn_of_start(state, journalled=self.journal is not None)

@@ -125,6 +125,17 @@ def in_place(params, grads):
     return params
 
 
+def copies_of_the_module(module, params):
+    """The module is trained, and each step gets copies of its parameters: at the first one nothing tells it apart."""
+    update = by_optimizer(lambda module, params: module.parameters())(module, dict(module.named_parameters()))
+
+    def step(params, grads):
+        update(dict(module.named_parameters()), grads)
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    return step
+
+
 THE_LOOP, SOME = "An optimizer takes params.values(), of functionalize", "0.weight, .*which no optimizer has"
 UPDATES = {  # how parameters are updated, what is said, and how often
     "an optimizer of the module": (by_optimizer(lambda module, params: module.parameters()), SOME, "refused"),
@@ -133,6 +144,7 @@ UPDATES = {  # how parameters are updated, what is said, and how often
         by_optimizer(lambda module, params: [p.clone() for p in params.values()]), r"\(Adam\)", "refused",
     ),
     "an optimizer of one parameter": (by_optimizer(lambda module, params: [params["0.bias"]]), SOME, "warned"),
+    "an optimizer of the module, copies of it": (copies_of_the_module, "", ""),
     "an optimizer of the parameters": (by_optimizer(lambda module, params: params.values()), "", ""),
     "an optimizer of views": (by_optimizer(lambda module, params: [p.detach() for p in params.values()]), THE_LOOP, "logged"),
     "nothing written": (lambda module, params: forgotten, THE_LOOP, "logged"),

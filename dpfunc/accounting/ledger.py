@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dpfunc._utils.validation import expect, fail, integer, one_of, open_unit, signed, unique_json, unsigned
@@ -43,6 +43,7 @@ class Ledger:
 
     events: tuple[Event, ...] = ()
     adjacency: Adjacency = "add_remove"
+    _budget: Any = field(default=None, repr=False, compare=False)  # whose charges these are: see `Budget.spent`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "events", canonical(self.events))

@@ -101,11 +101,12 @@ class Budget:
     def spent(self) -> Ledger:
         """Ledger that a plan of this run counts as spent: all charges; of a run that has reserved, those of that time.
 
-        So a resumed run makes the plan that it was begun with.
+        So a resumed run makes the plan that it was begun with. `dp_step.init` refuses to begin with this ledger, or
+        with a plan whose `spent` it is, where nothing is reserved for the run.
         """
         account = self.account()
         entry = account.entries.get(self.run or "")
-        return account.charged() if entry is None else entry.before
+        return replace(account.charged() if entry is None else entry.before, _budget=self)
 
     @named
     def reserve(

@@ -191,7 +191,9 @@ def budget_of(job: Job) -> Budget | None:
 def spent_before(job: Job) -> Ledger | None:
     """Costs of earlier runs on the records of the job, as it says or as the budget of the data set does."""
     budget = budget_of(job)
-    return read_spent(job.data.spent) if budget is None else budget.spent()
+    return (
+        read_spent(job.data.spent) if budget is None else budget.spent().compose()
+    )  # without it: a search reserves for its runs
 
 
 def check_spent_units(job: Job) -> None:

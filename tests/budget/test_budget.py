@@ -283,6 +283,30 @@ def test_a_plan_of_a_budget_is_reserved_before_it_runs(tmp_path, name):
     assert budget.account().number == number
 
 
+BY_HAND = {  # a plan, and the ledger with which a run begins
+    "spent": lambda b: (replace(plan(b), budget=None, spent=b.spent()), None),
+    "a plan for it, without it": lambda b: (replace(plan(b), budget=None), None),
+    "a plan of another one": lambda b: (
+        replace(dpfunc.Plan.for_budget(epsilon=5.0, delta=1e-6, **SHAPE), spent=b.spent()),
+        None,
+    ),
+    "a ledger": lambda b: (dpfunc.Plan.for_budget(epsilon=5.0, delta=1e-6, **SHAPE), b.spent()),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_a_budget_has_spent_is_counted_by_runs_that_reserve_there(tmp_path, name):
+    """Else nobody would know what the run costs; a plan made by hand does not say of which budget it is."""
+    budget = of(made(tmp_path), "a")
+    found, ledger = BY_HAND[name](budget)
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), found)
+    with pytest.raises(InvalidArgument, match="reserved in the budget of its data set"):
+        dp_step.init({"w": torch.zeros(2)}, KEY, ledger)
+    budget.reserve(found, KEY, unit=UNIT)
+    assert dp_step.init({"w": torch.zeros(2)}, KEY, ledger).limit == 4
+    assert budget.spent() == Ledger(budget.spent().events, budget.spent().adjacency)
+
+
 def test_a_plan_needs_one_budget():
     with pytest.raises(InvalidArgument, match="epsilon and delta, or the budget"):
         dpfunc.Plan.for_budget(**SHAPE)
