@@ -200,6 +200,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOLDS = (dict, list, defaultdict, OrderedDict)
 _OF_TORCH = nn.Module().__dict__.keys()
 _NO_PLACE = (nn.Module, Tensor, type, ModuleType, FunctionType)
+_LIBRARIES = ("torch", "deepspeed", "accelerate")  # what they keep for a module is theirs, e.g. of fully_shard
 _MOST_HELD = 1000  # entries of a list or dictionary: a longer one is a table of the module
 _MOST_PLACES = 100  # of a part: more are a library or a data set that it refers to
 
@@ -374,6 +375,8 @@ def _place(value: Any) -> Any:
     """A list or dictionary, or the attributes of an object, which a pass can put a tensor into; else None."""
     if type(value) in _HOLDS or type(value) in _PLAIN or isinstance(value, _NO_PLACE):
         return value if type(value) in _HOLDS else None
+    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return None
     own = getattr(value, "__dict__", None)
     return own if type(own) is dict else None
 

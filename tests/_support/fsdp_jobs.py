@@ -477,3 +477,38 @@ def zero(stage, engine, efficient=False):
     run = lambda: found.extend(steps_of(classes(forward), plan(6.0, steps=3), params, data(), ranks, engine=engine))
     refused["steps"] = caught(run)
     return (*found, refused) if found else (params, None, [], refused)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a user, with a rule for vmap that torch makes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 2 * torch.ones_like(x)
+
+
+def functions_of_users():
+    """One step of a loss with such a function, and of one that multiplies by 2: of a frozen base, and with all managed."""
+    found = {}
+    for name in ("helper", "managed"):
+        for doubled in (Doubled.apply, lambda x: x * 2):
+            mesh = mesh_of()
+            forward, params, engine, ranks = (
+                managed(mesh) if name == "managed" else (*built(name, mesh), "auto", ranks_of(mesh))
+            )
+            loss = classes(forward)
+            found.setdefault(name, []).append(
+                one_step(forward, params, ranks, engine, lambda p, b, loss=loss, doubled=doubled: doubled(loss(p, b)))
+            )
+    return found

@@ -39,6 +39,14 @@ def test_a_managed_model_gives_the_same(case):
     assert all(sharded >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (sharded, held) in found)
 
 
+def test_functions_of_users_with_a_generated_rule_for_vmap_are_computed():
+    """A frozen base, where rows go to the loop, and a managed model, where the function is a node of the level."""
+    for found in run(2, "fsdp_jobs:functions_of_users"):
+        for (errors, step, spent, grads), (*_, plain) in found.values():
+            assert (errors, step, spent) == ([("ok", "")], 1, 1)
+            close(grads, plain)
+
+
 def test_each_process_holds_its_part():
     """And puts layers together once for each forward and each backward pass."""
     for counts in run(2, "fsdp_jobs:what_is_held"):
