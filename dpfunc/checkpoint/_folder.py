@@ -29,8 +29,11 @@ def all_checkpoints(parent: Path) -> list[Path]:
 
 def complete_checkpoints(parent: Path) -> list[Path]:
     """Those of `all_checkpoints` that have all their files; their contents are not read."""
-    listed = [path for path in all_checkpoints(parent) if (path / MANIFEST).is_file()]
-    return [path for path in listed if all((path / name).is_file() for name in read_manifest(path))]
+    return [
+        path
+        for path in all_checkpoints(parent)
+        if (path / MANIFEST).is_file() and all((path / name).is_file() for name in read_manifest(path))
+    ]
 
 
 def _place(path: Path) -> tuple[int, int]:

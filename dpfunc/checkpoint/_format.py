@@ -78,9 +78,11 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
     later = {number: line.release for number, line in taken.items() if number >= values["step"]}
     kept = {name: values[name] for name in _KEPT}
     kept["released"] = tuple(sorted({**dict(values["released"]), **later}.items()))
-    key = Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"]))
-    ledger = Ledger.from_json(json.dumps(values["ledger"]))
-    return charged_for(StepState(**kept, key=key, noise_state=(), ledger=ledger, plan=plan_digest(plan)), plan, taken)
+    state = StepState(
+        **kept, key=Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"])), noise_state=(),
+        ledger=Ledger.from_json(json.dumps(values["ledger"])), plan=plan_digest(plan),
+    )  # fmt: skip
+    return charged_for(state, plan, taken)
 
 
 def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState:

@@ -88,10 +88,10 @@ def known_notes(path: Path, count: int) -> list[Note]:
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"The notes {path} cannot be read: {error}. Start a new run.") from error
     if lines is None or len(notes) < count:
-        got = "no such file" if lines is None else len(notes)
         raise CheckpointError(
-            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got {got}. It says with "
-            "which keys and layouts steps were released: restore it."
+            f"Expected {path} with at least {count} notes, as when the checkpoint was saved, got "
+            f"{'no such file' if lines is None else len(notes)}. It says with which keys and layouts steps were "
+            "released: restore it."
         )
     return notes
 
@@ -126,8 +126,7 @@ class History:
     @property
     def counted(self) -> Mapping[str, int]:
         """Steps of related runs that the checkpoint's ledger contains: run -> number of its first step not counted."""
-        known = [note.counted for note in self.notes[: self.values["notes"]] if note.run == self.run]
-        return known[-1] if known else {}
+        return next((note.counted for note in reversed(self.notes[: self.values["notes"]]) if note.run == self.run), {})
 
     def layout_of(self, step: int) -> Mapping[str, Any]:
         """Layout in which a step of this run was computed, or would have been."""
@@ -232,8 +231,7 @@ def _refuse_strangers(history: History, state: StepState, plan: Plan) -> None:
 
 def _refuse_continued(history: History) -> None:
     """Refuse a checkpoint from which a run without a journal went on before: nobody would count its steps."""
-    before = [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]
-    if before:
+    if before := [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]:
         raise CheckpointError(
             "Expected a checkpoint from which no run has gone on without a journal, got one from which "
             f"{len(before)} did ({shorten(before)}), and left no checkpoint. What they released is in no ledger, but "

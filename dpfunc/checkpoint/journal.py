@@ -52,12 +52,11 @@ def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
     except REFUSED as error:
         if isinstance(error, NotWritten) or not unwritten(error):
             raise
-        spent = ledger.epsilon(plan.delta, plan.accountant).epsilon
         raise NotWritten(
             f"{getattr(error, 'filename', None) or path} could not be written: "
             f"{getattr(error, 'strerror', None) or error}. At most {ledger.num_steps} steps were released and "
-            f"epsilon={spent:.4g} at delta={plan.delta:g} is spent. Make room, or make it writable; then resume from "
-            "the newest checkpoint, with the journal."
+            f"epsilon={ledger.epsilon(plan.delta, plan.accountant).epsilon:.4g} at delta={plan.delta:g} is spent. Make "
+            "room, or make it writable; then resume from the newest checkpoint, with the journal."
         ) from error
 
 
@@ -254,9 +253,9 @@ def read_steps(
     if known is not None:
         _check_known(path, lines, known)
     if not lines and missing == "refuse":
-        found = "is empty" if path.exists() else "is no file"
         raise CheckpointError(
-            f"Expected a journal with at least one step, got {path}, which {found}. Name the file that the run was "
+            f"Expected a journal with at least one step, got {path}, which "
+            f"{'is empty' if path.exists() else 'is no file'}. Name the file that the run was "
             "given as Journal(path, plan); if it was lost, restore it, with its .head file. A run that begins anew has "
             "no ledger yet: leave it out."
         )
@@ -293,8 +292,7 @@ def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]
             taken = Taken(values["adjacency"], own, str(values["release"]), before)
         except (KeyError, ValueError, TypeError) as error:
             raise chain.unreadable(end.lines, path, error) from error
-        first = runs.setdefault(run, {}).setdefault(step, taken)
-        if first[:3] != taken[:3]:
+        if runs.setdefault(run, {}).setdefault(step, taken)[:3] != taken[:3]:
             raise CheckpointError(
                 f"The journal {path} has step {step} of run {run} twice, with different values: one step is released "
                 f"once. {chain.RESTORE}"
@@ -397,9 +395,9 @@ def _of_run(record: Record | SelectionRecord) -> Ledger:
             "its epsilon and delta out of the budget of other runs on the same records, and publish the sums."
         )
     if recorded(record.ledger, record.delta, record.epsilon, record.accountant, _ROUNDING) is None:
-        found = record.ledger.epsilon(record.delta).epsilon
         raise fail(
-            f"a record whose epsilon is that of its ledger, {found:.6g}, by an upper bound", "epsilon", record.epsilon,
+            f"a record whose epsilon is that of its ledger, {record.ledger.epsilon(record.delta).epsilon:.6g}, by an "
+            "upper bound", "epsilon", record.epsilon,
             f"It names {record.accountant}. One of them was changed. Restore the file, or name its journal.",
         )  # fmt: skip
     return record.ledger

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.processes import is_dtensor
-from dpfunc._utils.validation import fail, integer, one_of, shorten, wrong_type
+from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wrong_type
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint import _format as run
 from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain, sha256, sync_directory, sync_file
@@ -27,7 +27,7 @@ from dpfunc.checkpoint._states import PARAMS, decode, empty, encode, read_table,
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps, writing
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
 from dpfunc.rng import fingerprint, secure_key
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest, resumed
@@ -35,12 +35,6 @@ from dpfunc.types import Batch, Params
 
 _FAILED = "No checkpoint was made, and the one before is still the newest"
 _NOT_LOADED = "No checkpoint was loaded"
-_BOTH = 'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it was.'
-_NO_JOURNAL = (
-    "Expected the journal of the run, got journal=None: nobody knows which steps were released after the checkpoint, "
-    "and repeating them with anything changed would give their noise away. Pass journal=, the file of Journal; or go "
-    'on with new noise, without_journal="new_key", if no step after the checkpoint was released, or you count those.'
-)
 _logger = logging.getLogger(__name__)
 _TYPES: dict[str, tuple[Any, str]] = {
     "plan": (Plan, "plan to be a dpfunc.Plan"),
@@ -186,18 +180,16 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     if not all(part.exists() for part in parts):
         raise CheckpointError(f"Expected {parent} to be on a file system that all processes share: parts are missing.")
     written = {name: value for part in parts for name, value in json.loads(part.read_text()).items()}
-    end = None if journal is None else known_end(journal)._asdict()
     known = {
         "notes": len(_notes(parent)),
-        "journal": end,
+        "journal": None if journal is None else known_end(journal)._asdict(),
         "place": None if journal is None else str(journal.resolve()),
     }
     folder.write_json(work / folder.STATE, {**files[folder.STATE], **known})
     folder.write_json(work / folder.PLAN, files[folder.PLAN])
     (work / folder.METADATA).chmod(0o600)
     shared = [work / name for name in (folder.METADATA, folder.PLAN, folder.STATE)]
-    own = {file.name: sha256(file) for file in (*shared, *parts)}
-    folder.write_json(work / folder.MANIFEST, {**own, **written})
+    folder.write_json(work / folder.MANIFEST, {**{file.name: sha256(file) for file in (*shared, *parts)}, **written})
     sync_directory(work)
     path = folder.free_name(parent, files[folder.STATE]["step"])
     os.rename(work, path)
@@ -268,8 +260,17 @@ def load(
 
     def check() -> dict[str, Tensor]:
         new_key = one_of("without_journal", without_journal, ("refuse", "new_key")) == "new_key"
-        if (file is None) != new_key:
-            raise InvalidArgument(_BOTH) if new_key else CheckpointError(_NO_JOURNAL)
+        refuse(
+            (new_key and file is not None,
+             'Expected journal= or without_journal="new_key", got both. With the journal the run is repeated as it '
+             "was."),
+            (file is None and not new_key, CheckpointError(
+                "Expected the journal of the run, got journal=None: nobody knows which steps were released after the "
+                "checkpoint, and repeating them with anything changed would give their noise away. Pass journal=, the "
+                'file of Journal; or go on with new noise, without_journal="new_key", if no step after the checkpoint '
+                "was released, or you count those."
+            )),
+        )  # fmt: skip
         _check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
         folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
@@ -283,9 +284,11 @@ def load(
         table = read_table(path)
         saved = {n.removeprefix(PARAMS): run.describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
         run.refuse("parameter set", path, run.difference(saved, {n: run.describe(p) for n, p in params.items()}))
-        laid_out = {PARAMS + n: empty(p, p) for n, p in params.items()}
-        optimizer = room("optimizer_state", values["optimizer"], table, params, optimizer_state)
-        return {**laid_out, **optimizer, **room("noise_state", values["noise"], table, params)}
+        return {
+            **{PARAMS + n: empty(p, p) for n, p in params.items()},
+            **room("optimizer_state", values["optimizer"], table, params, optimizer_state),
+            **room("noise_state", values["noise"], table, params),
+        }
 
     tensors = all_or_none(check, ranks, _NOT_LOADED)
     now = layout(params, ranks)
@@ -311,9 +314,9 @@ def load(
     if decided["note"] is not None:
         by_writer(partial(append_line, parent / NOTES, decided["note"]), ranks, _NOT_LOADED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
-    where, lines = "" if file is None else str(file.absolute()), decided["lines"]
-    state = resumed(run.state_from_dict(decided["state"], plan, {}))
-    state = state._replace(noise_state=noise, journal=where, journal_lines=lines)
+    state = resumed(run.state_from_dict(decided["state"], plan, {}))._replace(
+        noise_state=noise, journal="" if file is None else str(file.absolute()), journal_lines=decided["lines"]
+    )
     return run.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
 
 
