@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ class Planted:
             raise InvalidArgument("Expected a loop that calls its dp_step, got one that took no step.")
         reads = torch.stack(self.reads)
         scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
-        claim = plan.ledger(len(self.reads))
-        found = bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=claim)
+        found = bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=plan.ledger(len(self.reads)))
         noise = plan.noise.watch.differs() if isinstance(plan.noise, WatchedNoise) else ""
         return replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
 
@@ -133,8 +132,7 @@ class PlantedStep(DPStep):
         along: Any = torch.func.jvp(lambda at: split_aux(loss_fn(at, records))[0], (own,), (grads,))
         sq_norms = self.clipped_grad.engine(loss_fn, own, records).sq_norms()
         norms_m = torch.stack([*sq_norms.values()]).sum(0).sqrt().clamp(min=1e-12)
-        scores_m: Tensor = (along[1] / norms_m).detach().cpu().double().nan_to_num(0.0)
-        return scores_m
+        return cast(Tensor, (along[1] / norms_m).detach().cpu().double().nan_to_num(0.0))
 
 
 def audit_loop(
@@ -206,9 +204,8 @@ def verify(path: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str
 
 def audit(path: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
     own = read_script(path)
-    planted = Planted(key, count, own.canaries)
     found, taken, plan = audit_loop(
-        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
+        own.dp_step, own.init, own.step, own.data, Planted(key, count, own.canaries), key=key, steps=steps, score=score
     )
     space = "gradient" if own.canaries is None else "input"
     return found, audit_values(found, path, plan, taken, {"space": space, "score": score})

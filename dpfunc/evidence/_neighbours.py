@@ -269,8 +269,7 @@ def _may_be_of_records(value: object) -> bool:
 
 def _names(code: CodeType) -> set[str]:
     """Names of globals that code reads, and functions inside of it."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
-    return set(code.co_names).union(*inner)
+    return set(code.co_names).union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> Replay:
@@ -307,14 +306,18 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
         "without records": on(everything, steps, everything),
         "with other records": on(torch.full_like(everything, record), steps),
     }
-    moved = [f"{_SUM} (on the same data: the loop keeps something from run to run)"] if _SUM in unsteady else []
-    moved += [
+    too_far = (
         f"step {number}: {_SUM}{group} by {distance / most:.3g} of its sensitivity"
         for number, group, distance, most, size in _distances(first, neighbour)
         if not distance <= most * (1.0 + _OF_SENSITIVITY) + _OF_SUM * size
+    )
+    moved = [
+        *[f"{_SUM} (on the same data: the loop keeps something from run to run)"] * (_SUM in unsteady),
+        *too_far,
+        *_other_rows(first, neighbour, one),
+        *_other_rows(first, fewer, most),
+        *(f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)),
     ]
-    moved += _other_rows(first, neighbour, one) + _other_rows(first, fewer, most)
-    moved += [f"{what} ({name})" for name, other in others.items() for what in _moved(first, other, unsteady)]
     return Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
         tuple(sorted({_what(one) for one in unsteady - {_SUM}})[:_SHOWN]),
@@ -347,10 +350,9 @@ def _chosen(data: Any, index: Tensor) -> Any:
 def _distances(first: Tape, other: Tape) -> Iterator[tuple[int, str, float, float, float]]:
     """Step, words for the clip group, distance of the two sums, sensitivity, and norm of the first sum."""
     for number, (one, two) in enumerate(zip(first.releases, other.releases, strict=False)):
-        group_of = one.clipped.group_of
-        groups = dict.fromkeys(group_of[name] for name in one.clipped.sums)
+        groups = dict.fromkeys(one.clipped.group_of[name] for name in one.clipped.sums)
         for group in groups:
-            names = [name for name in one.clipped.sums if group_of[name] == group]
+            names = [name for name in one.clipped.sums if one.clipped.group_of[name] == group]
             own, others = (
                 torch.cat([each.clipped.sums[name].double().flatten() for name in names]) for each in (one, two)
             )

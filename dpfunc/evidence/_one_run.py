@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dpfunc._utils.validation import fail, integer, non_negative, one_of, open_unit
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._gaussian import gaussian_epsilon
+from dpfunc.accounting._losses import Array
 from dpfunc.errors import InvalidArgument
 
-Array = npt.NDArray[np.float64]
 # Inverse of a trade-off curve: true positives -> the least false positives that the claim allows for them.
 Curve = Callable[[float], float]
 

@@ -13,7 +13,6 @@ _STYLE = (
     "tr,svg{break-inside:avoid}.no{font-weight:bold}@page{margin:2cm}"
 )
 _MET = {True: "met", False: "NOT MET", None: "not shown"}
-_UNSIGNED = {"signed": "no: nobody vouches for it"}
 NO_BUDGET = "none: nobody counts this run together with others"
 _SIDE = 300  # of the picture
 _PLAIN = ("kind", "sampling_prob", "noise_multiplier", "num_steps")
@@ -49,7 +48,9 @@ def page(values: Mapping[str, Any]) -> str:
         "Steps": _table(steps, ("steps", "sampling probability, noise multiplier")) + _table(earlier),
         "Digests": _table(_words(values["digests"])),
         "Versions": _table(values["versions"].items()),
-        "Signature": _table([("digest", values["digest"]), *values.get("signature", _UNSIGNED).items()]),
+        "Signature": _table([
+            ("digest", values["digest"]), *values.get("signature", {"signed": "no: nobody vouches for it"}).items(),
+        ]),
     }  # fmt: skip
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections.items() if content)
     return (

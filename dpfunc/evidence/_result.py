@@ -53,8 +53,9 @@ def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, An
 
 
 def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
-    own = {"best": found.best._asdict(), "holds": not found.exceeds, "steps": steps}
-    return _values_of(AUDIT, source, plan, {**dataclasses.asdict(found), **own, **about})
+    return _values_of(AUDIT, source, plan, {
+        **dataclasses.asdict(found), "best": found.best._asdict(), "holds": not found.exceeds, "steps": steps, **about,
+    })  # fmt: skip
 
 
 def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,10 +82,12 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     what = f"a result of dpfunc verify or audit (--out) in {str(path)!r}"
     found = unsigned("result of a replay or an audit", parsed(text, what, *_SCHEMAS, hint=""))
     if wrong := [name for name, same in _belongs(found, values, job) if not same]:
-        hint = "It is of another plan, job, run or model: verify or audit this one."
-        raise fail("a result that belongs to this run", wrong[0], found[wrong[0]], hint)
-    file = hashlib.sha256(text).hexdigest()
-    return entry({**found, "kind": _SCHEMAS[found["schema"]], "file": file}, values["digests"])
+        raise fail(
+            "a result that belongs to this run", wrong[0], found[wrong[0]],
+            "It is of another plan, job, run or model: verify or audit this one.",
+        )  # fmt: skip
+    own = {"kind": _SCHEMAS[found["schema"]], "file": hashlib.sha256(text).hexdigest()}
+    return entry({**found, **own}, values["digests"])
 
 
 def entry(found: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:

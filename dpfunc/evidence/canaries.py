@@ -150,6 +150,7 @@ def behind(data: Batch, own: Tensor) -> tuple[Batch, Tensor]:
     return tree_map(extended, data), torch.cat([torch.full((batch_size(data),), -1, device="cpu"), own])
 
 
+@torch.no_grad()
 def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) -> Tensor:
     """Scores of canaries among the records: by how much training has lowered the loss of each, (m,).
 
@@ -164,10 +165,9 @@ def loss_drops(loss_fn: LossFn, before: Params, after: Params, canaries: Batch) 
     tensor([1., 1.])
     """
     drops = []
-    with torch.no_grad():
-        for start in range(0, batch_size(canaries), _ROWS):
-            some = rows(canaries, start, start + _ROWS)
-            drops.append(split_aux(loss_fn(before, some))[0] - split_aux(loss_fn(after, some))[0])
+    for start in range(0, batch_size(canaries), _ROWS):
+        some = rows(canaries, start, start + _ROWS)
+        drops.append(split_aux(loss_fn(before, some))[0] - split_aux(loss_fn(after, some))[0])
     return torch.cat(drops)
 
 

@@ -179,8 +179,8 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
         same = values.pop("digest", None) == _digest(values) and same
     except (DPFuncError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InvalidArgument(f"Expected a certificate, got one that does not fit together: {error}") from error
-    bytes_ = "as they were written" if same else "other bytes, or another digest: it was changed"
-    rows = [Finding("bytes", same, bytes_)]
+    changed = "other bytes, or another digest: it was changed"
+    rows = [Finding("bytes", same, "as they were written" if same else changed)]
     plain = {name: value for name, value in values.items() if name != "signature"}
     place = again["budget"]
     told = {  # of some parts, after they were computed again
@@ -196,8 +196,7 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     named, none = "signature" in values, (public_key is None, NOBODY)
     signed = _signed_by(values["signature"], _canonical(plain).encode(), public_key) if named else none
     named_as = _same(values.get("signature"), again.get("signature"))
-    rows.append(Finding("signature", signed[0] and named_as, signed[1]))
-    rows.append(Finding("word of who wrote it", True, _WORD))
+    rows += [Finding("signature", signed[0] and named_as, signed[1]), Finding("word of who wrote it", True, _WORD)]
     if model is not None:
         found = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
         rows.append(Finding("model", found in values["digests"]["model"], found))
@@ -256,8 +255,10 @@ def _whole(given: Mapping[str, Any]) -> dict[str, Any]:
         value = (claim | how)[name]
         check_field(name, tuple(value) if isinstance(value, list) else value)
     if recorded(ledger, claim["delta"], claim["epsilon"], claim["accountant"], _RECORDED) is None:
-        bound = f"an upper bound of the steps, {ledger.epsilon(claim['delta']).epsilon:.6g}"
-        raise fail(bound, "epsilon", claim["epsilon"], "What is claimed does not follow from the steps.")
+        raise fail(
+            f"an upper bound of the steps, {ledger.epsilon(claim['delta']).epsilon:.6g}", "epsilon", claim["epsilon"],
+            "What is claimed does not follow from the steps.",
+        )  # fmt: skip
     order = [*dict.fromkeys(row["run"] for row in steps)]
     values: dict[str, Any] = {
         "schema": SCHEMA,
@@ -466,5 +467,5 @@ def _canonical(values: Mapping[str, Any]) -> str:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    text = _canonical({name: value for name, value in values.items() if name != "digest"})
-    return hashlib.sha256(text.encode()).hexdigest()
+    plain = {name: value for name, value in values.items() if name != "digest"}
+    return hashlib.sha256(_canonical(plain).encode()).hexdigest()
