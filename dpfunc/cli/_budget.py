@@ -58,10 +58,11 @@ def show(url: str, as_json: bool) -> None:
     """
     account = Budget(url).account()
     facts, charged = account.facts, account.charged()
-    values = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
-    spent = facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon
-    counted = {"runs": len(account.entries), "steps_charged": charged.num_steps, "epsilon_charged": spent}
-    print_values("Budget of the data set", {**values, "spenders": ", ".join(facts.spenders), **counted}, as_json)
+    print_values("Budget of the data set", {
+        "epsilon": facts.epsilon, "delta": facts.delta, "unit": facts.unit, "adjacency": facts.adjacency,
+        "spenders": ", ".join(facts.spenders), "runs": len(account.entries), "steps_charged": charged.num_steps,
+        "epsilon_charged": facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon,
+    }, as_json)  # fmt: skip
 
 
 @budget.command()
@@ -130,6 +131,8 @@ def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | 
 
 
 def _described(entry: BudgetEntry, delta: float) -> dict[str, Any]:
-    alone = round(entry.charged.epsilon(delta).epsilon, 4)
-    steps = {"steps": entry.charged.num_steps, "reserved_steps": entry.planned.num_steps, "epsilon_alone": alone}
-    return {"run": entry.run, "spender": entry.spender, "state": entry.state, **steps, "date": entry.date}
+    return {
+        "run": entry.run, "spender": entry.spender, "state": entry.state, "steps": entry.charged.num_steps,
+        "reserved_steps": entry.planned.num_steps, "epsilon_alone": round(entry.charged.epsilon(delta).epsilon, 4),
+        "date": entry.date,
+    }  # fmt: skip

@@ -24,14 +24,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _engine(device: str) -> tuple[bool, str]:
-    """True if rules work on the device, and words."""
-    from dpfunc.engines import self_check
-
-    found = self_check(device)
-    return found.rules, "rules work" if found.rules else f"rules cannot be used: {found.reason}"
-
-
 def _noise() -> tuple[bool, str]:
     """True if a secure key gives noise that the same key gives again and another one does not, and words."""
     import torch
@@ -58,18 +50,21 @@ def doctor(as_json: bool) -> None:
     """
     names = ("python", *_NEEDED, *(name for parts in _EXTRAS.values() for name in parts))
     versions = {name: platform.python_version() if name == "python" else _version(name) for name in names}
-    missing = {extra: [part for part in parts if versions[part] is None] for extra, parts in _EXTRAS.items()}
-    missing = {extra: parts for extra, parts in missing.items() if parts}
+    absent = {extra: [part for part in parts if versions[part] is None] for extra, parts in _EXTRAS.items()}
+    missing = {extra: parts for extra, parts in absent.items() if parts}
     device, checks = "unknown", dict[str, tuple[bool, str]]()
     try:
         import torch
 
+        from dpfunc.engines import self_check
+
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        checks = {"engine": _engine(device), "noise": _noise()}
+        engine = self_check(device)
+        words = "rules work" if engine.rules else f"rules cannot be used: {engine.reason}"
+        checks = {"engine": (engine.rules, words), "noise": _noise()}
     except (ImportError, RuntimeError, AttributeError) as error:  # of another version of what is needed
         checks["import"] = (False, f"{type(error).__name__}: {error}")
-    lacking = [name for name in _NEEDED[1:] if versions[name] is None]
-    if lacking:
+    if lacking := [name for name in _NEEDED[1:] if versions[name] is None]:
         checks["packages"] = (False, f"missing: {', '.join(lacking)}")
     works = all(fine for fine, _ in checks.values())
     if as_json:

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import click
 
@@ -127,13 +127,11 @@ def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tupl
     if not source.is_dir():
         from dpfunc.evidence import _canary_run
 
-        found: tuple[Any, dict[str, Any]] = getattr(_canary_run, what)(source, **options)
-        return found
+        return cast(tuple[Any, dict[str, Any]], getattr(_canary_run, what)(source, **options))
     with importing():
         from dpfunc.train import _evidence
 
-        found = getattr(_evidence, what)(source, **options)
-        return found
+        return cast(tuple[Any, dict[str, Any]], getattr(_evidence, what)(source, **options))
 
 
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:

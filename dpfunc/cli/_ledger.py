@@ -154,9 +154,11 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
         if record.spent.num_steps:
             included += f", {record.spent.num_steps} steps of earlier runs included"
         shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
-        best = "none was released"
-        if record.chosen is not None:
-            best = f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
+        best = (
+            "none was released"
+            if record.chosen is None
+            else f"{listed(record.candidates[record.chosen])}; score {record.chosen_score:.4g}"
+        )
         own = {
             "computed by": "rdp, for the best of a random number of runs",
             "runs": f"{record.runs.mean:g} on average, {shape}; how many there were is secret",

@@ -33,10 +33,11 @@ class Report:
 
     values: dict[str, Any] = field(default_factory=lambda: {"report": [], "record": None})
 
-    def say(self, line: str) -> None:
-        """Print a line, and keep it."""
-        self.values["report"].append(line)
-        click.echo(line)
+    def say(self, *lines: str) -> None:
+        """Print lines, and keep them."""
+        self.values["report"] += lines
+        for line in lines:
+            click.echo(line)
 
 
 @contextmanager
@@ -80,9 +81,8 @@ def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
     table, console = Table(*columns, title=title, title_justify="left", show_header=any(header)), Console()
     for row in rows:
         table.add_row(*map(Text, row))
-    wide = console.options.update(max_width=_WIDE)
-    if console.measure(table, options=wide).minimum <= console.width:  # no word is broken
-        console.print(table)
+    if console.measure(table, options=console.options.update(max_width=_WIDE)).minimum <= console.width:
+        console.print(table)  # no word is broken
         return
     click.echo(title)
     between = ", " if any(header) else ": "

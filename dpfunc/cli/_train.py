@@ -153,8 +153,7 @@ def train(
         if dry_run or job.privacy.dp_dry_run:
             from dpfunc.train._dry_run import dry_run as plan_lines
 
-            for line in plan_lines(job, resume=resume, insecure_seed=insecure_seed) if writes else ():
-                report.say(line)
+            report.say(*(plan_lines(job, resume=resume, insecure_seed=insecure_seed) if writes else ()))
             return
         from dpfunc.train.run import run_job
 
@@ -201,9 +200,11 @@ def generate(
         if writes:
             texts = iter(track(texts, "generate", total=num, console=Console(stderr=True)))
         count = generation.write_texts(out, texts, ranks)
-    spent = "nothing protects the training records"
-    if writer.epsilon is not None:
-        spent = f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+    spent = (
+        "nothing protects the training records"
+        if writer.epsilon is None
+        else f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+    )
     if writes:
         values = {"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta}
         print_line(f"{count} texts in {out}: {spent}.", values, as_json)
@@ -332,9 +333,11 @@ def _search_public(
     best = max(range(len(rows)), key=lambda number: rows[number]["score"])
     chosen = search.candidates[best]
     out.write_text(yaml.safe_dump(tuned(values, chosen.prepared.job), sort_keys=False, allow_unicode=True), "utf-8")
-    meaning = MEANING[search.job.task]
-    report.say(f"score: {meaning}, divided by their number; one run each, on public records: nothing was spent.")
-    report.say(f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}")
+    report.say(
+        f"score: {MEANING[search.job.task]}, divided by their number; one run each, on public records: nothing was "
+        "spent.",
+        f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}",
+    )
     report.values["search"] = {"candidates": rows, "best": best, "out": str(out)}
 
 
@@ -343,8 +346,7 @@ def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: 
 
     from dpfunc.train._search import interrupted_search, outcome_lines, run_search, search_lines
 
-    for line in search_lines(search):
-        report.say(line)
+    report.say(*search_lines(search))
     if dry_run:
         report.say(_NOTHING)
         return
@@ -355,5 +357,4 @@ def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: 
         click.echo(f"\n{interrupted_search(search.job)}", err=True)
         raise
     report.values["record"] = json.loads(outcome[0].to_json())
-    for line in outcome_lines(outcome, search.job.output_dir, insecure_seed):
-        report.say(line)
+    report.say(*outcome_lines(outcome, search.job.output_dir, insecure_seed))

@@ -31,7 +31,10 @@ class _Group(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"]},
+    commands=[ledger, train, tune, generate, predict, certify, verify, audit, budget, doctor],
+)  # fmt: skip
 @click.version_option(package_name="dpfunc")
 def main() -> None:
     """Differential privacy accounting, and fine-tuning with differential privacy.
@@ -96,8 +99,10 @@ def _cost(
     q: float, sigma: float, steps: int, delta: float, adjacency: Adjacency, method: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The guarantee of a run, and the run, as values."""
-    guarantee = accounting.epsilon(Ledger((Event(q, sigma, steps),), adjacency), delta, method)
-    return describe(guarantee), {"sampling_prob": q, "noise_multiplier": sigma, "steps": steps}
+    return (
+        describe(accounting.epsilon(Ledger((Event(q, sigma, steps),), adjacency), delta, method)),
+        {"sampling_prob": q, "noise_multiplier": sigma, "steps": steps},
+    )
 
 
 @main.command()
@@ -165,10 +170,6 @@ def requirements(
         (f"delta {need.delta:g}", ratio.words),
     ])  # fmt: skip
     print_list("To keep in mind:", need.guidance)
-
-
-for command in (ledger, train, tune, generate, predict, certify, verify, audit, budget, doctor):
-    main.add_command(command)
 
 
 if __name__ == "__main__":
