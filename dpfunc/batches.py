@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.processes import checksum_and_marks, in_hex, local, on_any_process
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -70,9 +70,9 @@ def _refuse(batch: Batch) -> NoReturn:
                 f"Expected every leaf of the batch to be a tensor, got {name} of type {type(leaf).__name__}. {advice}"
             )
         if not dense(leaf):
-            kind = "a nested tensor" if leaf.is_nested else f"one of layout {leaf.layout}"
             raise InvalidArgument(
-                f"Expected every leaf of the batch to be a dense tensor, got {name}, {kind}. Fill rows up to one "
+                f"Expected every leaf of the batch to be a dense tensor, got {name}, "
+                f"{'a nested tensor' if leaf.is_nested else f'one of layout {leaf.layout}'}. Fill rows up to one "
                 "length in the collate_fn, with a mask; or call .to_dense()."
             )
         if leaf.ndim == 0:
@@ -233,13 +233,13 @@ class Memo(Generic[_Found]):
 
 def check_named(params: Params) -> None:
     """Check that params are a non-empty mapping of floating tensors."""
-    if not isinstance(params, Mapping):
-        raise InvalidArgument(
-            f"Expected params to be a mapping name -> tensor, got {type(params).__name__}. Those of a module: forward, "
-            "params = dpfunc.functionalize(module)."
-        )
-    if not params:
-        raise InvalidArgument("Expected at least one parameter, got params={}. Nothing would be trained.")
+    refuse(
+        (not isinstance(params, Mapping),
+         f"Expected params to be a mapping name -> tensor, got {type(params).__name__}. Those of a module: forward, "
+         "params = dpfunc.functionalize(module)."),
+        (isinstance(params, Mapping) and not params,
+         "Expected at least one parameter, got params={}. Nothing would be trained."),
+    )  # fmt: skip
     for name, param in params.items():
         if not isinstance(param, Tensor):
             raise InvalidArgument(f"Expected params[{name!r}] to be a tensor, got {type(param).__name__}.")
@@ -316,9 +316,9 @@ def own_digest(released: Params, params: Params, mark: Tensor) -> tuple[str, boo
 
 def refuse_sums(names: Sequence[str]) -> NoReturn:
     """Refuse sums that are not finite, which noise does not hide; no names: another process has the part."""
-    where = shorten(names) or "the part of another process"
     raise InvalidArgument(
-        f"Expected finite sums of clipped gradients, got NaN or inf in {where}. "
+        "Expected finite sums of clipped gradients, got NaN or inf in "
+        f"{shorten(names) or 'the part of another process'}. "
         "A sample has numbers so large, beside others so small, that their products cannot be computed in float32. "
         "Bring inputs and losses to ordinary sizes in the data set, with numbers that are public (a value such as 1e30 "
         "often stands for a missing one). Nothing was released and nothing was spent."

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.processes import is_dtensor
-from dpfunc._utils.validation import integer, one_of
+from dpfunc._utils.validation import integer, one_of, refuse
 from dpfunc.batches import batch_size, check_params, refuse_narrow_range, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
 from dpfunc.clipping.telemetry import Telemetry
@@ -113,8 +113,7 @@ class ClippedGrad:
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
-        full = sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks)
-        norms_BG = parts.norms(full)
+        norms_BG = parts.norms(sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks))
         factors_BG = safe_factors(self.clip, norms_BG, parts.bounds, mask_B)
         sums = per_sample.weighted_sum(parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
@@ -143,17 +142,18 @@ def make_clipped_grad(
     telemetry: Telemetry | None = None,
 ) -> ClippedGrad:
     """Prepare `clipped_grad` for many batches; with `ranks`, the engine sees the local parts of DTensors."""
-    if not callable(loss_fn):
-        raise InvalidArgument(f"Expected loss_fn to be a function (params, batch) -> losses, got {loss_fn!r}.")
-    if not callable(getattr(clip, "factors", None)):
-        raise InvalidArgument(f"Expected clip to be a clip rule such as clipping.Flat(clip_norm=...), got {clip!r}.")
-    if engine is not None and not callable(engine):
-        raise InvalidArgument(f"Expected engine to be an engine such as dpfunc.engines.vmap(), got engine={engine!r}.")
+    refuse(
+        (not callable(loss_fn), f"Expected loss_fn to be a function (params, batch) -> losses, got {loss_fn!r}."),
+        (not callable(getattr(clip, "factors", None)),
+         f"Expected clip to be a clip rule such as clipping.Flat(clip_norm=...), got {clip!r}."),
+        (engine is not None and not callable(engine),
+         f"Expected engine to be an engine such as dpfunc.engines.vmap(), got engine={engine!r}."),
+    )  # fmt: skip
     if not type(loss_fn).__weakrefoffset__:  # an object with slots: what is known of a loss ends with it
         loss_fn = partial(loss_fn)
-    size = microbatch_size
-    if size is not None and size != "auto":
-        size = integer("microbatch_size", size, minimum=1)
+    size = (
+        microbatch_size if microbatch_size in (None, "auto") else integer("microbatch_size", microbatch_size, minimum=1)
+    )
     one_of("adjacency", adjacency, ADJACENCIES)
     return ClippedGrad(loss_fn, clip, vmap() if engine is None else engine, size, adjacency, ranks, telemetry)
 

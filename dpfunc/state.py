@@ -308,18 +308,16 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             "state = dp_step.init(params, dpfunc.secure_key()). The step was not taken."
         )
     if state.step >= state.limit:
-        spent = state.ledger.epsilon(plan.delta).epsilon
         reason = (
             f"the plan's {plan.num_steps} steps are taken"
             if state.limit == plan.num_steps
             else f"another step would exceed epsilon={plan.epsilon:g}"
         )
         raise errors.BudgetExhausted(
-            f"No step is left: {reason}. Spent epsilon={spent:.4g} at delta={plan.delta:g} in {state.step} steps of "
-            "this run. The step was not taken."
+            f"No step is left: {reason}. Spent epsilon={state.ledger.epsilon(plan.delta).epsilon:.4g} at "
+            f"delta={plan.delta:g} in {state.step} steps of this run. The step was not taken."
         )
-    done = _next_release.get(fingerprint(state.key), 0)
-    if state.step < done:
+    if state.step < _next_release.get(fingerprint(state.key), 0):
         raise errors.StateReused(
             f"Step {state.step} of this run was already released: a second release with the same noise would give the "
             "first one away. Each state is used once. The usual mistake:\n"
@@ -346,33 +344,11 @@ def check_repeated(state: StepState, release: str) -> None:
         )
 
 
-_STATELESS = (
-    "dp_step was called without a state more than once. Each such call is a run of its own with its own ledger, and "
-    "nobody adds them up. In a loop, pass the state on: begin with state = dp_step.init(params, dpfunc.secure_key()), "
-    "then grads, state, unreleased = dp_step(params, batch, state). Nothing was spent."
-)
-_GIVEN_AGAIN = (
-    "Expected a batch of this step's own draw, got the tensors of an earlier step, for which the plan's sampler drew "
-    "other records. Epsilon holds for a new draw in each step: an optimizer that takes two gradients of one batch "
-    "(sharpness-aware steps), a list of batches that is run through again, and the first rows of the data each time "
-    "have another law. Take the batch of each step from plan.batches(state) or plan.loader(dataset, state). To use all "
-    "records in each step, plan with sampling_prob=1. Nothing was spent."
-)
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them{}: each step spends budget, "
     "and so far none changes anything. An optimizer takes params.values(), of functionalize or lora.attach, not "
     "model.parameters(), and reads .grad: p.grad = grads[name] for each name, p in params.items(), then "
     "optimizer.step()."
-)
-_ON_PURPOSE = (
-    " For several steps at the same parameters, on purpose, give each a copy, {n: p.clone() for n, p in "
-    "params.items()}. This step was not taken."
-)
-_WITHOUT_GRADIENT = (
-    "In this step and an earlier one at least half of the records of this process had no finite gradient, or all had "
-    "none but zero. Those count as zero: budget is spent, and mostly noise released. Look for NaN and inf in inputs, "
-    "labels and the loss (log, division, masks), and for a loss that leaves out the params it is given. This warning "
-    "was computed from private data: it reveals this about two batches, and no noise protects that. Do not publish it."
 )
 _logger = logging.getLogger("dpfunc.step")
 
@@ -412,7 +388,12 @@ class Calls:
     def refuse_second_run(self) -> None:
         """Refuse a second call without a state, which would be a second run."""
         if self._stateless:
-            raise errors.InvalidArgument(_STATELESS)
+            raise errors.InvalidArgument(
+                "dp_step was called without a state more than once. Each such call is a run of its own with its own "
+                "ledger, and nobody adds them up. In a loop, pass the state on: begin with state = "
+                "dp_step.init(params, dpfunc.secure_key()), then grads, state, unreleased = dp_step(params, batch, "
+                "state). Nothing was spent."
+            )
 
     def refuse_given_again(self, tensors: Sequence[Tensor], drawn: Tensor) -> None:
         """Refuse the tensors of an earlier step, unless the same records were drawn again; then note them.
@@ -428,7 +409,14 @@ class Calls:
         alive = {at: each for at, each in self._given.items() if not any(own.expired() for own in each.memory)}
         before = alive.get(place, given)
         if not torch.equal(before.drawn, drawn) and all(map(torch.equal, before.some, given.some)):
-            raise errors.SamplingMismatch(_GIVEN_AGAIN)
+            raise errors.SamplingMismatch(
+                "Expected a batch of this step's own draw, got the tensors of an earlier step, for which the plan's "
+                "sampler drew other records. Epsilon holds for a new draw in each step: an optimizer that takes two "
+                "gradients of one batch (sharpness-aware steps), a list of batches that is run through again, and the "
+                "first rows of the data each time have another law. Take the batch of each step from "
+                "plan.batches(state) or plan.loader(dataset, state). To use all records in each step, plan with "
+                "sampling_prob=1. Nothing was spent."
+            )
         self._given = dict([*alive.items(), (place, given)][-_REMEMBERED:])
 
     def refuse_unmoved(self, params: Params) -> None:
@@ -454,14 +442,24 @@ class Calls:
             warn(f"Nothing was written into parameters{others}. Each step spends budget on them.", errors.RunWarning)
         elif others:
             self._compared = False  # the next call is refused too
-            raise errors.InvalidArgument(_UNCHANGED.format(others) + _ON_PURPOSE)
+            raise errors.InvalidArgument(
+                f"{_UNCHANGED.format(others)} For several steps at the same parameters, on purpose, give each a copy, "
+                "{n: p.clone() for n, p in params.items()}. This step was not taken."
+            )
         elif len(stay) == len(params):
             _logger.warning(_UNCHANGED.format(""))
 
     def warn_if_lost(self, without_gradient: bool) -> None:
         """Warn of the second step that lost its records: half of them not finite, or all of them zero or not finite."""
         if without_gradient and self._without_gradient == 1:
-            warn(_WITHOUT_GRADIENT, errors.NoGradientWarning)
+            warn(
+                "In this step and an earlier one at least half of the records of this process had no finite gradient, "
+                "or all had none but zero. Those count as zero: budget is spent, and mostly noise released. Look for "
+                "NaN and inf in inputs, labels and the loss (log, division, masks), and for a loss that leaves out "
+                "the params it is given. This warning was computed from private data: it reveals this about two "
+                "batches, and no noise protects that. Do not publish it.",
+                errors.NoGradientWarning,
+            )
 
 
 def _of_optimizers(stay: Sequence[str], params: Params) -> str:

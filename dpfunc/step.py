@@ -30,8 +30,6 @@ from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import Calls, StepState
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
 
-_ABORTED = "Another process could not go on. Nothing was released."
-
 
 class StepResult(NamedTuple):
     """Results of a step: released gradients, the next state, and values that must stay private."""
@@ -151,7 +149,11 @@ class DPStep:
 
     def _together(self) -> AbstractContextManager[None]:
         """Inside, an error of one process is one of all."""
-        return nullcontext() if self.ranks is None else together(self.ranks, StepAborted(_ABORTED))
+        return (
+            nullcontext()
+            if self.ranks is None
+            else together(self.ranks, StepAborted("Another process could not go on. Nothing was released."))
+        )
 
     def _described(self, state: StepState) -> str:
         """Describe the settings and the state that must be equal in all processes."""
@@ -197,10 +199,9 @@ class DPStep:
         finite_B = torch.isfinite(norms_BG).all(1)
         none, half = ~(finite_B & norms_BG.any(1)).any(), 2 * finite_B.sum() <= len(norms_BG)
         lost = (none | half) & bool(len(norms_BG))
-        if self.ranks is None:
-            digest, all_lost = own_digest(released, params, lost)
-        else:
-            digest, all_lost = digest_of_all(released, self.ranks, lost)
+        digest, all_lost = (
+            own_digest(released, params, lost) if self.ranks is None else digest_of_all(released, self.ranks, lost)
+        )
         with states.one_release(state):
             with self._together():
                 states.check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
