@@ -3,8 +3,6 @@
 The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial

@@ -3,8 +3,6 @@
 The tables `_verified/<version>.json` are written by tests/_support/batching_rules.py: docs/decisions/0019.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence

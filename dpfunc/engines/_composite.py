@@ -3,8 +3,6 @@
 Axis letters: N bags, L ids of the longest bag, d features, B samples, H state, G gates times H.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

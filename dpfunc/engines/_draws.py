@@ -5,8 +5,6 @@ position; position 0 where the loss itself has seeded the generator. Operations 
 generators: those of a row alone are in states of that row, and rows that are computed together end their pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol

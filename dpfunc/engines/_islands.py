@@ -5,8 +5,6 @@ Differentially Private Optimization on Large Model at Small Cost); or a large op
 Axis letters: B rows, m images of one row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

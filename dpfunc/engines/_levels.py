@@ -3,8 +3,6 @@
 Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by name in another version.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -98,19 +96,14 @@ def below_both() -> Iterator[None]:
         yield
 
 
-_transformed: Callable[[], AbstractContextManager[None]] = getattr(
-    torch.compiler, "_compile_session_context", nullcontext
-)
-
-
 def told_of_transforms() -> AbstractContextManager[None]:
     """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
 
     Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
-    padding, so that no number is read and all rows go the same way. An older torch has no such context: such rows go in
-    groups. A sharded model communicates as ever.
+    padding, so that no number is read and all rows go the same way. A sharded model communicates as ever.
     """
-    return nullcontext() if initialized() and not is_independent() else _transformed()
+    alone = not initialized() or is_independent()
+    return torch.compiler._compile_session_context() if alone else nullcontext()
 
 
 @contextmanager

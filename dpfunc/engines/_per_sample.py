@@ -4,8 +4,6 @@ Axis letters: B samples, T positions, p and d the two sides of a matrix, V rows 
 Norms and sums are float32, float64 for float64 inputs, whatever the dtype of the model, autocast included.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Elsewhere the pass ends, and each group of rows that agree runs by itself, down to single rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 

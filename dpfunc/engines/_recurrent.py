@@ -6,8 +6,6 @@ Axis letters: T steps, B samples, d features, H state, P output (H, or narrower)
 directions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

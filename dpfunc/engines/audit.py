@@ -3,8 +3,6 @@
 It detects what levels do not cover: wrong rules, what a loss keeps, operations that torch computes otherwise for rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol

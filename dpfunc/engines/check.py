@@ -3,8 +3,6 @@
 It runs the nodes that stand on torch's private parts: those of a layer, of a recurrent one, and of a cross-entropy.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

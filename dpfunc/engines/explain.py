@@ -1,7 +1,5 @@
 """Previews of a step: representation, bytes and operations for each use of a parameter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The engine of single samples with ordinary autograd: slow, correct, and without requirements on the model."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress

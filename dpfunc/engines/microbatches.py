@@ -3,8 +3,6 @@
 What a rule of clipping does with the gradients is no matter of an engine, and which engine there is no matter of it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

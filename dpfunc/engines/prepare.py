@@ -5,8 +5,6 @@ from the step: a run that goes on in a new process has the same bits. What a bat
 to the loop for that batch, and is not remembered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Rules for operations of users' own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any

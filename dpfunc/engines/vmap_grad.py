@@ -1,7 +1,5 @@
 """The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence

@@ -4,8 +4,6 @@ All that Python's garbage collector sees from the loss is walked, but for what t
 cannot see is listed in docs/isolation.md.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import gc

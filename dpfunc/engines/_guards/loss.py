@@ -3,8 +3,6 @@
 Tensors of rows of an earlier call may be kept, and must not be used; under levels torch marks them (`is_dead`).
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -66,8 +64,8 @@ def split_aux(returned: object) -> tuple[Any, Any]:
     return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 
-def check_aux(aux: Any, num_samples: int) -> Any:
-    """The aux of a loss, if each of its leaves is a tensor with the samples on axis 0; else an error that names it."""
+def check_aux(aux: Any, num_samples: int) -> None:
+    """Check that each leaf of the aux of a loss is a tensor with the samples on axis 0; the error names it."""
     for path, leaf in pytree.tree_leaves_with_path(aux) if aux is not None else ():
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (num_samples,) or is_dtensor(leaf):
             got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -76,7 +74,6 @@ def check_aux(aux: Any, num_samples: int) -> Any:
                 f"{'row' if num_samples == 1 else 'rows'} on axis 0, as the batch that it is given, got {got} for "
                 f"aux{pytree.keystr(path)}. Compute it for each sample, and leave out what is the same for all."
             )
-    return aux
 
 
 def joined_aux(parts: Sequence[Any], order: Tensor | None = None) -> Any:

@@ -1,7 +1,5 @@
 """The loss of several rows in one call, as its author reads it, beside the losses of its rows, which a step trains."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rules: one family of operations a file. A new family is a file, and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

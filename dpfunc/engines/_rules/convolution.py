@@ -4,8 +4,6 @@ Gradients of many samples are formed by one convolution whose groups are the sam
 Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions, S cells of the input.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

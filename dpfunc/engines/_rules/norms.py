@@ -1,7 +1,5 @@
 """Normalisations: `y = w * norm(x) + b`; norm(x) is computed again from x, which autograd keeps anyway."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
