@@ -42,8 +42,8 @@ def test_pieces_equal_single_steps(q, sigma, num_steps):
 
 
 def test_no_loop_over_steps():
-    start = time.perf_counter()
+    start = time.process_time()
     ledger = schedule_ledger(0.1, Schedule(((10**12, 1.0), (1, 2.0))), 10**15, "replace_one")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert ledger.num_steps == 10**15
     assert (len(ledger.events), ledger.adjacency) == (2, "replace_one")

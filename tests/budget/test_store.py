@@ -124,7 +124,7 @@ def test_what_a_killed_process_has_half_written_is_undone(path):
         '", kind, run, spender, token, ledger, before, date, digest from dpfunc_budget_events where number < 5") '
         "for i in range(1, 200)]; os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code.format(str(path))], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", code.format(str(path))], check=False, timeout=300)
     journal = path.with_name("budget.db-journal")
     assert journal.stat().st_size > 0
     assert Budget(path).account() == before

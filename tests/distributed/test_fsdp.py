@@ -86,7 +86,7 @@ def test_refusals_of_modules():
             assert all(part in text for part in REFUSED[name][1].split(".*")), (name, text)
 
 
-LIMIT = 60.0  # seconds, of the group; those that wait for another process must not wait for it
+LIMIT = 300.0  # seconds, of the group; those that wait for another process must not wait for it, on a busy machine too
 
 
 @pytest.mark.parametrize(("place", "engine"), [("loss, as torch", "auto"), ("layer", "managed"), ("backward", "ghost")])
