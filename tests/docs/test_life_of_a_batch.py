@@ -11,7 +11,6 @@ from torch.nn import functional as F
 import dpfunc
 
 PAGE = Path(__file__).parents[2] / "docs" / "life_of_a_batch.md"
-ROOT = Path(dpfunc.__file__).parent
 MOST_LINES = 60
 
 
@@ -20,9 +19,9 @@ def called(run):
     found = {}
 
     def note(frame, event, arg):
-        code = frame.f_code
-        if event == "call" and Path(code.co_filename).is_relative_to(ROOT):
-            found.setdefault(f"{Path(code.co_filename).relative_to(ROOT).as_posix()}: {code.co_qualname}")
+        package, _, module = frame.f_globals.get("__name__", "").partition(".")
+        if event == "call" and package == "dpfunc":
+            found.setdefault(f"{module.replace('.', '/')}.py: {frame.f_code.co_qualname}")
 
     before = sys.getprofile()
     sys.setprofile(note)
