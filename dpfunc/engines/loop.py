@@ -38,7 +38,6 @@ MOST_TOLD = 100
 """Numbers that Python may be told of made-up rows: a loop of Python may wait for one that they never have."""
 
 _ASKING = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
-_BACKWARD = frozenset((torch.autograd.backward, Tensor.backward))
 _TELLING = frozenset(
     getattr(Tensor, name)
     for name in (
@@ -90,7 +89,7 @@ class RowAlone(TorchFunctionMode):
                 )
             if func in _ASKING or func in _TELLING:
                 self._tell(func, args)
-            self.backward |= func in _BACKWARD
+            self.backward |= func in (torch.autograd.backward, Tensor.backward)
         except (DPFuncError, _Told) as error:
             self.stopped, self.raised = self.stopped or error, self.raised + 1
             if self.raised <= MOST_RAISED:
@@ -310,14 +309,11 @@ def warmed(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
     """
     if in_lockstep():  # FSDP would communicate
         return False
-    called = False
+    mode: RowAlone | None = None
     with aside(), suppress(_Told):
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
         row = made_up_row(batch, 0)
         mode = RowAlone(row, 0, MOST_TOLD)
-        try:
-            with _inside(mode):  # what is made of the row is no table of a shape
-                loss_fn(leaves, row)
-        finally:
-            called = mode.backward
-    return called
+        with _inside(mode):  # what is made of the row is no table of a shape
+            loss_fn(leaves, row)
+    return mode is not None and mode.backward

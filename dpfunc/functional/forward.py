@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import initialized, is_independent, local
 from dpfunc._utils.validation import apart, shorten, warn
@@ -364,8 +364,8 @@ def _holders(attributes: dict[str, Any]) -> list[Any]:
     found: list[Any] = [attributes, attributes["_buffers"]]
     todo = [_place(value) for name, value in attributes.items() if name not in _OF_TORCH]
     for place in todo:
-        known = place is None or len(place) > _MOST_HELD or any(place is one for one in found)
-        if not known and len(found) < _MOST_PLACES:
+        small = place is not None and len(place) <= _MOST_HELD and len(found) < _MOST_PLACES
+        if small and not any(place is one for one in found):
             found.append(place)
             todo += map(_place, place.values() if isinstance(place, dict) else place)
     return found
@@ -373,12 +373,9 @@ def _holders(attributes: dict[str, Any]) -> list[Any]:
 
 def _place(value: Any) -> Any:
     """A list or dictionary, or the attributes of an object, which a pass can put a tensor into; else None."""
-    if type(value) in _HOLDS or type(value) in _PLAIN or isinstance(value, _NO_PLACE):
-        return value if type(value) in _HOLDS else None
-    if type(value).__module__.partition(".")[0] in _LIBRARIES:
-        return None
-    own = getattr(value, "__dict__", None)
-    return own if type(own) is dict else None
+    own = value if type(value) in _HOLDS else getattr(value, "__dict__", None)
+    theirs = isinstance(value, _NO_PLACE) or type(value).__module__.partition(".")[0] in _LIBRARIES
+    return None if theirs or not isinstance(own, dict | list) else own
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -437,7 +434,9 @@ def functionalize(
     True
     """
     module = _joined(module)
-    warn_of_uncopied(module)
+    problem = "" if fsdp.fsdp_parts(module) else uncopied(module)  # a sharded one gives its parameters to another
+    if problem:
+        warn(f"dpfunc.with_params(module, params) will fail after the run. {problem}", RunWarning)
     return function_of(module, trainable)
 
 
@@ -465,62 +464,45 @@ def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None)
     return Functional(forward, params)
 
 
-class _NotCopied(TorchFunctionMode):
-    """Inside, deep copies share the memory of tensors, but for those that torch would refuse to copy."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shared = func is Tensor.__deepcopy__ and args[0].is_leaf and not at_a_level(args[0])
-        return args[0] if shared else func(*args, **(kwargs or {}))
+def _tensors(module: nn.Module) -> dict[int, Tensor]:
+    """Tensors in a module, its lists and dictionaries, by their ids; but for those of a pass that has ended."""
+    held = [value for part in module.modules() for value in pytree.tree_leaves(part.__dict__)]
+    return {id(value): value for value in held if isinstance(value, Tensor) and not at_a_level(value)}
 
 
-def _problem(value: object, memo: Mapping[int, Any]) -> str:
-    """The error of a deep copy; empty without one."""
+def _problem(value: object, tensors: Mapping[int, Tensor]) -> str:
+    """The error of a deep copy, in which these tensors stay themselves; empty without one."""
     try:
-        with _NotCopied():
-            copy.deepcopy(value, dict(memo))
+        copy.deepcopy(value, dict(tensors))
     except (*ORDINARY, copy.Error, PickleError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def refuse_uncopied(module: nn.Module) -> None:
-    """Refuse a module that cannot be copied, and name its attributes that cannot; no memory of tensors is copied."""
-    memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers(), *_computed(module))}
-    if problem := _problem(module, memo):
-        named = module.named_modules(prefix=type(module).__name__)
-        held = {f"{at}.{n}": v for at, part in named for n, v in part.__dict__.items() if n not in _OF_TORCH}
-        names = [name for name, value in held.items() if _problem(value, memo)]
-        raise UnsupportedModel(
-            f"Expected a module that can be copied, got {shorten(names) or type(module).__name__}: {problem}. Take it "
-            "out of the module, or load_state_dict(params, strict=False) into another module of the class."
-        )
-
-
-def _computed(module: nn.Module) -> list[Tensor]:
-    """Attributes computed from parameters, as nn.utils.weight_norm and prune do, and again in each forward pass."""
-    attributes = [value for part in module.modules() for value in part.__dict__.values()]
-    return [value for value in attributes if isinstance(value, Tensor) and value.grad_fn is not None]
-
-
-def copied(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
-    """A deep copy of a module, with what the memo of `copy.deepcopy` holds in place of the original."""
-    refuse_uncopied(module)
-    values = {id(value): value.detach().clone() for value in _computed(module)}
-    return copy.deepcopy(module, {**values, **(memo or {})})
-
-
-def warn_of_uncopied(module: nn.Module) -> None:
-    """Warn before a run of a module that `with_params` could not copy after it.
+def uncopied(module: nn.Module) -> str:
+    """Why a module cannot be copied, and by which attributes; empty if it can. The memory of tensors is not copied.
 
     Guarantees:
         tests/functional/test_forward.py::test_a_module_that_cannot_be_copied_is_named_before_the_run.
     """
-    if _may_be_sharded() and fsdp.fsdp_parts(module):
-        return  # its parts are gathered, and given to a module that is not sharded
-    try:
-        refuse_uncopied(module)
-    except UnsupportedModel as error:
-        warn(f"dpfunc.with_params(module, params) will fail after the run. {error}", RunWarning)
+    tensors = _tensors(module)
+    problem = _problem(module, tensors)
+    named = module.named_modules(prefix=type(module).__name__) if problem else ()
+    held = ((f"{at}.{name}", value) for at, part in named for name, value in part.__dict__.items())
+    names = [at for at, value in held if at.rpartition(".")[2] not in _OF_TORCH and _problem(value, tensors)]
+    return problem and (
+        f"Expected a module that can be copied, got {shorten(names) or type(module).__name__}: {problem}. Take it out "
+        "of the module, or load_state_dict(params, strict=False) into another module of the class."
+    )
+
+
+def copied(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
+    """A deep copy of a module, with what the memo of `copy.deepcopy` holds in place of the original."""
+    if problem := uncopied(module):
+        raise UnsupportedModel(problem)
+    # computed from parameters, as nn.utils.weight_norm and prune do, and computed again in each forward pass
+    values = {place: value.detach().clone() for place, value in _tensors(module).items() if value.grad_fn is not None}
+    return copy.deepcopy(module, {**values, **(memo or {})})
 
 
 def with_params(module: nn.Module | Mapping[str, nn.Module], params: Params) -> nn.Module:

@@ -29,7 +29,7 @@ from dpfunc.functional.forward import (
     check_params,
     copied,
     function_of,
-    refuse_uncopied,
+    uncopied,
     unwrapped,
 )
 from dpfunc.rng import Key, fold_in, insecure_key, stream
@@ -177,7 +177,8 @@ def attach(
     layers = _select_layers(module, targets)
     trained = tuple(select(module, also_train)) if also_train else ()
     config = LoRAConfig(tuple(layers), rank, alpha, rslora, dropout, train, init, trained)
-    refuse_uncopied(module)
+    if problem := uncopied(module):
+        raise UnsupportedModel(problem)
     adapted, counterparts = _adapted_copy(module, layers, config, key)
     names = [f"{name}.{suffix}" for name in layers for suffix in ("lora_A", "lora_B")]
     forward, params = function_of(adapted, names + [_adapted_name(name, config.targets) for name in trained])

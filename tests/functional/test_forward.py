@@ -22,7 +22,7 @@ from dpfunc import engines
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
-from dpfunc.functional.forward import warn_of_uncopied
+from dpfunc.functional.forward import uncopied
 from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 
@@ -639,7 +639,7 @@ def test_the_check_of_copies_takes_no_memory_of_tensors():
     module.table, module.tables = torch.ones(1000), [torch.ones(1000), {"a": torch.ones(1000)}]
     module.register_buffer("kept", torch.ones(1000))
     with torch.profiler.profile(profile_memory=True) as seen:
-        warn_of_uncopied(module)
+        assert not uncopied(module)
     assert not [each for each in seen.events() if each.name in ("aten::clone", "aten::copy_", "aten::empty_like")]
 
 
