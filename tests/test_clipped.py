@@ -80,7 +80,8 @@ def test_sensitivity_of_each_group_with_unequal_bounds(rule_name, seed, size):
 def test_the_bound_is_tight(rule_name, grouping):
     """The sensitivity is not overstated either: some gradient comes near it."""
     reach = 0.0
-    for scale in [0.1 * 1.15**step for step in range(54)]:
+    ratio, number = (1.15, 54) if rule_name == "threshold" else (1.4, 24)  # which leaves out what is above its bound
+    for scale in [0.1 * ratio**step for step in range(number)]:
         rows_BP = torch.ones(1, 19) * scale
         reach = max(reach, float(flat(clipped_sum(rule_of(rule_name, grouping), rows_BP).sums).norm()))
     assert 0.6 < reach <= 1.0

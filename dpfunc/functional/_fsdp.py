@@ -24,6 +24,12 @@ def _fsdp(name: str) -> type | None:
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
 
 
+def is_among(parts: Iterable[nn.Module]) -> bool:
+    """Whether `fully_shard` was called on one of these parts."""
+    kind = _fsdp("FSDPModule")
+    return kind is not None and any(isinstance(part, kind) for part in parts)
+
+
 def fsdp_parts(module: nn.Module) -> dict[str, Any]:
     """The parts of a module that `fully_shard` was called on, by name."""
     kind = _fsdp("FSDPModule")

@@ -238,9 +238,9 @@ class Forward:
             check_params(params, self.shapes)
         if is_independent() and initialized():
             fsdp.refuse_communication(self.module)
-        if _may_be_sharded():  # since it was functionalized
-            fsdp.refuse_swapped(self.module, (*self.shapes, *self.frozen))
         stack, parts = until_backward(), _all_parts(self.module)
+        if fsdp.is_among(parts):  # since it was functionalized
+            fsdp.refuse_swapped(self.module, (*self.shapes, *self.frozen))
         refuse_unsupported(self.module, parts, checkpointing=stack is not None)
         if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
             self._refuse_merged(stack.called.setdefault(id(params[next(iter(self.shapes))]), self))
@@ -280,7 +280,7 @@ class Forward:
                 held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
                 swapped.append((held, name, held.get(name, _ABSENT)))
                 held[name] = tensor
-            with fsdp.recovered(self.module) if _may_be_sharded() else nullcontext():
+            with fsdp.recovered(self.module) if fsdp.is_among(parts) else nullcontext():
                 yield
         finally:
             for place, (held, name, before) in zip(state, swapped, strict=False):
@@ -383,10 +383,6 @@ def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) 
     other = {place: tensor for place, tensor in before.items() if after[place] is not tensor}
     if replaced := [place for place, tensor in other.items() if inside(after[place]) is not inside(tensor)]:
         refuse_written_buffers(replaced)
-
-
-def _may_be_sharded() -> bool:
-    return "torch.distributed.fsdp" in sys.modules
 
 
 class Functional(NamedTuple):

@@ -25,7 +25,7 @@ def test_rows_of_drawn_calls():
 
 @pytest.mark.slow
 def test_rows_of_many_drawn_calls():
-    assert len(check(10, 1500).names) > 900
+    assert len(check(10, 1000).names) > 650
 
 
 def test_a_wrong_rule_of_torch_is_found(monkeypatch):

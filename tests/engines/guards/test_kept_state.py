@@ -48,14 +48,6 @@ D = 4
 every_engine = pytest.mark.parametrize("engine", ["auto", "vmap", "ghost", "loop"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_objects():
-    """A collection looks at what these tests make only, which is quick."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 # Places where a loss may keep something from call to call: each gives `value()` and `change()`.
 
 COUNT, TABLE, SETTINGS = 0, [0], types.ModuleType("settings_of_a_user")
