@@ -50,6 +50,19 @@ def interrupted(folder, step, **options):
     return trainer
 
 
+def test_a_model_that_cannot_be_saved_is_found_before_anything_is_spent(tmp_path, monkeypatch):
+    """It is saved before the first step, as at the end: what a class refuses then, it refuses now."""
+
+    def save_pretrained(*args, **kwargs):
+        raise RuntimeError("this class cannot be saved")
+
+    trainer = run(tmp_path)
+    monkeypatch.setattr(type(trainer.model), "save_pretrained", save_pretrained)
+    with pytest.raises(RuntimeError, match="this class cannot be saved"):
+        trainer.train()
+    assert trainer.ledger.num_steps == 0
+
+
 def refused(said, trainer, checkpoint=True):
     with pytest.raises(CheckpointError, match=said):
         trainer.train(resume_from_checkpoint=checkpoint)
