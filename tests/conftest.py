@@ -27,7 +27,8 @@ if threading.current_thread() is threading.main_thread():
 
 # The files that take longest. They begin first: if one begins last, the other processes wait for its end.
 _LONGEST = (
-    "test_engine_rules.py", "test_isolation_zoo.py", "test_parity.py", "test_launch.py", "test_main_job.py",
+    "test_launch.py", "test_isolation_zoo.py", "test_kept_state.py", "test_parity.py", "test_engine_rules.py",
+    "test_main_job.py", "test_clipped.py", "test_recurrent.py", "test_fsdp.py",
     "test_llava_guide.py", "test_zoo_vision.py", "test_tilted.py", "test_kills.py", "test_package.py",
     "test_vqa.py", "test_run_folder.py", "test_run.py", "test_files.py",
     "test_tensor_parallel.py",

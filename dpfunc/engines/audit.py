@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, shard_like
 from dpfunc.batches import row_alone
-from dpfunc.engines._guards.kept_state import python_state
+from dpfunc.engines._guards.kept_state import is_changed, python_state
 from dpfunc.engines._numerics import TOLERANCES, accumulation_dtype, lengths, tolerance_of
 from dpfunc.engines.loop import Alone, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -108,10 +108,11 @@ def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[i
     alone: dict[int, Alone] = {}
     for number, row in enumerate(chosen):
         compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
-        before = python_state(rows.loss_fn) if compared else ()
+        watched = compared and (number > 0 or len(chosen) == 1)  # the first row alone may build what the second finds
+        before = python_state(rows.loss_fn) if watched else ()
         alone[row] = rows.alone(row)
-        if compared:  # the first row alone may build what the second finds
-            audits.note(python_state(rows.loss_fn) != before and (number > 0 or len(chosen) == 1))
+        if compared:
+            audits.note(watched and is_changed(rows.loss_fn, before))
             if audits.counting and number:
                 break
     return alone

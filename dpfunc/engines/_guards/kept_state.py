@@ -103,6 +103,11 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
     return _after_collection(loss_fn).values
 
 
+def is_changed(loss_fn: object, before: tuple[object, ...]) -> bool:
+    """Whether a function has changed what it keeps. Only where it seems so, garbage is collected, which takes long."""
+    return _walk(loss_fn).values != before and python_state(loss_fn) != before
+
+
 class _Walk(NamedTuple):
     """Objects that a loss reaches, what is compared of each, and the place of the one that leads to it."""
 
