@@ -23,7 +23,6 @@ MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 # A flag for one of these replaces the other one of the file.
 _ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
 _ALTERNATIVES |= {other: key for key, other in _ALTERNATIVES.items()}
-_NOTHING = ("null", "none")
 # Keys of a job that can be searched, with their sections.
 GRID_KEYS = {
     "learning_rate": ("training", "learning_rate"), "batch_size": ("training", "batch_size"),
@@ -167,7 +166,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
 def _from_text(flag: str, text: str, kind: Any) -> object:
     """The value of a flag: null, a list, or what pydantic makes of it. The limits of its key are checked in the job."""
     options = get_args(kind)
-    if type(None) in options and text.lower() in _NOTHING:
+    if type(None) in options and text.lower() in ("null", "none"):
         return None
     items = [get_args(option)[0] for option in options if get_origin(option) is tuple]
     adapter: TypeAdapter[object] = TypeAdapter(items[0] if items else kind)

@@ -61,10 +61,11 @@ class PadRight:
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch: input_ids (B, T) or hidden (B, T, D), with attention_mask; or features; labels (B, L) or (B,)."""
         first = records[0]
-        if isinstance(first["labels"], int | float):
-            labels = torch.tensor([record["labels"] for record in records])
-        else:
-            labels = self._rows(records, "labels", IGNORED)
+        labels = (
+            torch.tensor([record["labels"] for record in records])
+            if isinstance(first["labels"], int | float)
+            else self._rows(records, "labels", IGNORED)
+        )
         if "features" in first:
             return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
         name, fill = ("hidden", 0) if "hidden" in first else ("input_ids", self.pad)
@@ -79,8 +80,7 @@ class PadRight:
         """Lists of integers (T,), or tensors (T, width), padded to one length."""
         given = (record[name] for record in records)
         values = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.long) for v in given]
-        longest = max(map(len, values))
-        length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
+        length = min(-(-max(map(len, values)) // self.multiple) * self.multiple, self.max_length)
         sides = [(0, 0) * (value.ndim - 1) + (0, length - len(value)) for value in values]
         return torch.stack([F.pad(value, side, value=fill) for value, side in zip(values, sides, strict=True)])
 
@@ -175,8 +175,10 @@ def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...
 
 def seen_lines(records: Records) -> list[str]:
     """A warning of evaluation records that are trained on as well, without their number, which is private."""
-    text = "WARNING: evaluation records are trained on as well: metrics will say little about new records. This line "
-    return [f"{text}was computed from private data: do not publish it."] if records.seen else []
+    return [
+        "WARNING: evaluation records are trained on as well: metrics will say little about new records. This line was "
+        "computed from private data: do not publish it."
+    ] * records.seen
 
 
 def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
@@ -191,8 +193,7 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     else:
         pad = getattr(processing, "pad_token_id", 0)  # features are not padded
         collate = PadRight(pad, data.max_length, data.max_length if longest else _PADDING)
-    limit = data.max_records_per_unit
-    return collate if limit is None else CollatePersons(collate, limit)
+    return collate if data.max_records_per_unit is None else CollatePersons(collate, data.max_records_per_unit)
 
 
 def columns_of(job: Job) -> tuple[str, ...]:
@@ -208,8 +209,7 @@ def columns_of(job: Job) -> tuple[str, ...]:
         return "digest", data.label_column
     if job.task == "table_classification":
         return (*(data.numbers or ()), *(data.categories or ()), data.label_column)
-    pair = () if data.text_pair_column is None else (data.text_pair_column,)
-    return (data.text_column, *pair, data.label_column)
+    return tuple(filter(None, (data.text_column, data.text_pair_column, data.label_column)))
 
 
 def _check_row(job: Job, row: Row, where: str, folder: Path) -> None:
@@ -246,8 +246,7 @@ def _check_words(row: Row, data: DataSection, where: str) -> None:
 
 def _check_known(given: list[str], data: DataSection, where: str) -> None:
     labels = data.classes
-    others = {*given} - {*labels}
-    if others:
+    if others := {*given} - {*labels}:
         alike = {label.strip().casefold() for label in labels} & {label.strip().casefold() for label in others}
         hint = "an empty one" if others == {""} else "another"
         hint += ", which differs in capitals or in spaces around it" if alike else ""
@@ -312,8 +311,7 @@ def _texts(value: str, whole: bool = False) -> list[str]:
 
 def _images(data: DataSection, row: Row) -> list[str]:
     """The paths of the images of a row."""
-    value = row[data.image_column]
-    return [value] if data.max_images == 1 else _texts(value, whole=True)
+    return [row[data.image_column]] if data.max_images == 1 else _texts(row[data.image_column], whole=True)
 
 
 def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
@@ -331,11 +329,10 @@ def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
 def _translated(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
     """Tokens that the encoder reads, and those that the decoder learns, with an end token."""
     limit = data.max_length
-    ids = tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]
     learnt = list(tokenizer(text_target=response, truncation=True, max_length=limit)["input_ids"])
     if tokenizer.eos_token_id not in learnt:
         learnt = [*learnt[: limit - 1], tokenizer.eos_token_id]
-    return {"input_ids": list(ids), "labels": learnt}
+    return {"input_ids": list(tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]), "labels": learnt}
 
 
 def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping[str, Any]:

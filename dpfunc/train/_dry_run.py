@@ -30,11 +30,11 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
     unit, most = "records" if records.persons is None else "people", job.data.max_records_per_unit
-    people = f"people: {n}, each of them protected, with at most {most} records each. Batches count people"
     return [  # of the private table no number but that which the plan publishes
         f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
         *seen_lines(records),
-        *[people] * (records.persons is not None),
+        *[f"people: {n}, each of them protected, with at most {most} records each. Batches count people"]
+        * (records.persons is not None),
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
         f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",
@@ -88,9 +88,8 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
             how += "; per-sample gradients: not estimated for this model"
     if job.training.gradient_checkpointing:
         how += "; gradient checkpointing, which is not counted, lowers the activations"
-    total = sum(parts.values())
     listed = ", ".join(f"{name} {value / _MIB:.3g}" for name, value in parts.items())
     return [
-        f"memory: about {total / _MIB:.3g} MiB ({listed})",
+        f"memory: about {sum(parts.values()) / _MIB:.3g} MiB ({listed})",
         f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",
     ]

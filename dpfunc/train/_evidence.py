@@ -52,10 +52,11 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
 
     def _noted(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         run, trainer = self.trainer._run, self.trainer
-        own = {"params": run.params, "state": run.state, "log": state.log_history}
-        optimizers = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         if self.tape is not None:
-            self.tape.seen.append(described({**own, **optimizers}))
+            self.tape.seen.append(described({
+                "params": run.params, "state": run.state, "log": state.log_history, "optimizer": trainer.optimizer,
+                "scheduler": trainer.lr_scheduler,
+            }))  # fmt: skip
         return replace(control, should_training_stop=True) if state.global_step >= self.steps else control
 
     on_step_end = _noted
@@ -66,8 +67,8 @@ class _Watched(DPTrainer):
 
     def __init__(self, watch: _Watch, data: Rows, /, *, args: Any, **options: Any) -> None:
         self._watch = watch
-        args = replace(args, save_strategy="no", disable_tqdm=True)
-        own = {"args": args, "data_name": _DATA, "callbacks": [watch], "train_dataset": data.rows}
+        quiet = replace(args, save_strategy="no", disable_tqdm=True)
+        own = {"args": quiet, "data_name": _DATA, "callbacks": [watch], "train_dataset": data.rows}
         super().__init__(**options | own)
         watch.join(self)
 
@@ -97,8 +98,7 @@ class _JobLoop:
 
         def begin(run: runs.Run) -> runs.Run:
             state = repeated(run.state)
-            step = WatchedStep(**settings_of(run.dp_step), tape=tape)
-            return replace(run, dp_step=step, state=state, previous=state)
+            return replace(run, dp_step=WatchedStep(**settings_of(run.dp_step), tape=tape), state=state, previous=state)
 
         shutil.rmtree(self.folder, ignore_errors=True)
         watch = _Watch(lambda plan: watched_plan(plan, tape), begin, steps, tape)
@@ -110,8 +110,8 @@ class _JobLoop:
         if tape.forced is None:
             self.journal = read_steps(self.folder / files.JOURNAL, missing="empty").get(fingerprint(self.key), {})
             if trainer._run.state.step == trainer._run.state.limit:
-                prepared = self.prepared
-                save_model(self.folder.with_name(folders.MODEL), prepared.job, trainer.model, prepared.processing)
+                place = self.folder.with_name(folders.MODEL)
+                save_model(place, self.prepared.job, trainer.model, self.prepared.processing)
                 self.weights = _weights(self.folder.parent)
 
 
@@ -139,10 +139,9 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     prepared = replace(prepared, records=records)
     if seed is not None:
         return prepared, insecure_key(seed)
-    newest = files.newest(run)
-    if newest is None:
-        raise InvalidArgument(f"Expected a checkpoint in {str(run)!r}, which holds the key of the run, found none.")
-    return prepared, newest_key(newest / files.FOLDER)
+    if newest := files.newest(run):
+        return prepared, newest_key(newest / files.FOLDER)
+    raise InvalidArgument(f"Expected a checkpoint in {str(run)!r}, which holds the key of the run, found none.")
 
 
 def _weights(folder: Path) -> list[str]:

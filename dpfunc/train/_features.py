@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import rearrange, reduce
@@ -147,11 +147,11 @@ class EncoderFeatures:
 
         return len(self.encode(Image.new("RGB", (64, 64))))
 
+    @torch.no_grad()
     def encode(self, image: Any) -> Tensor:
         """Features (size,) of a file or a picture: the pooled output; without one the mean over positions."""
         pixels = self.processor(images=[opened(image, None)], return_tensors="pt")["pixel_values"]
-        with torch.no_grad():
-            output: Any = self.model(pixel_values=pixels)
+        output: Any = self.model(pixel_values=pixels)
         pooled = getattr(output, "pooler_output", None)
         if pooled is None:
             last = output.last_hidden_state
@@ -161,8 +161,10 @@ class EncoderFeatures:
 
 def load_encoder(path: str, options: Mapping[str, Any]) -> EncoderFeatures:
     """The encoder of single images in a folder, without a head, and its processor; nothing in it is trained."""
-    model = AutoModel.from_pretrained(path, dtype=torch.float32, **options)
-    return EncoderFeatures(model, AutoImageProcessor.from_pretrained(path, **options))
+    return EncoderFeatures(
+        AutoModel.from_pretrained(path, dtype=torch.float32, **options),
+        AutoImageProcessor.from_pretrained(path, **options),
+    )
 
 
 def scattering(image_CHW: Tensor) -> Tensor:
@@ -212,8 +214,7 @@ def _morlet(height: int, width: int, spread: float, angle: float, frequency: flo
         envelope += gauss
         wave += gauss * torch.exp(1j * frequency * along)
     values = (wave - wave.sum() / envelope.sum() * envelope) * slant / (2 * math.pi * spread**2)
-    spectrum: Tensor = torch.fft.fft2(values).real.float()  # the imaginary part is zero
-    return spectrum
+    return cast(Tensor, torch.fft.fft2(values).real.float())  # the imaginary part is zero
 
 
 @cache
@@ -223,8 +224,7 @@ def _low_pass(side: int) -> Tensor:
     gap = torch.arange(side, dtype=torch.float64) - STRIDE * torch.arange(side // STRIDE)[:, None]
     periods = side * torch.arange(-2, 3)[:, None, None]
     gauss = torch.exp(-(gap + periods).square() / (2 * spread**2)).sum(0)
-    average: Tensor = (gauss / (math.sqrt(2 * math.pi) * spread)).float()
-    return average
+    return cast(Tensor, (gauss / (math.sqrt(2 * math.pi) * spread)).float())
 
 
 Front = TableFeatures | ScatteringFeatures | EncoderFeatures

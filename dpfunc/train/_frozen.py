@@ -13,7 +13,6 @@ from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train._dataset import Records
 from dpfunc.train.config import Job
 
-_MIB = 2**20
 _BYTES = {"features": 4, "hidden": 2}  # of a number
 
 
@@ -27,17 +26,21 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     peft: Any = model
     base = peft.get_base_model() if hasattr(peft, "get_base_model") else model
     kind = "features" if job.strategy == "head" else "hidden"
-    if not isinstance(base, MeanPooledClassifier) or not job.training.cache_mib:
-        return records, []
-    if kind == "hidden" and not _is_divided(base, job.lora.top_layers, model):
+    if (
+        not isinstance(base, MeanPooledClassifier)
+        or not job.training.cache_mib
+        or (kind == "hidden" and not _is_divided(base, job.lora.top_layers, model))
+    ):
         return records, []
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
     trained = job.privacy.public_size(len(records.units)) * job.data.units_size  # not their number
     vectors = (trained + len(records.evaluation)) * (1 if kind == "features" else job.data.max_length)
-    needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // _MIB)
+    needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // 2**20)
     if needed > job.training.cache_mib:
-        text = "Frozen layers are computed in every step: to keep what they give may need"
-        return records, [f"{text} {needed} MiB, more than training.cache_mib={job.training.cache_mib}."]
+        return records, [
+            f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
+            f"training.cache_mib={job.training.cache_mib}."
+        ]
     computed = _computed(base, kind, [*records.train, *records.evaluation], shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))

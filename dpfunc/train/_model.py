@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -140,8 +140,7 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
         return MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
     kind: Any = getattr(transformers, _KINDS[job.task][0])
     given: dict[str, Any] = {"config": config, "dtype": torch.float32, **options}
-    model: nn.Module = kind.from_config(config) if random else kind.from_pretrained(path, **given)
-    return model
+    return cast(nn.Module, kind.from_config(config) if random else kind.from_pretrained(path, **given))
 
 
 def _changes(job: Job, processing: Any) -> dict[str, Any]:
@@ -211,5 +210,4 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
             modules_to_save=lora.modules_to_save and list(lora.modules_to_save),
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         )  # fmt: skip
-        adapted: nn.Module = get_peft_model(model, config)
-    return adapted
+        return cast(nn.Module, get_peft_model(model, config))

@@ -31,8 +31,7 @@ def _pooling(job: Job) -> Literal["model", "mean"]:
     """Input of a head made from tokens: as the job says; `auto` takes the mean where the model was made so."""
     pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
     if job.model.pooling == "auto":
-        mean = pools and job.model.init == "pretrained" and wants_mean(job.model_path)
-        return "mean" if mean else "model"
+        return "mean" if pools and job.model.init == "pretrained" and wants_mean(job.model_path) else "model"
     if job.model.pooling == "mean" and not pools:
         raise InvalidArgument(
             "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
@@ -89,8 +88,10 @@ def recipe_lines(found: Recipe | None, missing: Sequence[str]) -> list[str]:
         return []
     reasons = found.reasons()
     names = [*missing, *(["head_rate"] if "learning_rate" in missing and "head_rate" in reasons else [])]
-    lines = [f"recipe {found.strategy}, from {found.dataset_size} records, {found.num_parameters:,} trained "
-             f"parameters, epsilon={found.epsilon:g} and delta={found.delta:g}, which are public:"]  # fmt: skip
-    lines += [f"  {name} = {reasons[name]}" for name in names]
+    lines = [
+        f"recipe {found.strategy}, from {found.dataset_size} records, {found.num_parameters:,} trained parameters, "
+        f"epsilon={found.epsilon:g} and delta={found.delta:g}, which are public:",
+        *(f"  {name} = {reasons[name]}" for name in names),
+    ]
     advice = found.advice()
     return lines if advice is None else [*lines, f"WARNING: this will hardly learn. {advice}"]

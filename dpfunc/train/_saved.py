@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -98,8 +98,7 @@ def _losses(job: Job, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=job.training.bf16):
         losses: Any = make_loss_fn(forward, LOSSES[job.task])(params, there)
     model.train(training)
-    found: Tensor = losses.float().cpu()
-    return found
+    return cast(Tensor, losses.float().cpu())
 
 
 def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
@@ -108,8 +107,7 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         made = [record_of(job, processing, _made_up_row(job, number, folder), folder) for number in range(2)]
-        batch: dict[str, Tensor] = collator(job, processing)(made)
-    return batch
+        return cast(dict[str, Tensor], collator(job, processing)(made))
 
 
 def _made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:

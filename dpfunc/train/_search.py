@@ -166,8 +166,7 @@ def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, i
             f"Expected a table of public records, got --public {public}, which is the private data.train. What is "
             "chosen by private records costs privacy: search without --public, and the search is counted."
         )
-    given = job.privacy.dp_dataset_size
-    size = count_records(job) if given is None else given
+    size = job.privacy.dp_dataset_size or count_records(job)
     share = job.data.eval_fraction or _HELD_OUT
     data = replace(job.data, train=str(public), eval=None, spent=None, eval_fraction=share)
     records = read_records(replace(job, data=data), processing)
@@ -225,11 +224,11 @@ def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) ->
     """The job of one run, with the values of the recipe for its epsilon, and without what would publish anything."""
     privacy = replace(job.privacy, dp_epsilon=plan.guarantee().epsilon)
     by_recipe, _ = with_recipe(replace(job, privacy=privacy), model, size)
-    training = by_recipe.training
+    found = by_recipe.training
     training = replace(
-        training,
-        learning_rate=factor * (training.learning_rate or 0.0),
-        head_rate=None if training.head_rate is None else factor * training.head_rate,
+        found,
+        learning_rate=factor * (found.learning_rate or 0.0),
+        head_rate=None if found.head_rate is None else factor * found.head_rate,
         steps=plan.num_steps, epochs=None, eval_steps=None, report_to=None, save_steps=plan.num_steps,
     )  # fmt: skip
     noise = replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
@@ -246,8 +245,7 @@ def _on_public(candidate: Candidate) -> Candidate:
             "larger public table, or smaller batches: --grid batch_size=..."
         )
     privacy = replace(prepared.job.privacy, dp_dataset_size=None, dp_allow_large_delta=True)
-    job = replace(prepared.job, privacy=privacy)
-    return replace(candidate, prepared=replace(prepared, job=job))
+    return replace(candidate, prepared=replace(prepared, job=replace(prepared.job, privacy=privacy)))
 
 
 def noise_of(plan: Plan) -> float:
@@ -285,21 +283,20 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
 def score(prepared: Prepared, model: Any, rows: Sequence[Mapping[str, Any]]) -> float:
     """The sum of the scores of records, each computed alone and between 0 and 1; private, see `noisy`."""
     # tests/train/test_search.py::test_one_record_changes_the_score_by_at_most_one
     model.train(False)
-    device = next(model.parameters()).device
     collate = collator(prepared.job, prepared.processing)
     total = 0.0
-    with torch.no_grad():
-        for row in rows:
-            batch = {name: value.to(device) for name, value in collate([row]).items()}
-            output = model(**batch)
-            if MEANING[prepared.job.task] == _RIGHT:
-                total += float(output.logits[0].argmax() == batch["labels"][0])
-            elif math.isfinite(loss := float(output.loss)):
-                total += min(1.0, max(0.0, 1 - loss / math.log(output.logits.shape[-1])))
+    for row in rows:
+        batch = {name: value.to(model.device) for name, value in collate([row]).items()}
+        output = model(**batch)
+        if MEANING[prepared.job.task] == _RIGHT:
+            total += float(output.logits[0].argmax() == batch["labels"][0])
+        elif math.isfinite(loss := float(output.loss)):
+            total += min(1.0, max(0.0, 1 - loss / math.log(output.logits.shape[-1])))
     return total
 
 
@@ -362,10 +359,15 @@ def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> l
         lines.append(f"No model was released: {nothing}.")
     else:
         best, noise = listed(found.candidates[found.chosen]), f"noise of standard deviation {found.score_noise:g}"
-        lines.append(f"Best: {best}; score {found.chosen_score:.4g}, with {noise}.")
-        lines.append(f"Saved: {folder}/{MODEL}. The other runs were deleted.")
-    lines.append(f"Accounting: {folder}/{RECORD_FILE}.")
-    return [*lines, f"Not covered by epsilon: {'; '.join((*_NOT_COVERED, *record.NOT_COVERED[:2]))}."]
+        lines += [
+            f"Best: {best}; score {found.chosen_score:.4g}, with {noise}.",
+            f"Saved: {folder}/{MODEL}. The other runs were deleted.",
+        ]
+    return [
+        *lines,
+        f"Accounting: {folder}/{RECORD_FILE}.",
+        f"Not covered by epsilon: {'; '.join((*_NOT_COVERED, *record.NOT_COVERED[:2]))}.",
+    ]
 
 
 def check_search_folder(job: Job, resume: bool) -> None:
@@ -516,8 +518,7 @@ def _resumed(secret: Path, about: dict[str, Any]) -> _State:
             f"The file {path} cannot be read ({type(error).__name__}). Nothing of that search was released: delete "
             "its folder, and begin again."
         ) from error
-    changed = [name for name, value in json.loads(json.dumps(about)).items() if known.get(name) != value]
-    if changed:
+    if changed := [name for name, value in json.loads(json.dumps(about)).items() if known.get(name) != value]:
         raise CheckpointError(
             f"Expected the search that {str(secret.parent)!r} was begun with, got another: {', '.join(changed)} "
             "differ. It would repeat noise with other values. Give the same job, grid, records and versions; or delete "

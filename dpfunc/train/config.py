@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -396,14 +396,15 @@ def job_from_dict(values: Mapping[str, Any]) -> Job:
 
 def job_to_dict(job: Job) -> dict[str, Any]:
     """The job as JSON values."""
-    values: dict[str, Any] = _JOBS.dump_python(job, mode="json")
-    return values
+    return cast(dict[str, Any], _JOBS.dump_python(job, mode="json"))
 
 
 def twin(job: Job) -> Job:
     """The same job without privacy, into a folder of its own."""
-    privacy = dataclasses.replace(job.privacy, dp_enabled=False)
-    return dataclasses.replace(job, privacy=privacy, output_dir=f"{job.output_dir.rstrip('/')}-no-dp")
+    return dataclasses.replace(
+        job, privacy=dataclasses.replace(job.privacy, dp_enabled=False),
+        output_dir=f"{job.output_dir.rstrip('/')}-no-dp",
+    )  # fmt: skip
 
 
 def explained(error: ValidationError, flag: str = "") -> InvalidArgument:

@@ -113,8 +113,7 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
         return tuple({"prompt": row[column]} for row in table.rows)
     lines = path.read_text("utf-8-sig").split("\n")
     fields = [{name: str(value) for name, value in json.loads(lines[number - 1]).items()} for number in table.numbers]
-    reserved = {"text", "epsilon", "delta"} & set().union(*fields)
-    if reserved:
+    if reserved := {"text", "epsilon", "delta"} & set().union(*fields):
         raise InvalidArgument(f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here.")
     return tuple(fields)
 

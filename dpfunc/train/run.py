@@ -216,8 +216,7 @@ def training_arguments(prepared: Prepared) -> Any:
     """Translate the settings of a job into `TrainingArguments` of Transformers."""
     from transformers import TrainingArguments
 
-    job = prepared.job
-    training = job.training
+    job, training = prepared.job, prepared.job.training
     batch, accumulated = (job.batch_size, 1) if prepared.plan is not None else _batches_of_twin(job)
     checkpointing = recomputed(TrainingArguments) if training.gradient_checkpointing else {}
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
@@ -312,8 +311,10 @@ def _metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool)
     names = [name for name in ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse") if name in measured]
     lines = [f"{name}: {measured[name]:.4g}" for name in names]
     if "eval_majority" in measured:
-        lines.append(f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}")
-        lines.append(f"eval_loss of the shares of their classes for all: {measured['eval_loss_of_shares']:.4g}")
+        lines += [
+            f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}",
+            f"eval_loss of the shares of their classes for all: {measured['eval_loss_of_shares']:.4g}",
+        ]
     if "eval_rmse_of_mean" in measured:
         lines.append(f"eval_rmse of their mean as the prediction for all: {measured['eval_rmse_of_mean']:.4g}")
     if not lines or not private:

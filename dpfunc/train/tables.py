@@ -111,8 +111,7 @@ def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
     twice: list[str] = []
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice.extend(column for column in columns if names.count(column) > 1)
+        twice.extend(column for column in columns if sum(name == column for name, _ in pairs) > 1)
         return dict(pairs)
 
     try:
@@ -213,9 +212,8 @@ def json_values(path: Path) -> dict[str, Any]:
 def same_file(one: Path, other: Path) -> bool:
     """True if both are one file, or copies of one; False if either cannot be read."""
     try:
-        if one.samefile(other):
-            return True
-        return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
+        alike = one.stat().st_size == other.stat().st_size
+        return one.samefile(other) or (alike and one.read_bytes() == other.read_bytes())
     except OSError:
         return False
 
