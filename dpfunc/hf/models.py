@@ -37,9 +37,11 @@ class ModelCheck:
     advice: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.trained} of {self.total} parameters are trained; task: {self.task or 'not known'}"]
-        lines += [f"must be changed: {problem}" for problem in self.problems]
-        return "\n".join(lines + [f"advice: {advice}" for advice in self.advice])
+        return "\n".join([
+            f"{self.trained} of {self.total} parameters are trained; task: {self.task or 'not known'}",
+            *(f"must be changed: {problem}" for problem in self.problems),
+            *(f"advice: {advice}" for advice in self.advice),
+        ])  # fmt: skip
 
 
 def check_model(model: nn.Module) -> ModelCheck:
@@ -167,6 +169,7 @@ def with_causal_attention(forward: AnyForward) -> CausalForward:
     return CausalForward(forward, module)
 
 
+@torch.no_grad()
 def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> bool:
     """True if the logits of a model ignore later tokens: no logit may move when the last token of each row is replaced.
 
@@ -183,8 +186,7 @@ def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     if ids_BT.dim() != 2 or ids_BT.shape[1] < 2:
         raise InvalidArgument(f"Expected input_ids (B, T) with T >= 2, got {tuple(ids_BT.shape)}.")
     other_BT = torch.cat((ids_BT[:, :-1], torch.where(ids_BT[:, -1:] == 0, 1, ids_BT[:, -1:] - 1)), dim=1)
-    with torch.no_grad():
-        one, two = (forward(params, **{**batch, "input_ids": ids}).logits[:, :-1] for ids in (ids_BT, other_BT))
+    one, two = (forward(params, **{**batch, "input_ids": ids}).logits[:, :-1] for ids in (ids_BT, other_BT))
     return torch.allclose(one.double(), two.double(), rtol=1e-4, atol=1e-5)
 
 

@@ -53,11 +53,11 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
 
 def _refuse_without_effect(peft_model: nn.Module) -> None:
     layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
-    enable = "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."
     for attribute, where, advice in (
         ("merged_adapters", "merged into", "Call peft_model.unmerge_adapter()."),
-        ("disable_adapters", "switched off in", enable),
-    ):
+        ("disable_adapters", "switched off in",
+         "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."),
+    ):  # fmt: skip
         if found := [name for name, layer in layers if getattr(layer, attribute, False)]:
             raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
 
@@ -146,12 +146,12 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
     )  # fmt: skip
 
 
+@torch.no_grad()
 def _refuse_lost(filled: nn.Module, names: list[str], params: Params) -> None:
     """Parameters that PEFT would not write."""
     from peft import get_peft_model_state_dict
 
-    with torch.no_grad():
-        written = [get_peft_model_state_dict(filled, adapter_name=name, save_embedding_layers=False) for name in names]
+    written = [get_peft_model_state_dict(filled, adapter_name=name, save_embedding_layers=False) for name in names]
     places = {value.data_ptr() for state in written for value in state.values() if isinstance(value, Tensor)}
     named = dict(filled.named_parameters())
     if lost := [at for at in params if named[at].numel() and named[at].data_ptr() not in places]:

@@ -79,6 +79,7 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
         x_BTd = self.backbone.embeddings(input_ids=input_ids)
         return _through(self.backbone.encoder.layer[: self.first_layer], x_BTd, attention_mask)
 
+    @torch.no_grad()
     def split_at(self, layer: int) -> bool:
         """Divide the encoder below a layer: `lower` computes what is below, `forward(hidden=...)` goes on from there.
 
@@ -91,9 +92,8 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
         was_training = self.training
         self.train(False)
         try:
-            with torch.no_grad():
-                whole = self.pooled(ids, mask)
-                same = torch.allclose(self.pooled(None, mask, self.lower(ids, mask)), whole, rtol=1e-3, atol=1e-3)
+            whole = self.pooled(ids, mask)
+            same = torch.allclose(self.pooled(None, mask, self.lower(ids, mask)), whole, rtol=1e-3, atol=1e-3)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # another form
             same = False
         self.train(was_training)

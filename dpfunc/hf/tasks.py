@@ -347,8 +347,9 @@ def _logits_of_tokens(forward: AnyForward, params: Params, inputs: Mapping[str, 
 def _logits(output: object) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        found = f"Expected a model whose output has .logits, got {type(output).__name__}"
-        raise InvalidArgument(f"{found}. Pass a loss function of your own.")
+        raise InvalidArgument(
+            f"Expected a model whose output has .logits, got {type(output).__name__}. Pass a loss function of your own."
+        )
     return logits
 
 

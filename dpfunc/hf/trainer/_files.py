@@ -170,20 +170,23 @@ def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     if len(runs) > 1:
         found = f"Expected checkpoints of one run, got several: {named}"
     elif began and began[-1] not in runs:
-        found = f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
-        found += f"another run, {next(iter(runs))}"
+        found = (
+            f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
+            f"another run, {next(iter(runs))}"
+        )
     else:
         return
-    which = "Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
-    raise CheckpointError(f"{found}. {which}")
+    raise CheckpointError(
+        f"{found}. Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
+    )
 
 
 def is_complete(checkpoint: Path) -> bool:
     """True if a checkpoint was written completely, and nothing of it removed: the list of its files is written last."""
     try:
         folder.read_json(checkpoint / _TRAINER_STATE)
-        names = folder.read_json(checkpoint / FOLDER / FILES)
-        return bool(folder.complete_checkpoints(checkpoint / FOLDER)) and isinstance(names, dict)
+        listed = isinstance(folder.read_json(checkpoint / FOLDER / FILES), dict)
+        return listed and bool(folder.complete_checkpoints(checkpoint / FOLDER))
     except CheckpointError:
         return False
 
@@ -194,8 +197,7 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
     if not resumed:
         check_counted(journal, runs, ledger)
     (journal.parent / RECORD_FILE).unlink(missing_ok=True)
-    steps = ledger.lacks(whole_ledger(runs.values())) if runs else 0
-    if steps:
+    if runs and (steps := ledger.lacks(whole_ledger(runs.values()))):
         _logger.warning(
             "The journal %s has %d steps of other runs. If they saw the same records and anything of them was kept, "
             "they count too: DPTrainer(..., ledger=journal_ledger(path)), with journal_ledger from dpfunc.checkpoint.",

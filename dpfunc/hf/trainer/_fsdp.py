@@ -146,8 +146,7 @@ def shard(
     for name in names:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=sharding.reshard)
     fully_shard(model, mesh=mesh)
-    again = rules.recomputed(args) if sharding.checkpointing else {}
-    values = {"fsdp": None, "fsdp_plugin_args": None, **again}
+    values = {"fsdp": None, "fsdp_plugin_args": None, **(rules.recomputed(args) if sharding.checkpointing else {})}
     return Division(distributed.sharded(mesh), in_hex(frozen)), rules.changed(args, values)
 
 
@@ -159,7 +158,7 @@ def part_names(model: nn.Module, sharding: Sharding) -> list[str]:
         return []
     if sharding.policy == _BY_SIZE:
         large = [name for name, module in inner if _num_params(module) > sharding.min_num_params]
-        return list(filter(lambda name: not _split(tied, name), large))
+        return [name for name in large if not _split(tied, name)]
     classes = _layer_classes(model, sharding.layers)
     layers = [name for name, module in inner if type(module).__name__ in classes]
     for layer in layers:
@@ -258,8 +257,12 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
 def check_frozen(division: Division, saved: object) -> None:
     """Check that a run that is resumed has the frozen parameters with which it was saved."""
     if not isinstance(saved, Mapping) or _FROZEN not in saved:
-        found = "got one of a run without: its optimizer is not in parts"
-        raise CheckpointError(f"Expected a checkpoint of a run with fsdp, {found}. Go on without fsdp.")
+        raise CheckpointError(
+            "Expected a checkpoint of a run with fsdp, got one of a run without: its optimizer is not in parts. Go on "
+            "without fsdp."
+        )
     if saved[_FROZEN] != division.frozen:
-        kept = f"the frozen parameters with which this run was saved ({saved[_FROZEN]})"
-        raise CheckpointError(f"Expected {kept}, got others ({division.frozen}). Load the same pretrained model.")
+        raise CheckpointError(
+            f"Expected the frozen parameters with which this run was saved ({saved[_FROZEN]}), got others "
+            f"({division.frozen}). Load the same pretrained model."
+        )

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,10 @@ class Run:
     def at(self, step: int) -> StepState:
         """The state before this step: the present one, or the one before where the optimizer has not stepped yet."""
         if step not in (self.state.step, self.previous.step):
-            found = f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}"
-            raise CheckpointError(f"{found}. Nothing was spent.")
+            raise CheckpointError(
+                f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing "
+                "was spent."
+            )
         return self.state if step == self.state.step else self.previous
 
 
@@ -86,8 +88,7 @@ class Replicas:
     ) -> nn.Module:
         """As the `Accelerator` does for evaluation; the parts of a sharded model stay in place."""
         place = False if fsdp_parts(model) else device_placement
-        placed: nn.Module = self.accelerator.prepare_model(model, place, evaluation_mode=True)
-        return placed
+        return cast(nn.Module, self.accelerator.prepare_model(model, place, evaluation_mode=True))
 
 
 class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
@@ -113,8 +114,10 @@ def ranks_of(args: Any) -> Ranks | None:
     try:
         check_launch(os.environ, world)
     except InvalidArgument as error:
-        advice = "Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) only."
-        raise InvalidArgument(f"{error} {advice}") from error
+        raise InvalidArgument(
+            f"{error} Without an accelerator the Trainer joins other processes with TrainingArguments(use_cpu=True) "
+            "only."
+        ) from error
     return distributed.data_parallel() if world > 1 else None
 
 
@@ -146,8 +149,10 @@ def as_function(
         return forward, engine, ranks
     managed = functionalize_managed(model, ranks)
     if others := shorten(sorted(managed.params.keys() ^ params.keys())):
-        found = f"The parameters {others} require gradients but belong to no active adapter"
-        raise UnsupportedModel(f"{found}. Freeze them: requires_grad_(False).")
+        raise UnsupportedModel(
+            f"The parameters {others} require gradients but belong to no active adapter. Freeze them: "
+            "requires_grad_(False)."
+        )
     return managed.forward, managed.engine, managed.ranks
 
 
@@ -173,10 +178,10 @@ def warning_step(plan: Plan, before: Ledger, limit: int, share: float) -> float:
 
 def warning_text(plan: Plan, state: StepState) -> str:
     """Warning that most of the budget is spent, with the number of steps left."""
-    spent = state.ledger.epsilon(plan.delta, plan.accountant).epsilon
     return (
-        f"Privacy budget: epsilon={spent:.4g} of {plan.epsilon:g} at delta={plan.delta:g} is spent after step "
-        f"{state.step}. {state.limit - state.step} steps are left, and they stay within the budget."
+        f"Privacy budget: epsilon={state.ledger.epsilon(plan.delta, plan.accountant).epsilon:.4g} of "
+        f"{plan.epsilon:g} at delta={plan.delta:g} is spent after step {state.step}. {state.limit - state.step} steps "
+        "are left, and they stay within the budget."
     )
 
 

@@ -267,8 +267,7 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
 
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
     """Check the variables that `accelerate launch` sets; with `fsdp` those about FSDP are followed, see `_fsdp.py`."""
-    known = {**environment, **({SWITCH: ""} if fsdp else {})}
-    refuse(LAUNCHER, known.get, " in the environment")
+    refuse(LAUNCHER, {**environment, **({SWITCH: ""} if fsdp else {})}.get, " in the environment")
 
 
 def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
@@ -312,8 +311,7 @@ def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:
     if optimizer is None:
         return
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name, param in params.items() if id(param) not in held]
-    if missing:
+    if missing := [name for name, param in params.items() if id(param) not in held]:
         raise InvalidArgument(
             f"Expected an optimizer of all {len(params)} trained parameters of the model, got one without "
             f"{len(missing)} of them, e.g. {missing[0]!r}: they would cost noise and never change. Build it from the "

@@ -197,8 +197,10 @@ class PrivacyArguments:
         """Number of records that the plan publishes: what there are, or `dp_dataset_size`, which is no smaller."""
         if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
             return self.dp_dataset_size or num_records
-        bound = f"at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}"
-        raise InvalidArgument(f"Expected {bound}. A bound that the data exceed is none: choose a larger one.")
+        raise InvalidArgument(
+            f"Expected at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}. A bound that the "
+            "data exceed is none: choose a larger one."
+        )
 
     def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
         """Make the plan of a run; the noise is computed from `dp_epsilon` if that is given.
@@ -245,9 +247,10 @@ class PrivacyArguments:
             epsilon=self.dp_max_epsilon, delta=self.dp_delta, limit=num_steps, method=self.dp_accountant,
         )  # fmt: skip
         if steps == 0:
-            given = f"dp_max_epsilon={self.dp_max_epsilon:g}, which one step with dp_noise_multiplier={noise:g} exceeds"
-            found = f"Expected a budget for at least one step, got {given}"
-            raise UnreachableBudget(f"{found}. Take more noise or smaller batches.")
+            raise UnreachableBudget(
+                f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
+                f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
+            )
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
 
 
@@ -258,8 +261,9 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         target = OTHER_NAMES.get(name, name)
         if target not in known:
-            hint = suggestion(str(name), [*known, *OTHER_NAMES])
-            raise InvalidArgument(f"Expected a privacy argument, got {name!r}. {hint}")
+            raise InvalidArgument(
+                f"Expected a privacy argument, got {name!r}. {suggestion(str(name), [*known, *OTHER_NAMES])}"
+            )
         if name == "disable_dp":
             value = not boolean(name, value)
         before, other = chosen.setdefault(target, (value, name))

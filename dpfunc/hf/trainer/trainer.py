@@ -409,10 +409,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure",
             journal=Journal(self._folder / files.JOURNAL, self.plan),
         )  # fmt: skip
-        if start.resumed is not None:
-            state = start.resumed.state
-        else:
-            state = dp_step.init(params, start.key, self._earlier, num_records=self._num_records())
+        state = (
+            dp_step.init(params, start.key, self._earlier, num_records=self._num_records())
+            if start.resumed is None
+            else start.resumed.state
+        )
         return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
@@ -495,9 +496,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
         """As in `Trainer`, with a warning, once, if all predictions are one class."""
-        options = (prediction_loss_only, ignore_keys, metric_key_prefix)
         with fsdp.settled(self.model):
-            output = super().evaluation_loop(dataloader, description, *options)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         found = None if self._warned_of_one_class else one_class(output.predictions, output.label_ids)
         if found is not None:
             self._warned_of_one_class = True

@@ -71,19 +71,23 @@ class ImageTextCollator:
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
         """Ids, labels and number of images of a sample, without padding."""
-        unknown = [key for key in sample if key not in _KEYS]
-        if unknown or not {"prompt", "answer"} <= sample.keys():
-            keys = f"samples with prompt, answer, and image or images, got the keys {shorten(list(sample))}"
-            raise InvalidArgument(f"Expected {keys}. Rename the columns of the table.")
+        if not {"prompt", "answer"} <= sample.keys() <= {*_KEYS}:
+            raise InvalidArgument(
+                "Expected samples with prompt, answer, and image or images, got the keys "
+                f"{shorten(list(sample))}. Rename the columns of the table."
+            )
         images = len(_images_of(sample))
         if images > self.max_images:
-            hint = "max_images is public: choose it for all samples that there could be."
-            raise fail(f"at most max_images={self.max_images} images a sample", "images", images, hint)
+            raise fail(
+                f"at most max_images={self.max_images} images a sample", "images", images,
+                "max_images is public: choose it for all samples that there could be.",
+            )  # fmt: skip
         prompt, tokenizer = self._prompt_ids(sample["prompt"], images), self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if self.processor.image_token_id in answer:
-            token = f"{self.processor.image_token}, which stands for an image"
-            raise InvalidArgument(f"Expected an answer without {token}. Take it out.")
+            raise InvalidArgument(
+                f"Expected an answer without {self.processor.image_token}, which stands for an image. Take it out."
+            )
         prompt, answer = self._shorten(prompt, answer)
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 
@@ -199,8 +203,10 @@ def image_text_collator(
     if pad_to_multiple_of is not None:
         integer("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
     if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
-        advice = "Name two of its tokens: tokenizer.pad_token = '...', tokenizer.eos_token = '...'."
-        raise InvalidArgument(f"Expected a tokenizer with a padding token and an end token. {advice}")
+        raise InvalidArgument(
+            "Expected a tokenizer with a padding token and an end token. Name two of its tokens: tokenizer.pad_token = "
+            "'...', tokenizer.eos_token = '...'."
+        )
     if image_size is not None:
         if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
             raise fail("image_size to be (height, width)", "image_size", image_size)
@@ -208,8 +214,10 @@ def image_text_collator(
     image = _one_image(processor, image_size) if max_images else _OneImage()
     needed = max_images * len(image.tokens) + 2
     if max_length < needed:
-        domain = f"max_length >= {needed}: {max_images} images of {len(image.tokens)} tokens, a beginning and an answer"
-        raise fail(domain, "max_length", max_length)
+        raise fail(
+            f"max_length >= {needed}: {max_images} images of {len(image.tokens)} tokens, a beginning and an answer",
+            "max_length", max_length,
+        )  # fmt: skip
     return ImageTextCollator(
         processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
     )
@@ -272,9 +280,7 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
     if "image" in sample and "images" in sample:
         raise InvalidArgument("Expected image or images in a sample, got both.")
-    if sample.get("image") is not None:
-        return [sample["image"]]
-    return list(sample.get("images") or ())
+    return list(sample.get("images") or ()) if sample.get("image") is None else [sample["image"]]
 
 
 def opened(image: Any, size: tuple[int, int] | None) -> Any:

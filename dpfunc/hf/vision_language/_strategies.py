@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,9 @@ class Strategy:
             UnsupportedModel: a base in 4 bits, which cannot take an adapter into its weights.
         """
         if self.name == "qlora":
-            store = "Store it with dpfunc.lora.save(path, strategy.adapter, params)"
             raise UnsupportedModel(
-                f"A base in 4 bits cannot take an adapter. {store}, and merge it into a base that was loaded in float."
+                "A base in 4 bits cannot take an adapter. Store it with dpfunc.lora.save(path, strategy.adapter, "
+                "params), and merge it into a base that was loaded in float."
             )
         return with_params(self._model, params) if self.adapter is None else self.adapter.merge(params)
 
@@ -141,8 +141,7 @@ def prepare(
         r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=chosen if isinstance(chosen, str) else list(chosen),
         modules_to_save=list(parts(model).projector) if train_projector else None,
     )  # fmt: skip
-    adapted: nn.Module = get_peft_model(model, config)
-    return adapted
+    return cast(nn.Module, get_peft_model(model, config))
 
 
 def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: object, train_projector: bool) -> None:
@@ -156,8 +155,9 @@ def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: o
     if name in _ADAPTERS:
         integer("rank", needed["rank"], minimum=1)
     elif useless:
-        no_adapters = f"the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'"
-        raise InvalidArgument(f"Expected no {useless} with {no_adapters}.")
+        raise InvalidArgument(
+            f"Expected no {useless} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
+        )
     _check_weights(model, name, train_projector)
 
 
@@ -192,8 +192,7 @@ def parts(model: nn.Module) -> Parts:
     """The vision tower, the projector and the language model, by their usual names."""
     every = [name for name, _ in model.named_modules()]
     found = Parts(*(tuple(outermost(at for at in every if at.rpartition(".")[2] in names)) for names in _USUAL))
-    missing = [name for name, modules in found._asdict().items() if not modules]
-    if missing:
+    if missing := [name for name, modules in found._asdict().items() if not modules]:
         raise UnsupportedModel(
             f"Expected a vision-language model, got {type(model).__name__} without {shorten(missing)}. Looked for "
             f"{'; '.join(map(', '.join, _USUAL))}. Name the trained parameters yourself: "
@@ -308,13 +307,14 @@ def strategy_table(model: nn.Module, *, rank: int, noise_multiplier: float, expe
         "|---|---|---|---|---|---|---|",
     ]
     for name, meaning in _MEANING.items():
-        size = sum(rank * sum(weight.shape) for weight in packed.values())
-        if name in ("full", "projector"):
-            size = sum(own[parameter].numel() for parameter in trained_parameters(model, name))
+        size = (
+            sum(rank * sum(weight.shape) for weight in packed.values())
+            if name in _ADAPTERS
+            else sum(own[parameter].numel() for parameter in trained_parameters(model, name))
+        )
         held, adds = in_4_bits if name == "qlora" else weights, size * (4 * item + 8)
-        ratio = noise_multiplier * math.sqrt(size) / expected_batch_size
         lines.append(
             f"| {name} | {size:,} | {100 * size / total:.1f} % | {held / _GIB:.1f} | {adds / _GIB:.1f} | "
-            f"{ratio:.2g} | {meaning} |"
+            f"{noise_multiplier * math.sqrt(size) / expected_batch_size:.2g} | {meaning} |"
         )
     return "\n".join(lines)

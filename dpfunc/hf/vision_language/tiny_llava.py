@@ -6,7 +6,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 from torch import nn
@@ -48,8 +48,7 @@ def tiny_llava(width: int = 16, seed: int = 0) -> nn.Module:
         **ids,
     )
     with torch_seed(insecure_key(seed)):
-        model: nn.Module = LlavaForConditionalGeneration(config).train(False)
-    return model
+        return cast(nn.Module, LlavaForConditionalGeneration(config).train(False))
 
 
 def tiny_processor() -> Any:
@@ -57,19 +56,21 @@ def tiny_processor() -> Any:
     from tokenizers import Tokenizer
     from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
-    vocabulary = {word: i for i, word in enumerate(_WORDS)}
     words: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+        "model": {
+            "type": "WordLevel", "vocab": {word: i for i, word in enumerate(_WORDS)}, "unk_token": "<unk>",
+        },
     }  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(words)), pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         unk_token="<unk>", extra_special_tokens={"image_token": "<image>"},
     )  # fmt: skip
-    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     return LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square),
+        image_processor=CLIPImageProcessorPil(
+            size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+        ),
         tokenizer=tokenizer, patch_size=PATCH_SIZE, vision_feature_select_strategy="default",
         num_additional_image_tokens=1, chat_template=_TEMPLATE,
     )  # fmt: skip
