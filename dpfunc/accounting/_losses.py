@@ -191,6 +191,5 @@ def tilt(atoms: Atoms, steps: float, t: float) -> Law:
     total = float(weight.sum())
     weight /= total
     mean = float(weight @ loss)
-    scale = float(weight @ np.abs(loss))
-    error = ULP * (64 + 512 * (1 + t) * scale + abs(top))
+    error = ULP * (64 + 512 * (1 + t) * float(weight @ np.abs(loss)) + abs(top))
     return Law(steps, weight, loss - mean, mean, math.log(total) + top, float(atoms.infinite), error)

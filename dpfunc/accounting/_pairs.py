@@ -186,8 +186,7 @@ def _power(step: Atoms, t: int, width: float, direction: Direction, points: int)
         weight = np.exp(exponents - moment)
         if tilt and t * float(weight @ loss) > total.max():
             break
-        found = irfft(_to_the(rfft(weight, points), t), points)
-        found = np.maximum(found, 0.0) + ULP * (t + 64)
+        found = np.maximum(irfft(_to_the(rfft(weight, points), t), points), 0.0) + ULP * (t + 64)
         log_mass = np.minimum(log_mass, np.log(found) + t * moment - tilt * total)
         log_tail = min(log_tail, t * moment - tilt * float(total[-1]))
     beyond = math.exp(log_tail) + t * float(step.infinite) if remove else 0.0  # what is folded there is lower

@@ -90,8 +90,7 @@ def _one_direction(events: Sequence[Event], direction: Direction, delta: float, 
     rounding = 4 * float(-np.minimum(mass, 0.0).sum())
     if not rounding <= delta / 10:
         raise PRVUnavailable(f"The rounding of the FFT ({rounding:.1g}) matters at delta={delta:g}. Use method 'rdp'.")
-    target = delta - grid.delta_error - rounding
-    return epsilon_at(losses + shift, mass, target) + grid.eps_error
+    return epsilon_at(losses + shift, mass, delta - grid.delta_error - rounding) + grid.eps_error
 
 
 def discretize(q: float, s: float, direction: Direction, grid: Grid) -> tuple[Array, float]:

@@ -42,8 +42,7 @@ def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
 
 def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, orders: tuple[float, ...] = ORDERS) -> float:
     """A level that the privacy loss exceeds with probability at most `prob`: `min_a R(a) + log(1/prob) / (a - 1)`."""
-    a = np.array(orders)
-    return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (a - 1)))
+    return float(np.min(composed_curve(tuple(events), adjacency, orders) - math.log(prob) / (np.array(orders) - 1)))
 
 
 def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tuple[float, ...]) -> Array:

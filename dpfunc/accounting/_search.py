@@ -25,8 +25,7 @@ def falling_root(
     turn, width = 0, high - low
     while high - low > (distance := max(rtol * high, atol)):
         turn += 1
-        slow = turn % 3 == 0 and high - low > width / 4
-        if slow or not math.isfinite(at_high - at_low):
+        if (turn % 3 == 0 and high - low > width / 4) or not math.isfinite(at_high - at_low):
             x = (low + high) / 2
         else:  # probe both sides of the predicted root
             x = _zero(low, at_low, high, at_high) + (0.4 if turn % 2 else -0.4) * distance

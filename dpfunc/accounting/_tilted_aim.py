@@ -101,8 +101,7 @@ def laplace(few: Sampled, t: float, log_delta: float) -> tuple[float, float]:
     for _ in range(3):  # the value of the integrand at its saddle, times its width
         spread = _spread(few, t)
         width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
-        found = (few.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t
-        about = max(found, 0.1 * spread)
+        about = max((few.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t, 0.1 * spread)
         t = saddle(few, about)
     return about, t
 
@@ -196,8 +195,7 @@ def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
     ends = []
     for x, cells in zip(base.x, total, strict=True):
         number = math.ceil(1.1 ** math.ceil(math.log(cells[-1], 1.1)))  # few different numbers
-        places = np.linspace(0.0, cells[-1], number + 1)
-        found = np.interp(places, cells, x)
+        found = np.interp(np.linspace(0.0, cells[-1], number + 1), cells, x)
         apart = np.diff(found) > 1e-12 * np.abs(found[1:])
         ends.append(found if apart.all() else found[np.append(True, apart)])
     return ends

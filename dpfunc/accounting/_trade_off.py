@@ -138,9 +138,7 @@ class TradeOff:
         """
         share = real("prior", prior, "0 <= prior <= 1", inside=lambda share: 0 <= share <= 1)
         sure = max(share, 1 - share)
-        if sure == 1:
-            return 1.0
-        return sure + (1 - sure) * delta(self.ledger, math.log(sure / (1 - sure)))
+        return 1.0 if sure == 1 else sure + (1 - sure) * delta(self.ledger, math.log(sure / (1 - sure)))
 
 
 def curve(ledger: Ledger, delta: float) -> list[Point]:

@@ -174,8 +174,7 @@ def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float)
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:
     """Events for Renyi curves, see `fewer_kinds`; those of sampling_prob = 1 as one step: Gaussians add up to one."""
     plain, special = divided(events)
-    full = tuple(event for event in plain if event.sampling_prob == 1)
-    if full:
+    if full := tuple(event for event in plain if event.sampling_prob == 1):
         sigma = 1 / max(gaussian_mu(full), 1e-300) * (1 - 1e-12)
         plain = (*(event for event in plain if event.sampling_prob < 1), Event(1.0, sigma, 1))
     fewer, rounded = fewer_kinds(plain, max_kinds)
@@ -185,8 +184,10 @@ def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple
 def check_bound(method: str) -> str:
     """A method that may serve as a budget."""
     if method == "gdp-approximation":
-        hint = "The GDP approximation under-reports epsilon, so a budget kept by it is overspent."
-        raise fail(f"a method that gives an upper bound, one of {', '.join(BOUNDS)}", "method", method, hint)
+        raise fail(
+            f"a method that gives an upper bound, one of {', '.join(BOUNDS)}", "method", method,
+            "The GDP approximation under-reports epsilon, so a budget kept by it is overspent.",
+        )  # fmt: skip
     return one_of("method", method, BOUNDS)
 
 
@@ -208,8 +209,10 @@ def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[
             prob = math.floor(math.log(largest / event.sampling_prob) / step)
             cells.setdefault((noise, prob), []).append(event)
         if len(cells) <= max_kinds:
-            note = f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by "
-            return canonical(map(_worst, cells.values())), f"{note}{math.exp(step) - 1:.2g} of itself at most"
+            return canonical(map(_worst, cells.values())), (
+                f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by {math.exp(step) - 1:.2g} of "
+                "itself at most"
+            )
         step *= 1.3
 
 

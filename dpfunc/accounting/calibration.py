@@ -52,12 +52,11 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
     near = least_scale(lambda scale: _rough(ledger_for(scale), delta), aim, rtol=0.02) if math.isfinite(aim) else None
     found = least_scale(cost, target, near or 1.0, factor=1.01)
     if found is None:
-        least = _cost(ledger_for(MOST_NOISE), delta, method)
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
-            f"{MOST_NOISE:.3g} times the noise the cost is still {least:.4g}. That is what was spent "
-            "before, where something was, or the least that the accountant can show at this delta. Raise epsilon or "
-            "delta, or start on fresh data."
+            f"{MOST_NOISE:.3g} times the noise the cost is still {_cost(ledger_for(MOST_NOISE), delta, method):.4g}. "
+            "That is what was spent before, where something was, or the least that the accountant can show at this "
+            "delta. Raise epsilon or delta, or start on fresh data."
         )
     return found
 
@@ -133,9 +132,10 @@ def epsilon_left(*, epsilon: float, delta: float, spent: Ledger | None) -> float
     """
     if spent is None or not spent.events:
         return epsilon
-    kind = spent.adjacency
-    sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1, adjacency=kind, spent=spent)
-    return Ledger((Event(1.0, sigma, 1),), kind).epsilon(delta).epsilon
+    sigma = calibrate_noise(
+        epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1, adjacency=spent.adjacency, spent=spent
+    )
+    return Ledger((Event(1.0, sigma, 1),), spent.adjacency).epsilon(delta).epsilon
 
 
 def calibrate_batch_size(
@@ -167,10 +167,9 @@ def calibrate_batch_size(
 
     size = affordable_steps(ledger_for, epsilon=target, delta=delta, limit=n, method=method)
     if size == 0:
-        least = _cost(ledger_for(1), delta, method)
         raise UnreachableBudget(
             f"Expected a budget that a batch of one record can meet, got epsilon={target:g} at delta={delta:g}, where "
-            f"it costs {least:.4g}. Take more noise or fewer steps."
+            f"it costs {_cost(ledger_for(1), delta, method):.4g}. Take more noise or fewer steps."
         )
     return size
 
@@ -240,10 +239,10 @@ def calibrate_steps(
     before = _spent(spent, adjacency)
     steps, spent_before, _ = remaining(before, epsilon=epsilon, delta=delta, event=event, method=method)
     if steps == 0:
-        one = _cost(before.record(event), delta, method)
         raise UnreachableBudget(
             f"Expected a budget for at least one step, got epsilon={epsilon:g} at delta={delta:g}: "
-            f"{spent_before:.4g} is spent, and one step makes it {one:.4g}. Take more noise or smaller batches."
+            f"{spent_before:.4g} is spent, and one step makes it {_cost(before.record(event), delta, method):.4g}. "
+            "Take more noise or smaller batches."
         )
     return steps
 

@@ -95,8 +95,8 @@ class Ledger:
 
     def to_json(self) -> str:
         """The ledger as JSON, with its schema and a digest; floats are written so that they read back exactly."""
-        events = [to_values(event) for event in self.events]
-        return json.dumps(signed({"schema": _SCHEMA, "adjacency": self.adjacency, "events": events}))
+        values = {"schema": _SCHEMA, "adjacency": self.adjacency, "events": [*map(to_values, self.events)]}
+        return json.dumps(signed(values))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ledger:
@@ -119,8 +119,7 @@ class Ledger:
         kinds = [_shown(event) for event in self.events[:_SHOWN_EVENTS]]
         if len(self.events) > _SHOWN_EVENTS:
             kinds.append(f"{len(self.events) - _SHOWN_EVENTS} kinds more")
-        listed = " + ".join(kinds) or "nothing spent"
-        return f"Ledger({self.num_steps} steps, {self.adjacency}: {listed})"
+        return f"Ledger({self.num_steps} steps, {self.adjacency}: {' + '.join(kinds) or 'nothing spent'})"
 
 
 def _shown(event: Event) -> str:

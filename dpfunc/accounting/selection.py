@@ -44,8 +44,10 @@ class RunCount:
     shape: float
 
     def __post_init__(self) -> None:
-        hint = "It is the expected number of runs."
-        real("mean", self.mean, f"1 <= mean <= {_MOST_RUNS:g}", hint, lambda mean: 1 <= mean <= _MOST_RUNS)
+        real(
+            "mean", self.mean, f"1 <= mean <= {_MOST_RUNS:g}", "It is the expected number of runs.",
+            lambda mean: 1 <= mean <= _MOST_RUNS,
+        )  # fmt: skip
         if self.shape != math.inf:
             real("shape", self.shape, "-1 < shape <= inf", inside=lambda shape: shape > -1)
 

@@ -100,9 +100,8 @@ class Account(NamedTuple):
 
     def place(self, run: str) -> dict[str, Any]:
         facts, others = self.facts, self.charged(without=run)
-        about = {name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")}
         return {
-            **about,
+            **{name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")},
             "run": run,
             "number": [*self.entries].index(run) + 1,
             "others": [to_values(event) for event in others.events],
@@ -134,11 +133,11 @@ def damaged(what: str) -> CheckpointError:
 def read_account(about: tuple[Any, ...], rows: Iterable[tuple[Any, ...]]) -> Account:
     """Read the row about a budget, and its events; what is missing, changed or in another order is found."""
     number, schema, text, head, found = about
-    version = "Use the version of dpfunc that made it."
     refuse(
-        (schema != SCHEMA, fail(f"a budget of schema {SCHEMA!r}", "schema", schema, version)),
+        (schema != SCHEMA,
+         fail(f"a budget of schema {SCHEMA!r}", "schema", schema, "Use the version of dpfunc that made it.")),
         (digest([number, schema, text, head]) != found, damaged("facts with another digest")),
-    )
+    )  # fmt: skip
     previous, entries, count = "", dict[str, BudgetEntry](), 0
     try:
         values = json.loads(text)
