@@ -203,7 +203,6 @@ class Recipe:
         >>> found.reasons()["batch_size"]
         '320: 0.16 of 2000 records; larger batches cost time and gain little'
         """
-        rule = _RULES[self.strategy]
         share = self.expected_batch_size / self.dataset_size
         steps = "the noise of all steps together hardly depends on their number"
         clip = f"automatic, norm {self.clip.clip_norm:g}: Adam takes the scale of a gradient away"
@@ -215,7 +214,7 @@ class Recipe:
             "batch_size": f"{self.expected_batch_size}: {share:.2g} of {self.dataset_size} records; larger batches "
             "cost time and gain little",
             "steps": f"{self.num_steps}: {steps}",
-            "learning_rate": f"{self.learning_rate:.3g} of Adam, falling linearly to 0; {rule.origin}",
+            "learning_rate": f"{self.learning_rate:.3g} of Adam, falling linearly to 0; {_RULES[self.strategy].origin}",
             "clip": clip,
         }
         if self.head_rate is not None:
@@ -311,8 +310,7 @@ def recipe(
     norm = 1.0 if feature_norm is None else positive("feature_norm", feature_norm)
     usual = max(rule.sampling_prob, min(0.5, rule.cheap / size))
     q = usual if sampling_prob is None else probability("sampling_prob", sampling_prob)
-    sigma = calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1)
-    noise = math.sqrt(d) * sigma / size
+    noise = math.sqrt(d) * calibrate_noise(epsilon=epsilon, delta=delta, sampling_prob=1.0, num_steps=1) / size
     fewest, most = _HEAD_STEPS
     steps = max(fewest, min(most, round(4 / noise))) if strategy == "head" else rule.steps
     head_rate = None if inputs is None else _beside_adapters(inputs, noise) / norm

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,8 +53,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         part: Any = tensor.to_local()
-        whole: Tensor = part.wait() if hasattr(part, "wait") else part  # for the communication that makes it
-        return whole
+        return cast(Tensor, part.wait() if hasattr(part, "wait") else part)  # for the communication that makes it
 
 
 def local_like(tensor: Tensor, param: Tensor) -> Tensor:

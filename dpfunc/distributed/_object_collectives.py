@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -106,8 +106,7 @@ def gathered_rows(row: Iterable[int], group: dist.ProcessGroup, device: torch.de
     message = torch.tensor(list(row), dtype=torch.int64, device=device)
     table = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     arrived(dist.all_gather(table, message, group=group, async_op=True))
-    rows: list[list[int]] = torch.stack(table).tolist()
-    return rows
+    return cast(list[list[int]], torch.stack(table).tolist())
 
 
 def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -204,8 +204,7 @@ def scattered(total: Tensor, param: Tensor, ranks: Ranks) -> Tensor:
     spec: Any = param
     axes = axes_over(param, ranks)
     terms: Any = distributed(total, param, [Partial() if axis in axes else p for axis, p in enumerate(spec.placements)])
-    parts: Tensor = terms.redistribute(placements=spec.placements)
-    return parts
+    return cast(Tensor, terms.redistribute(placements=spec.placements))
 
 
 def full_norms(params: Params, sq_norms: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:

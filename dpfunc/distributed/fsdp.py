@@ -128,8 +128,7 @@ def shard_frozen(
             {name: tensor.to(mesh.device_type) for name, tensor in tensors.items()}
             for tensors in (model.params, model.constants)
         )
-        forward = functionalize(module, names).forward
-        return replace(model, params=params, constants=constants, _adapted=forward)
+        return replace(model, params=params, constants=constants, _adapted=functionalize(module, names).forward)
     if not isinstance(model, nn.Module):
         raise InvalidArgument(
             f"Expected a torch module or an adapter of dpfunc.lora.attach, got {type(model).__name__}."
@@ -258,13 +257,13 @@ class _ManagedForward:
             (this_call if stack is None else stack).enter_context(fsdp.recovered(self.module))
             return self.module(*args, **kwargs)
 
+    @torch.no_grad()
     def write(self, params: Params) -> None:
         """Write parameter shards into the module; layers still gathered from an earlier pass are released."""
         fsdp.settle(self.module)
-        with torch.no_grad():
-            for name, own in self.parts.items():
-                if local(own).data_ptr() != local(params[name]).data_ptr():  # they may be the module's own
-                    own.copy_(params[name])
+        for name, own in self.parts.items():
+            if local(own).data_ptr() != local(params[name]).data_ptr():  # they may be the module's own
+                own.copy_(params[name])
 
     @cached_property
     def gathered(self) -> dict[str, Tensor]:

@@ -110,9 +110,8 @@ def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int
 
     def belongs(axis: int) -> bool:
         processes = set(dist.get_process_group_ranks(mesh.get_group(axis)))
-        if len(processes) == 1:  # this process alone is in both groups: the name of the dimension decides
-            return (names[axis] in ranks.tensor_axes) == tensor
-        return processes <= members
+        # where this process alone is in both groups, the name of the dimension decides
+        return (names[axis] in ranks.tensor_axes) == tensor if len(processes) == 1 else processes <= members
 
     return tuple(axis for axis in range(mesh.ndim) if belongs(axis))
 

@@ -11,13 +11,6 @@ from dpfunc._utils.processes import AllGather, is_dtensor, over_gloo
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import UnsupportedModel
 
-_WAY_OUT = (
-    "Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, trainable=...), or "
-    "fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) then divides them, their "
-    "gradients and the optimizer's state over the processes. Call functionalize after fully_shard. To train what it "
-    "manages: dpfunc.distributed.functionalize_managed(module, ranks)."
-)
-
 
 def _fsdp(name: str) -> type | None:
     """Class of torch.distributed.fsdp, if that was imported."""
@@ -55,8 +48,7 @@ def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     for name, part in module.named_modules():
         _refuse_wrapper(name or "The module", part)
     refuse_swapped(module, trained)
-    partitioned = [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]
-    if partitioned:
+    if partitioned := [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]:
         raise UnsupportedModel(
             f"The parameters {shorten(partitioned)} are partitioned by DeepSpeed ZeRO-3, which does not take others in "
             "their place. Add what is trained after deepspeed.initialize, e.g. get_peft_model(engine.module, config), "
@@ -70,7 +62,10 @@ def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
     if own := [name for name in names if name in swapped]:
         raise UnsupportedModel(
             f"The parameters {shorten(own)} are managed by fully_shard, which overwrites in each forward pass what is "
-            f"given as an argument. {_WAY_OUT}"
+            "given as an argument. Leave trained parameters to dpfunc: dpfunc.distributed.shard_frozen(module, mesh, "
+            "trainable=...), or fully_shard(layer, ignored_params=trained); dpfunc.distributed.shard(params, mesh) "
+            "then divides them, their gradients and the optimizer's state over the processes. Call functionalize "
+            "after fully_shard. To train what it manages: dpfunc.distributed.functionalize_managed(module, ranks)."
         )
 
 

@@ -46,8 +46,10 @@ def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str
         if is_lazy(named[name]):
             raise InvalidArgument(f"Expected parameters with a shape, got lazy {name!r}. Run the model once before.")
         if not named[name].is_floating_point():
-            advice = COMPLEX if named[name].is_complex() else "Leave it out."
-            raise InvalidArgument(f"Expected floating parameters, got {named[name].dtype} for {name!r}. {advice}")
+            raise InvalidArgument(
+                f"Expected floating parameters, got {named[name].dtype} for {name!r}. "
+                f"{COMPLEX if named[name].is_complex() else 'Leave it out.'}"
+            )
     return {name: named[name] for name in chosen}
 
 

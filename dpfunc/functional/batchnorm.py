@@ -50,8 +50,9 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
     """
     limit = integer("max_groups", max_groups, minimum=1)
     parts = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
-    unknown = [f"{name or 'the module'} ({type(part).__name__})" for name, part in parts.items() if not _known(part)]
-    if unknown:
+    if unknown := [
+        f"{name or 'the module'} ({type(part).__name__})" for name, part in parts.items() if not _known(part)
+    ]:
         raise UnsupportedModel(
             f"These layers do more than BatchNorm does: {shorten(unknown)}. Replace them before this call (a lazy one "
             "becomes a plain one when the model runs once)."

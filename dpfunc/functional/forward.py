@@ -53,8 +53,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         return unwrapped(module.get_submodule("_orig_mod"))
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     inside = [(name or "the module", part) for name, part in module.named_modules() if isinstance(part, wrappers)]
-    if inside:
-        where = shorten([f"{name} ({type(part).__name__})" for name, part in inside])
+    if where := shorten([f"{name} ({type(part).__name__})" for name, part in inside]):
         raise UnsupportedModel(
             f"The module is wrapped for several devices in {where}: parameters are copied in each forward "
             "pass, or gradients averaged before they are clipped. Take its .module, and use one process a device."
@@ -447,7 +446,7 @@ def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None)
     places = storage_places(module)
     params = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in chosen.items()}
     own = {name: places[id(tensor)] for name, tensor in {**buffers, **others, **chosen}.items()}
-    forward = Forward(
+    return Functional(Forward(
         module,
         {name: param.shape for name, param in params.items()},
         own,
@@ -456,8 +455,7 @@ def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None)
         _all_parts(module),
         _owners(module, own),
         tuple(0.0 if p.is_meta or not local(p).numel() else float(local(p).flatten()[0]) for p in params.values()),
-    )
-    return Functional(forward, params)
+    ), params)  # fmt: skip
 
 
 def _tensors(module: nn.Module) -> dict[int, Tensor]:

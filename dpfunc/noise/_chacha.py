@@ -32,8 +32,7 @@ def blocks(keys_8n: Tensor, tails_4n: Tensor) -> Tensor:
     """
     constants = torch.tensor(_CONSTANTS, dtype=torch.int32, device=keys_8n.device)
     begin = torch.cat([constants[:, None].expand(4, keys_8n.shape[1]), keys_8n, tails_4n])
-    state = begin.clone()
-    a, b, c, d = state.view(4, 4, -1)
+    a, b, c, d = begin.clone().view(4, 4, -1)
     room = torch.empty_like(a)
     for _ in range(_ROUNDS):
         _round(a, b, c, d, room)

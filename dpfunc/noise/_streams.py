@@ -22,7 +22,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -443,8 +443,7 @@ def _under_the_curve(numbers: _Floats, layers: npt.NDArray[np.int64], words: _Wo
     """Marks of the numbers whose point is under the curve; its height within the layer comes from a word of its own."""
     low, high = HEIGHTS[layers], HEIGHTS[layers - 1]
     uniforms = (words >> np.uint64(11)) * 2.0**-53
-    under: npt.NDArray[np.bool_] = (high - low) * uniforms + low < np.exp(-0.5 * numbers * numbers)
-    return under
+    return cast(npt.NDArray[np.bool_], (high - low) * uniforms + low < np.exp(-0.5 * numbers * numbers))
 
 
 def _from_tail(words: _Words, first: int) -> tuple[float, int]:

@@ -105,14 +105,13 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     rows = _rows_by_person(persons)
     kept = [own if len(own) <= cap else _chosen(own, cap, key, person) for person, own in rows.items()]
     index, mask_PK = _filled(kept, cap)
-    index_PK = torch.tensor(index, dtype=torch.int64).reshape(-1, cap)
-    return Persons(index_PK, mask_PK, len(persons) - int(mask_PK.sum()))
+    dropped = len(persons) - int(mask_PK.sum())
+    return Persons(torch.tensor(index, dtype=torch.int64).reshape(-1, cap), mask_PK, dropped)
 
 
 def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tensor]:
     """All groups in one list, each filled to `cap` by its first element; and which places (P, K) are its own."""
-    sizes_P = torch.tensor([len(own) for own in groups], dtype=torch.int64)
-    own_PK = torch.arange(cap) < sizes_P[:, None]
+    own_PK = torch.arange(cap) < torch.tensor([len(own) for own in groups], dtype=torch.int64)[:, None]
     return [each for own in groups for each in (*own, *[own[0]] * (cap - len(own)))], own_PK
 
 
