@@ -192,9 +192,11 @@ class Recipe:
         >>> found.clip_arguments()
         {'dp_clip': 'flat', 'dp_max_grad_norm': 1.0}
         """
-        if isinstance(self.clip, Automatic):
-            return {"dp_clip": "automatic"}
-        return {"dp_clip": "flat", "dp_max_grad_norm": self.clip.clip_norm}
+        return (
+            {"dp_clip": "automatic"}
+            if isinstance(self.clip, Automatic)
+            else {"dp_clip": "flat", "dp_max_grad_norm": self.clip.clip_norm}
+        )
 
     def reasons(self) -> dict[str, str]:
         """Each value with its reason, by the names of a training script.

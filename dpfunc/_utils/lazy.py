@@ -7,20 +7,25 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-_STEP = "dpfunc.make_dp_step(loss_fn, plan), which wraps nothing; docs/moving/opacus.md has more names"
 _BUDGET = "dpfunc.Plan.for_budget(epsilon=..., ...), which finds the noise for a budget"
-_BOUND = "clip_norm of a clip rule, clip=dpfunc.clipping.Flat(clip_norm=...)"
-_DRAWN = (
-    "sampler of dpfunc.Plan, e.g. dpfunc.sampling.Poisson(dataset_size, sampling_prob): who is in a batch decides "
-    "epsilon. Rare classes: weigh their losses in loss_fn, do not draw them more often"
-)
-_SIZE = "dataset_size of dpfunc.Plan.for_budget, or of the sampler"
 WORDS = {  # of other libraries, and what is there in their place: for errors of unknown names and keywords
-    **dict.fromkeys(("PrivacyEngine", "DPOptimizer", "GradSampleModule", "ModuleValidator", "make_private"), _STEP),
+    **dict.fromkeys(
+        ("PrivacyEngine", "DPOptimizer", "GradSampleModule", "ModuleValidator", "make_private"),
+        "dpfunc.make_dp_step(loss_fn, plan), which wraps nothing; docs/moving/opacus.md has more names",
+    ),
     **dict.fromkeys(("make_private_with_epsilon", "get_noise_multiplier", "epsilon", "delta"), _BUDGET),
-    **dict.fromkeys(("max_grad_norm", "l2_norm_clip", "l2_clip_norm", "clip_norm"), _BOUND),
-    **dict.fromkeys(("dataset_size", "sample_size", "num_examples"), _SIZE),
-    **dict.fromkeys(("sampler", "batch_sampler"), _DRAWN),
+    **dict.fromkeys(
+        ("max_grad_norm", "l2_norm_clip", "l2_clip_norm", "clip_norm"),
+        "clip_norm of a clip rule, clip=dpfunc.clipping.Flat(clip_norm=...)",
+    ),
+    **dict.fromkeys(
+        ("dataset_size", "sample_size", "num_examples"), "dataset_size of dpfunc.Plan.for_budget, or of the sampler"
+    ),
+    **dict.fromkeys(
+        ("sampler", "batch_sampler"),
+        "sampler of dpfunc.Plan, e.g. dpfunc.sampling.Poisson(dataset_size, sampling_prob): who is in a batch decides "
+        "epsilon. Rare classes: weigh their losses in loss_fn, do not draw them more often",
+    ),
     "shuffle": "nothing to set: the plan's sampler draws each batch at random",
     "drop_last": "nothing to set: take a step with each batch, also a small or empty one, or epsilon does not hold",
     "generator": "key of dp_step.init(params, key): draws follow from it and from the number of the step",

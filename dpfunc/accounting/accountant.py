@@ -25,9 +25,6 @@ ACCOUNTANTS = tuple(method for method in BOUNDS if method != "gaussian")
 MAX_KINDS, _FEW_KINDS = 32, 8  # of a Renyi curve
 _FINEST = 1.002  # cells of `fewer_kinds`
 _TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
-_GDP_NOTE = (
-    "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling probabilities"
-)
 _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
@@ -71,11 +68,17 @@ def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float
     if method == "gdp-approximation":
         if adjacency == "replace_one":
             raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
-        found: _Bound = gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation", _GDP_NOTE
+        found: _Bound = (
+            gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation",
+            "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling "
+            "probabilities",
+        )  # fmt: skip
     elif method == "gaussian" or (method == "auto" and all_take_part(events)):
         found = _exactly(events, delta)
     else:
-        ways = (_bounded(each, adjacency, delta, method) for each in dict.fromkeys((events, _as_wholes(events))))
+        # Each allocated epoch also as one release of all records, a better bound for few batches or large losses.
+        wholes = (Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
+        ways = (_bounded(each, adjacency, delta, method) for each in dict.fromkeys((events, tuple(wholes))))
         found = min(ways, key=operator.itemgetter(0))
     epsilon, named, note = found
     return Guarantee(epsilon, delta, named, adjacency, note)
@@ -87,11 +90,6 @@ _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its
 def all_take_part(events: tuple[Event, ...]) -> bool:
     """True for Gaussian steps with batches of all records."""
     return all(type(event) is Event and event.sampling_prob == 1 for event in events)
-
-
-def _as_wholes(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Each allocated epoch as one release of all records, a better bound for few batches or large losses."""
-    return tuple(Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
 
 
 def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:

@@ -143,9 +143,8 @@ def _address(url: str, mode: str) -> URL:
 
 def _was_cut(error: DBAPIError) -> bool:
     """True after an error of a connection to a server, or of two that make the same table."""
-    if type(error.orig).__module__.startswith("sqlite3"):
-        return False
-    return error.connection_invalidated or isinstance(error, OperationalError | InterfaceError | IntegrityError)
+    cut = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError | IntegrityError)
+    return cut and not type(error.orig).__module__.startswith("sqlite3")
 
 
 def _refusal(url: str, error: DBAPIError) -> Exception:

@@ -19,7 +19,6 @@ from dpfunc.rng import Key, fingerprint
 _NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
 SAVING, _REMOVING = ".saving-", ".removing-"
 STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
-_AWAY = "Restore it; or move the folder of this checkpoint away, and the one before it counts."
 
 
 def all_checkpoints(parent: Path) -> list[Path]:
@@ -74,7 +73,10 @@ def read_json(path: Path) -> Any:
 
 
 def _changed(path: Path, how: str) -> CheckpointError:
-    return CheckpointError(f"The file {path} was changed after it was saved: {how}. {_AWAY}")
+    return CheckpointError(
+        f"The file {path} was changed after it was saved: {how}. Restore it; or move the folder of this checkpoint "
+        "away, and the one before it counts."
+    )
 
 
 def read_manifest(path: Path) -> dict[str, str]:

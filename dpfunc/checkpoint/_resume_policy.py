@@ -159,22 +159,18 @@ def resume(
             same = history.layout_of(state.charged) == layout and counted == history.counted
             return state, None if same else Note(history.run, state.step, layout, counted)
         if not recharge:
-            raise _another_layout(other[0], layout, state)
+            lines = sorted(difference(other[0], layout), key=lambda line: line.startswith(_DIGESTS))
+            raise CheckpointError(
+                "The run cannot be repeated bit for bit, because it is laid out differently "
+                f"({shorten(lines) or 'it was, for a while'}), and the same noise on sums that round differently would "
+                f"give the difference away. Steps {state.step} to {state.charged - 1} were released after the "
+                "checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with new noise, "
+                "at their cost: load(..., recharge=True)."
+            )
     elif later_runs == "refuse":
         _refuse_continued(history)
     note = Note(fingerprint(new_key), state.step, layout, {**counted, history.run: state.charged}, history.run)
     return _with_new_key(history, state, plan, new_key), note
-
-
-def _another_layout(saved: Mapping[str, Any], now: Mapping[str, Any], state: StepState) -> CheckpointError:
-    lines = sorted(difference(saved, now), key=lambda line: line.startswith(_DIGESTS))
-    return CheckpointError(
-        "The run cannot be repeated bit for bit, because it is laid out differently "
-        f"({shorten(lines) or 'it was, for a while'}), and the same noise on sums that round differently would "
-        f"give the difference away. Steps {state.step} to {state.charged - 1} were released after the checkpoint, and "
-        "are in the journal. Resume as they were computed; or draw them anew, with new noise, at their cost: "
-        "load(..., recharge=True)."
-    )
 
 
 _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"

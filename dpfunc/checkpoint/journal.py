@@ -28,12 +28,6 @@ if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for 
 
 _NOTHING = "Nothing was released and nothing was spent."
 _LEDGER = "dpfunc.checkpoint.journal_ledger(path)"
-_NOT_ALONE = (
-    "Expected the runs in the journal {} one after the other, got a step of a run that began before another one wrote "
-    f"there: its ledger does not count that one. Begin a new run that counts both, ledger={_LEDGER}, an argument of "
-    "dp_step.init and of DPTrainer. If they saw other records, resume this one, dpfunc.load(..., journal=path, "
-    f'later_runs="ignore"), and give the other a journal of its own. {_NOTHING}'
-)
 _COST = f"a ledger, as Ledger.to_json writes it, or a journal (.jsonl), or the record of a run ({RECORD_FILE}),"
 _ROUNDING = 1e-4  # relative; as tight as the accountants are
 REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a file could not be written
@@ -174,7 +168,13 @@ class Journal:
             written = step in runs.get(run, {}) or (run not in runs and not after.journal)
             others = not after.journal or self._known.at.end.lines > after.journal_lines
             if self._known.last != run and others and not written:  # since its last step, or since `load` compared them
-                raise LedgerConflict(_NOT_ALONE.format(self.file))
+                raise LedgerConflict(
+                    f"Expected the runs in the journal {self.file} one after the other, got a step of a run that began "
+                    "before another one wrote there: its ledger does not count that one. Begin a new run that counts "
+                    f"both, ledger={_LEDGER}, an argument of dp_step.init and of DPTrainer. If they saw other records, "
+                    'resume this one, dpfunc.load(..., journal=path, later_runs="ignore"), and give the other a '
+                    f"journal of its own. {_NOTHING}"
+                )
             chain.append_chained(file, self.file, self._known.at, values)
 
     def _check(self, run: str, step: int, release: str) -> None:

@@ -17,12 +17,6 @@ from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMis
 from dpfunc.rng import Key, secure_key
 
 T = TypeVar("T")
-_SAME_ORDER = (
-    "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
-    "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with the "
-    "same seed. If records differ each time they are read (random numbers other than torch's), name the data set: "
-    "data_name=..., a version or a hash."
-)
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:
@@ -135,7 +129,13 @@ def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
     unread = StepAborted("Another process could not read its data set; its own error says why. Nothing was spent.")
     with together(ranks, unread):
         text = describe()
-    check_same("data sets", text, ranks, _SAME_ORDER)
+    check_same(
+        "data sets", text, ranks,
+        "A draw is a list of record numbers: all processes need the same records in the same order, prepared alike. "
+        "Otherwise a record can be in one batch twice. Sort lists of files, do not iterate over sets, and shuffle with "
+        "the same seed. If records differ each time they are read (random numbers other than torch's), name the data "
+        "set: data_name=..., a version or a hash.",
+    )  # fmt: skip
     return text
 
 

@@ -259,12 +259,11 @@ def _made_before(*functions: Any) -> set[str]:
         read = {name: own.__globals__[name] for name in _names(own.__code__) & own.__globals__.keys()}
         near = [each for each in read.values() if getattr(each, "__globals__", None) is own.__globals__]
         todo += [each for each in (*closed.values(), *near) if isinstance(each, FunctionType)]
-        found |= {name for name, value in (closed | read).items() if _may_be_of_records(value)}
+        found |= {
+            name for name, value in (closed | read).items()
+            if isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, float) and len(repr(value)) > _DIGITS)
+        }  # fmt: skip
     return found
-
-
-def _may_be_of_records(value: object) -> bool:
-    return isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, float) and len(repr(value)) > _DIGITS)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -342,9 +341,11 @@ def _largest(first: Tape, candidates: int, without: Callable[[Tensor, int], Tape
 
 
 def _chosen(data: Any, index: Tensor) -> Any:
-    if isinstance(data, Rows):
-        return Rows(tuple(data.rows[place] for place in index.tolist()))
-    return tree_map(lambda leaf: leaf[index.to(leaf.device)].clone(), data)
+    return (
+        Rows(tuple(data.rows[place] for place in index.tolist()))
+        if isinstance(data, Rows)
+        else tree_map(lambda leaf: leaf[index.to(leaf.device)].clone(), data)
+    )
 
 
 def _distances(first: Tape, other: Tape) -> Iterator[tuple[int, str, float, float, float]]:

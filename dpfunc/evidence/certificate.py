@@ -54,7 +54,6 @@ _OPACUS = (*(1 + k / 10 for k in range(1, 100)), *map(float, range(12, 64)))
 _WORD = "steps, earlier runs, date, unit, bound of gradients, budgets, evidence, digests"
 NOBODY = "none: nobody vouches for it"
 _NEEDED = 'Signatures need the package cryptography: pip install "dpfunc[sign]".'
-_MADE = ", without a password: openssl genpkey -algorithm ed25519 -out key.pem"
 
 _CLAIM = ("unit", "adjacency", "delta", "epsilon", "accountant", "target_epsilon", "not_covered")
 _SETTINGS = ("sampler", "clip", "max_grad_norm", "mechanism", "noise_source", "noise_key", "rows", "batches")
@@ -447,7 +446,7 @@ def _read_key(kind: str, path: Path) -> Any:
     except ImportError as error:
         raise InvalidArgument(_NEEDED) from error
     private, domain = kind == "private", f"an Ed25519 {kind} key"
-    hint = _MADE if private else ""
+    hint = ", without a password: openssl genpkey -algorithm ed25519 -out key.pem" if private else ""
     try:
         text = path.read_bytes()
         key: object = (

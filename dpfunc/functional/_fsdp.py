@@ -46,7 +46,17 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
 def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     """Refuse trained parameters that FSDP or DeepSpeed manage."""
     for name, part in module.named_modules():
-        _refuse_wrapper(name or "The module", part)
+        kind, old, told = type(part), _fsdp("FullyShardedDataParallel"), name or "The module"
+        refuse(
+            (old is not None and isinstance(part, old), UnsupportedModel(
+                f"{told} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use torch."
+                "distributed.fsdp.fully_shard (FSDP2): dpfunc.distributed.shard_frozen(module, mesh, trainable=...)."
+            )),
+            (kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"), UnsupportedModel(
+                f"{told} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
+                "engine.module, and update parameters with an optimizer of torch."
+            )),
+        )  # fmt: skip
     refuse_swapped(module, trained)
     if partitioned := [name for name, param in module.named_parameters() if name in trained and _of_zero(param)]:
         raise UnsupportedModel(
@@ -67,20 +77,6 @@ def refuse_swapped(module: nn.Module, names: Collection[str]) -> None:
             "then divides them, their gradients and the optimizer's state over the processes. Call functionalize "
             "after fully_shard. To train what it manages: dpfunc.distributed.functionalize_managed(module, ranks)."
         )
-
-
-def _refuse_wrapper(name: str, part: nn.Module) -> None:
-    kind, old = type(part), _fsdp("FullyShardedDataParallel")
-    refuse(
-        (old is not None and isinstance(part, old), UnsupportedModel(
-            f"{name} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use "
-            "torch.distributed.fsdp.fully_shard (FSDP2): dpfunc.distributed.shard_frozen(module, mesh, trainable=...)."
-        )),
-        (kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"), UnsupportedModel(
-            f"{name} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
-            "engine.module, and update parameters with an optimizer of torch."
-        )),
-    )  # fmt: skip
 
 
 def _of_zero(param: Tensor) -> bool:

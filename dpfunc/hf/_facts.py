@@ -150,10 +150,9 @@ def facts_of_model(module: nn.Module) -> Facts:
 
 def _soft_prompt(module: nn.Module) -> int:
     """The positions that prompt tuning adds; prefix tuning goes through the cache and adds none."""
-    config = getattr(module, "active_peft_config", None) if hasattr(module, "peft_config") else None
-    if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
-        return 0
-    return int(config.num_virtual_tokens)
+    config: Any = getattr(module, "active_peft_config", None) if hasattr(module, "peft_config") else None
+    adds = config is not None and config.is_prompt_learning and "PREFIX" not in str(config.peft_type)
+    return int(config.num_virtual_tokens) if adds else 0
 
 
 def _tables(base: nn.Module) -> Tables:

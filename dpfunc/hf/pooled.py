@@ -66,10 +66,11 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
 
     def pooled(self, input_ids: Tensor | None, attention_mask: Tensor | None, hidden: Tensor | None = None) -> Tensor:
         """Normalised mean (B, width) over the tokens."""
-        if hidden is None:
-            x_BTd = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        else:
-            x_BTd = _through(self.backbone.encoder.layer[self.first_layer :], hidden.to(self.dtype), attention_mask)
+        x_BTd = (
+            self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            if hidden is None
+            else _through(self.backbone.encoder.layer[self.first_layer :], hidden.to(self.dtype), attention_mask)
+        )
         mask_BT1 = torch.ones_like(x_BTd[..., :1]) if attention_mask is None else attention_mask[..., None].to(x_BTd)
         mean_Bd = (x_BTd * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
         return F.layer_norm(mean_Bd, mean_Bd.shape[-1:])

@@ -339,9 +339,8 @@ def _logits_of_tokens(forward: AnyForward, params: Params, inputs: Mapping[str, 
     """Logits (B, T, C) of the tokens that have labels; those of a soft prompt, which come first, are left out."""
     logits_BTC = _logits(forward(params, **inputs))
     soft_prompt = facts_of(forward).soft_prompt
-    if soft_prompt and logits_BTC.shape[1] == labels_BT.shape[1] + soft_prompt:
-        return logits_BTC[:, soft_prompt:]
-    return logits_BTC
+    first = bool(soft_prompt) and logits_BTC.shape[1] == labels_BT.shape[1] + soft_prompt
+    return logits_BTC[:, soft_prompt:] if first else logits_BTC
 
 
 def _logits(output: object) -> Tensor:

@@ -171,6 +171,5 @@ def _as_tensor(value: Any, numbers: bool) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" and value.dtype.itemsize <= 8:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     alike = numbers and isinstance(value, (list, tuple)) and len({*map(type, value)}) == 1
-    if alike and isinstance(value[0], (int, float)) and not any(abs(each) >= 2**63 for each in value):
-        return torch.tensor(value, device="cpu")
-    return value
+    fits = alike and isinstance(value[0], (int, float)) and not any(abs(each) >= 2**63 for each in value)
+    return torch.tensor(value, device="cpu") if fits else value

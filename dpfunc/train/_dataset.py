@@ -40,9 +40,8 @@ class Records:
     @property
     def units(self) -> tuple[Any, ...]:
         """The data set that batches are drawn from: records, or for each person the list of that person's records."""
-        if self.persons is None:
-            return self.train
-        return tuple([self.train[place] for place in own] for own in self.persons)
+        persons = self.persons
+        return self.train if persons is None else tuple([self.train[place] for place in own] for own in persons)
 
 
 @dataclass(frozen=True)
@@ -280,10 +279,9 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str,
         return _labelled(processing, row, data)
     label = row[data.label_column]
     labels = {"labels": float(label) if job.task == "text_regression" else data.classes.index(label)}
-    if job.task == "table_classification":
-        return {"features": processing.encode(row), **labels}
-    if job.task == "image_classification":
-        return {"features": processing.encode(folder / row["image"]), **labels}
+    if job.task in FEATURES:
+        record = row if job.task == "table_classification" else folder / row["image"]
+        return {"features": processing.encode(record), **labels}
     return {**_encoded(processing, row, data), **labels}
 
 

@@ -74,7 +74,14 @@ def load_processing(job: Job) -> Any:
         kind: Any = transformers.AutoProcessor if job.task == "vqa" else transformers.AutoTokenizer
         processing = kind.from_pretrained(path, **options)
     tokenizer = getattr(processing, "tokenizer", processing)
-    _check_tokenizer(tokenizer, job, path)
+    refuse(
+        (tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None),
+         f"Expected an end-of-text token in the tokenizer of {path!r}, which has none. Name one of its tokens, by "
+         "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."),
+        (job.task == "token_classification" and not tokenizer.is_fast,
+         f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
+         "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."),
+    )  # fmt: skip
     if tokenizer.pad_token is None:
         tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
     return processing
@@ -84,17 +91,6 @@ def _options(job: Job) -> dict[str, Any]:
     """Options of `from_pretrained` that the job decides: no download, and a file of GGUF weights."""
     gguf = {} if job.model.gguf_file is None else {"gguf_file": job.model.gguf_file}
     return {"local_files_only": job.model.local_files_only, **gguf}
-
-
-def _check_tokenizer(tokenizer: Any, job: Job, path: str) -> None:
-    refuse(
-        (tokenizer.eos_token is None and (job.task not in NEW_HEAD or tokenizer.pad_token is None),
-         f"Expected an end-of-text token in the tokenizer of {path!r}, which has none. Name one of its tokens, by "
-         "tokenizer.eos_token = '...' and tokenizer.save_pretrained(folder), and the folder in model.tokenizer."),
-        (job.task == "token_classification" and not tokenizer.is_fast,
-         f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
-         "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."),
-    )  # fmt: skip
 
 
 def load_base(job: Job, processing: Any) -> nn.Module:

@@ -217,9 +217,11 @@ class TrainingSection:
 
     def num_steps(self, dataset_size: int) -> int:
         """Optimizer steps over that many records; a part of a step is a step."""
-        if self.steps is not None:
-            return self.steps
-        return math.ceil(round((self.epochs or 0.0) * dataset_size / (self.batch_size or 0), 6))
+        return (
+            math.ceil(round((self.epochs or 0.0) * dataset_size / (self.batch_size or 0), 6))
+            if self.steps is None
+            else self.steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +343,6 @@ def _rules_of_images(job: Job) -> _Rules:
     )  # fmt: skip
 
 
-_QUOTES = "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number."
 # The type of an error of pydantic -> domain, what to do.
 _KINDS = {
     **dict.fromkeys(("bool_parsing", "bool_type"), ("true or false", "")),
@@ -350,7 +351,10 @@ _KINDS = {
     **dict.fromkeys(("int_parsing", "int_type"), ("an integer", "")),
     "float_type": ("a finite number", "A number has no quotes."),
     "string_too_short": ("text", "Leave it out, or give it a value."),
-    "string_type": ("text", _QUOTES),
+    "string_type": (
+        "text",
+        "Put it in quotes: YAML reads yes, no, on and off as true and false, and digits as a number.",
+    ),
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
     "tuple_type": ("a list", "Write [first, second]."),
 }

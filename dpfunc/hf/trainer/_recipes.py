@@ -98,9 +98,8 @@ def _measured_norm(model: nn.Module, head: list[Tensor]) -> float | None:
 
 def with_clip(privacy: PrivacyArguments, found: Recipe) -> PrivacyArguments:
     """Privacy arguments with the clip rule of a recipe, where they name neither a rule nor a bound."""
-    if privacy.dp_clip is not None or privacy.dp_max_grad_norm is not None:
-        return privacy
-    return dataclasses.replace(privacy, **found.clip_arguments())
+    named = privacy.dp_clip is not None or privacy.dp_max_grad_norm is not None
+    return privacy if named else dataclasses.replace(privacy, **found.clip_arguments())
 
 
 def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:

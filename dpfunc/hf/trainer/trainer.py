@@ -422,8 +422,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _collator(self) -> Callable[[list[Any]], Any]:
         """The collator without the columns that the model does not take, whatever kind the data set is."""
-        collate: Callable[[list[Any]], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
-        return collate
+        return self._get_collator_with_removed_columns(self.data_collator, "training")  # type: ignore[no-any-return]
 
     def _first_step(self) -> int:
         """Step at which the Trainer starts to iterate; after a resume it skips the used batches of the epoch."""
@@ -458,9 +457,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if state.step >= self._warn_at:
             self._warn_at = math.inf  # once
             self._warn(runs.warning_text(self.plan, state))
-        if self.privacy.dp_log_unreleased:
-            return runs.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
-        return torch.zeros((), device=self.args.device)
+        return (
+            runs.mean_loss(unreleased.losses_B, self._ranks).to(self.args.device)
+            if self.privacy.dp_log_unreleased
+            else torch.zeros((), device=self.args.device)
+        )
 
     def _saves_states(self) -> bool:
         return self.args.save_strategy != "no" and not self.args.save_only_model
