@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import fail, integer, named, one_of, open_unit, positive, refuse, warn, wrong_type
+from dpfunc._utils.validation import expect, fail, integer, named, one_of, open_unit, positive, refuse, warn, wrong_type
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.batches import own_records
@@ -379,8 +379,10 @@ class Plan:
 
         def described() -> str:
             check_dataset(dataset, self.sampler.dataset_size, state.num_records)
-            if not callable(collate):
-                raise fail("a function of a list of records", "collate_fn", collate, "Leave it out for torch's own.")
+            expect(
+                callable(collate), "a function of a list of records", "collate_fn", collate,
+                "Leave it out for torch's own.",
+            )  # fmt: skip
             integer("num_workers", num_workers)
             return "" if ranks is None else data_name or batches_name(dataset, collate)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.validation import fail, named, one_of, wrong_type
+from dpfunc._utils.validation import expect, fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
@@ -289,11 +289,11 @@ def make_dp_step(
     one_of("reduction", reduction, ("mean", "sum"))
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
-    if plan.telemetry is not None and ranks is not None and ranks.keeps_parts:
-        raise fail(
-            "no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry,
-            "Its engine adds up gradients over processes, and no statistics. Use data_parallel().",
-        )  # fmt: skip
+    expect(
+        plan.telemetry is None or ranks is None or not ranks.keeps_parts,
+        "no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry,
+        "Its engine adds up gradients over processes, and no statistics. Use data_parallel().",
+    )  # fmt: skip
     states.check_new_journal(journal, plan)
     prepared = make_clipped_grad(
         loss_fn,

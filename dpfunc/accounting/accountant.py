@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dpfunc._utils.validation import fail, one_of
+from dpfunc._utils.validation import expect, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting._losses import DIRECTIONS, Direction, Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting._prv import prv_epsilon
@@ -66,8 +66,10 @@ def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float
             f"Expected Poisson-sampled Gaussian steps for method {method!r}, got {special[0]!r}. Use method 'auto'."
         )
     if method == "gdp-approximation":
-        if adjacency == "replace_one":
-            raise fail("adjacency add_remove or zero_out for the GDP approximation", "adjacency", adjacency)
+        expect(
+            adjacency != "replace_one", "adjacency add_remove or zero_out for the GDP approximation", "adjacency",
+            adjacency,
+        )  # fmt: skip
         found: _Bound = (
             gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation",
             "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling "
@@ -181,11 +183,10 @@ def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple
 
 def check_bound(method: str) -> str:
     """A method that may serve as a budget."""
-    if method == "gdp-approximation":
-        raise fail(
-            f"a method that gives an upper bound, one of {', '.join(BOUNDS)}", "method", method,
-            "The GDP approximation under-reports epsilon, so a budget kept by it is overspent.",
-        )  # fmt: skip
+    expect(
+        method != "gdp-approximation", f"a method that gives an upper bound, one of {', '.join(BOUNDS)}", "method",
+        method, "The GDP approximation under-reports epsilon, so a budget kept by it is overspent.",
+    )  # fmt: skip
     return one_of("method", method, BOUNDS)
 
 

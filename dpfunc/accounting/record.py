@@ -114,8 +114,10 @@ class _Published:
         del given["schema"]
         record = cls(**{name: _read(name, hints[name], value) for name, value in given.items()})
         adjacency = record._neighbours()
-        if neighbours != NEIGHBOURS[adjacency]:
-            raise checks.fail(f"the neighbours of {adjacency!r}", "neighbours", neighbours, "The file was changed.")
+        checks.expect(
+            neighbours == NEIGHBOURS[adjacency], f"the neighbours of {adjacency!r}", "neighbours", neighbours,
+            "The file was changed.",
+        )  # fmt: skip
         return record
 
 
@@ -183,8 +185,10 @@ class Record(_Published):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ledger.adjacency != self.adjacency:
-            raise checks.fail(f"adjacency {self.ledger.adjacency!r}, as the ledger has", "adjacency", self.adjacency)
+        checks.expect(
+            self.ledger.adjacency == self.adjacency, f"adjacency {self.ledger.adjacency!r}, as the ledger has",
+            "adjacency", self.adjacency,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sqlalchemy.engine import URL, Connection
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.pool import NullPool
 
-from dpfunc._utils.validation import fail
+from dpfunc._utils.validation import expect, fail, refuse
 from dpfunc.budget._events import SCHEMA, Account, Event, Facts, damaged, digest, read_account
 from dpfunc.errors import InvalidArgument, NotWritten
 
@@ -37,8 +37,10 @@ Answer = TypeVar("Answer")
 
 def make(url: str, facts: Facts) -> None:
     def write(connection: Connection) -> None:
-        if inspect(connection).has_table(BUDGET.name):
-            raise fail("a place without a budget", "url", shown(url), "There is one: its facts are fixed. Show it.")
+        expect(
+            not inspect(connection).has_table(BUDGET.name), "a place without a budget", "url", shown(url),
+            "There is one: its facts are fixed. Show it.",
+        )  # fmt: skip
         _TABLES.create_all(connection)
         connection.execute(insert(BUDGET).values(_about(facts.to_json(), 0, "")))
 
@@ -132,11 +134,13 @@ def _address(url: str, mode: str) -> URL:
     backend = made.get_backend_name()
     if backend == "postgresql":
         return made if "+" in made.drivername else made.set(drivername="postgresql+psycopg")
-    if backend != "sqlite" or made.database in (None, "", ":memory:") or made.query:
-        raise fail("the path of a file, or postgresql://...", "url", shown(url), "These two were tried.")
     path = Path(str(made.database)).absolute()
-    if mode != "rwc" and not path.is_file():
-        raise fail("a file with a budget", "url", shown(url), "There is no such file. Make it: dpfunc budget create.")
+    refuse(
+        (backend != "sqlite" or made.database in (None, "", ":memory:") or made.query,
+         fail("the path of a file, or postgresql://...", "url", shown(url), "These two were tried.")),
+        (mode != "rwc" and not path.is_file(),
+         fail("a file with a budget", "url", shown(url), "There is no such file. Make it: dpfunc budget create.")),
+    )  # fmt: skip
     query = {"mode": mode.replace("ro", "rw"), "uri": "true"}  # who reads undoes what a killed process has half-written
     return URL.create("sqlite", database=f"file:{quote(str(path))}", query=query)
 

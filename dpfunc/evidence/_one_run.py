@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dpfunc._utils.validation import fail, integer, non_negative, one_of, open_unit
+from dpfunc._utils.validation import expect, fail, integer, non_negative, one_of, open_unit
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._gaussian import gaussian_epsilon
 from dpfunc.accounting._losses import Array
@@ -148,8 +148,10 @@ def _tried(inside: Array, outside: Array, guesses: str | Sequence[tuple[int, int
             return _hull(inside, outside)
         guesses = grid(m)
     pairs = [(integer("highest", a), integer("lowest", b)) for a, b in guesses]
-    if not pairs or any(not 0 < a + b <= m for a, b in pairs):
-        raise fail(f"pairs of 1 to {m} guesses together, the number of canaries", "guesses", guesses)
+    expect(
+        pairs and all(0 < a + b <= m for a, b in pairs),
+        f"pairs of 1 to {m} guesses together, the number of canaries", "guesses", guesses,
+    )  # fmt: skip
     was_in = np.concatenate([np.ones(len(inside)), np.zeros(len(outside))])
     both = np.concatenate([inside, outside])
     from_top, from_bottom = _right(-both, was_in), _right(both, 1.0 - was_in)

@@ -310,8 +310,10 @@ def _joined(rows: Sequence[Mapping[str, Any]], earlier: bool) -> list[dict[str, 
         goes_on = bool(made) and made[-1]["run"] == run
         # a run that begins later continues another one, or one that had no journal
         new = run not in ends and (first == 0 or earlier or any(first <= end for end in ends.values()))
-        if not (first == ends[run] and row["events"] != made[-1]["events"] if goes_on else new):
-            raise fail("each step of each run once, in order", "steps", f"{first} of run {run}")
+        expect(
+            first == ends[run] and row["events"] != made[-1]["events"] if goes_on else new,
+            "each step of each run once, in order", "steps", f"{first} of run {run}",
+        )  # fmt: skip
         ends[run] = row["last"] + 1
         made.append(row)
     return made
@@ -374,8 +376,10 @@ def _compare_with_opacus(ledger: Ledger, delta: float, result: Mapping[str, Any]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # of Opacus: looser, and still a bound
         epsilon = float(accountant.get_epsilon(delta, alphas=[*RDPAccountant.DEFAULT_ALPHAS, *_ORDERS]))
-    if not math.isclose(max(epsilon, 0.0), known, rel_tol=_ROUNDING, abs_tol=1e-9):
-        raise fail(f"epsilon={known:.9g} by the accountant of Opacus", "epsilon", epsilon, "Report these steps.")
+    expect(
+        math.isclose(max(epsilon, 0.0), known, rel_tol=_ROUNDING, abs_tol=1e-9),
+        f"epsilon={known:.9g} by the accountant of Opacus", "epsilon", epsilon, "Report these steps.",
+    )  # fmt: skip
 
 
 def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:

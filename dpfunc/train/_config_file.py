@@ -195,8 +195,10 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
         if key is None:
             raise fail("key=value,value in --grid", "--grid", text, suggestion(name.strip(), GRID_KEYS))
         found = tuple(part.strip() for part in listed.split(","))
-        if key in values or not all(found) or len(set(found)) != len(found):
-            raise fail("each key of --grid once, with different values", "--grid", text)
+        expect(
+            key not in values and all(found) and len(set(found)) == len(found),
+            "each key of --grid once, with different values", "--grid", text,
+        )  # fmt: skip
         values[key] = found
     chosen = _factors(factors)
     if "learning_rate" in values:
@@ -215,8 +217,10 @@ def _factors(text: str | None) -> tuple[float, ...]:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         found = ()
-    if not found or not all(0 < each < math.inf for each in found) or len(set(found)) != len(found):
-        raise fail("different numbers > 0 in --factors, with commas", "--factors", text)
+    expect(
+        found and all(0 < each < math.inf for each in found) and len(set(found)) == len(found),
+        "different numbers > 0 in --factors, with commas", "--factors", text,
+    )  # fmt: skip
     return found
 
 

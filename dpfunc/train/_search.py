@@ -38,7 +38,6 @@ from dpfunc.train._dataset import Records, collator, count_records, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
-from dpfunc.train._run_folder import MODEL
 from dpfunc.train._saved import save_model
 from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict
 from dpfunc.train.run import Prepared, check_job, make_trainer
@@ -266,7 +265,7 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         trainer.train()
-        save_model(folder / MODEL, job, trainer.model, prepared.processing)
+        save_model(folder / folders.MODEL, job, trainer.model, prepared.processing)
     return trainer.model
 
 
@@ -361,7 +360,7 @@ def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> l
         best, noise = listed(found.candidates[found.chosen]), f"noise of standard deviation {found.score_noise:g}"
         lines += [
             f"Best: {best}; score {found.chosen_score:.4g}, with {noise}.",
-            f"Saved: {folder}/{MODEL}. The other runs were deleted.",
+            f"Saved: {folder}/{folders.MODEL}. The other runs were deleted.",
         ]
     return [
         *lines,
@@ -420,7 +419,7 @@ def interrupted_search(job: Job) -> str:
     """Message after the user interrupts a private search: its cost, and how it goes on."""
     folder = Path(job.output_dir)
     goes_on = "--resume goes on, with the same key and number of runs; or delete the folder."
-    if (folder / MODEL).exists() or (folder / RECORD_FILE).exists():
+    if (folder / folders.MODEL).exists() or (folder / RECORD_FILE).exists():
         return f"Interrupted while the best run was released: the whole budget counts as spent. {goes_on}"
     if not (folder / _SECRET_FOLDER / _STATE).is_file():
         return "Interrupted before the first run: nothing was spent."
@@ -468,9 +467,9 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     )  # fmt: skip
     if state.candidate is not None and state.slot is not None:
         # not their times, which tell when in the search the best run was
-        best = folder / _SECRET_FOLDER / state.slot / MODEL
-        shutil.copytree(best, folder / MODEL, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        for path in (folder / MODEL, *(folder / MODEL).rglob("*")):
+        best = folder / _SECRET_FOLDER / state.slot / folders.MODEL
+        shutil.copytree(best, folder / folders.MODEL, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for path in (folder / folders.MODEL, *(folder / folders.MODEL).rglob("*")):
             os.utime(path)
         filled = replace(search.candidates[state.candidate].prepared.job, output_dir=search.job.output_dir)
         folders.write_job(search.job, filled, {}, folder, insecure_seed)

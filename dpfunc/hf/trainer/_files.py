@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE, Record
 from dpfunc.budget.budget import KEPT
@@ -112,15 +113,15 @@ def check_resumed(
             f"this run; the checkpoint {saved.path} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
             "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
         )
-    if before is not None and saved.state.key != before.key:
-        raise CheckpointError(
-            f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new DPTrainer."
-        )
-    if before is not None and saved.state.charged < before.charged:
-        raise CheckpointError(
-            f"Expected the journal to have all {before.charged} steps that this trainer took, got "
-            f"{saved.state.charged}. It is incomplete: restore it."
-        )
+    if before is not None:
+        refuse(
+            (saved.state.key != before.key, CheckpointError(
+                f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new "
+                "DPTrainer.")),
+            (saved.state.charged < before.charged, CheckpointError(
+                f"Expected the journal to have all {before.charged} steps that this trainer took, got "
+                f"{saved.state.charged}. It is incomplete: restore it.")),
+        )  # fmt: skip
 
 
 def newest(output_dir: Path) -> Path | None:

@@ -256,13 +256,12 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 def check_frozen(division: Division, saved: object) -> None:
     """Check that a run that is resumed has the frozen parameters with which it was saved."""
-    if not isinstance(saved, Mapping) or _FROZEN not in saved:
-        raise CheckpointError(
+    frozen = saved.get(_FROZEN) if isinstance(saved, Mapping) else None
+    refuse(
+        (frozen is None, CheckpointError(
             "Expected a checkpoint of a run with fsdp, got one of a run without: its optimizer is not in parts. Go on "
-            "without fsdp."
-        )
-    if saved[_FROZEN] != division.frozen:
-        raise CheckpointError(
-            f"Expected the frozen parameters with which this run was saved ({saved[_FROZEN]}), got others "
-            f"({division.frozen}). Load the same pretrained model."
-        )
+            "without fsdp.")),
+        (frozen != division.frozen, CheckpointError(
+            f"Expected the frozen parameters with which this run was saved ({frozen}), got others "
+            f"({division.frozen}). Load the same pretrained model.")),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from dpfunc._utils.validation import fail
+from dpfunc._utils.validation import expect
 from dpfunc.errors import InvalidArgument, NoiseWarning
 from dpfunc.hf.trainer._run import trainable
 from dpfunc.hf.trainer._settings import word
@@ -108,12 +108,11 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for name in _DECIDED:
         given, default = (getattr(value, "value", value) for value in (getattr(args, name), defaults[name]))
-        if given not in (default, values.get(name, default)):
-            raise fail(
-                f"{name} to be left out with dp_recipe", name, given,
-                f"The recipe {found.strategy!r} takes {values.get(name, 'max_steps')}. Leave it out, or leave "
-                "dp_recipe out and give all values yourself. Memory is decided by dp_physical_batch_size.",
-            )  # fmt: skip
+        expect(
+            given in (default, values.get(name, default)), f"{name} to be left out with dp_recipe", name, given,
+            f"The recipe {found.strategy!r} takes {values.get(name, 'max_steps')}. Leave it out, or leave dp_recipe "
+            "out and give all values yourself. Memory is decided by dp_physical_batch_size.",
+        )  # fmt: skip
     if not private:
         at_once = min(physical, found.expected_batch_size)
         steps = -(-found.expected_batch_size // at_once)

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, integer, one_of, shorten
+from dpfunc._utils.validation import expect, fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
 
@@ -77,11 +77,10 @@ class ImageTextCollator:
                 f"{shorten(list(sample))}. Rename the columns of the table."
             )
         images = len(_images_of(sample))
-        if images > self.max_images:
-            raise fail(
-                f"at most max_images={self.max_images} images a sample", "images", images,
-                "max_images is public: choose it for all samples that there could be.",
-            )  # fmt: skip
+        expect(
+            images <= self.max_images, f"at most max_images={self.max_images} images a sample", "images", images,
+            "max_images is public: choose it for all samples that there could be.",
+        )  # fmt: skip
         prompt, tokenizer = self._prompt_ids(sample["prompt"], images), self.processor.tokenizer
         answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         if self.processor.image_token_id in answer:
@@ -213,11 +212,11 @@ def image_text_collator(
         image_size = (integer("image_size", image_size[0], minimum=1), integer("image_size", image_size[1], minimum=1))
     image = _one_image(processor, image_size) if max_images else _OneImage()
     needed = max_images * len(image.tokens) + 2
-    if max_length < needed:
-        raise fail(
-            f"max_length >= {needed}: {max_images} images of {len(image.tokens)} tokens, a beginning and an answer",
-            "max_length", max_length,
-        )  # fmt: skip
+    expect(
+        max_length >= needed,
+        f"max_length >= {needed}: {max_images} images of {len(image.tokens)} tokens, a beginning and an answer",
+        "max_length", max_length,
+    )  # fmt: skip
     return ImageTextCollator(
         processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
     )
