@@ -293,12 +293,13 @@ def recorded(ledger: Ledger, delta: float, epsilon: float, accountant: str, tole
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Ledger):
-        return json.loads(value.to_json())
-    if isinstance(value, RunCount):
-        return {"mean": value.mean, "shape": _plain(value.shape)}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+    match value:
+        case Ledger():
+            return json.loads(value.to_json())
+        case RunCount():
+            return {"mean": value.mean, "shape": _plain(value.shape)}
+        case tuple():
+            return [_plain(each) for each in value]
     return None if value == math.inf else value
 
 

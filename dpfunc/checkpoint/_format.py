@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -110,12 +109,13 @@ def _encoded(value: Any) -> Any:
             "kind": type(value).__name__,
             **{f.name: _encoded(getattr(value, f.name)) for f in fields(value) if f.compare},
         }
-    if isinstance(value, Mapping):
-        return {"kind": "mapping", "items": {str(name): _encoded(item) for name, item in value.items()}}
-    if isinstance(value, tuple):
-        return [_encoded(item) for item in value]
-    if isinstance(value, (bool, int, float, str, NoneType)):
-        return value
+    match value:
+        case Mapping():
+            return {"kind": "mapping", "items": {str(name): _encoded(item) for name, item in value.items()}}
+        case tuple():
+            return [_encoded(item) for item in value]
+        case bool() | int() | float() | str() | None:
+            return value
     raise InvalidArgument(
         f"Expected a plan of dpfunc's own parts, got {type(value).__name__}, which JSON cannot describe. Steps can be "
         "taken and a journal written with it, checkpoints not: they hold the public dataclasses of dpfunc.clipping, "

@@ -202,12 +202,13 @@ def described(value: object, place: str = "loop", above: tuple[int, ...] = ()) -
     """
     if isinstance(value, Unreleased) or id(value) in above:
         return {}
-    if isinstance(value, Tensor):
-        return {place: checksum([("", value)])}
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return {place: repr(value)}
-    if isinstance(value, Key):
-        return {place: fingerprint(value)}
+    match value:
+        case Tensor():
+            return {place: checksum([("", value)])}
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            return {place: repr(value)}
+        case Key():
+            return {place: fingerprint(value)}
     parts = _parts(value)
     if parts is None or len(above) > _DEEP:
         return {f"{place} of type {type(value).__name__}": _pickled(value)}

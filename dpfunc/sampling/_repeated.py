@@ -48,24 +48,25 @@ def _is_table(dataset: Any) -> bool:
 
 def _origins(dataset: Any, chosen: _Places) -> Iterator[tuple[Hashable, _Places]]:
     """Where the chosen records of a data set come from: objects by identity, and places in them."""
-    if isinstance(dataset, Subset):
-        inner: Any = dataset.dataset  # a class of torch that does not say that it has a length
-        yield from _origins(inner, np.asarray(dataset.indices, dtype=np.int64)[chosen] % len(inner))
-    elif isinstance(dataset, ConcatDataset):
-        parts: list[Any] = dataset.datasets
-        yield from _parts(parts, [len(part) for part in parts], chosen)
-    elif _is_table(dataset):
-        picked = dataset._indices  # of select(), if it has left others out; no public name
-        chosen = chosen if picked is None else picked.column(0).to_numpy().astype(np.int64)[chosen]
-        chunks = dataset.data.table.column(0).chunks
-        yield from _parts(chunks, [len(chunk) for chunk in chunks], chosen)
-    elif hasattr(dataset, "buffers") and hasattr(dataset, "offset"):  # a piece of a column of Hugging Face, in memory
-        memory = tuple(buffer.address for buffer in dataset.buffers() if buffer is not None)
-        yield memory or id(dataset), dataset.offset + chosen
-    elif isinstance(dataset, list) and all(isinstance(each, (dict, list, Tensor, np.ndarray)) for each in dataset):
-        yield "objects", np.array([id(dataset[place]) for place in chosen], dtype=np.int64)
-    else:
-        yield id(dataset), chosen
+    match dataset:
+        case Subset():
+            inner: Any = dataset.dataset  # a class of torch that does not say that it has a length
+            yield from _origins(inner, np.asarray(dataset.indices, dtype=np.int64)[chosen] % len(inner))
+        case ConcatDataset():
+            parts: list[Any] = dataset.datasets
+            yield from _parts(parts, [len(part) for part in parts], chosen)
+        case _ if _is_table(dataset):
+            picked = dataset._indices  # of select(), if it has left others out; no public name
+            chosen = chosen if picked is None else picked.column(0).to_numpy().astype(np.int64)[chosen]
+            chunks = dataset.data.table.column(0).chunks
+            yield from _parts(chunks, [len(chunk) for chunk in chunks], chosen)
+        case object(buffers=_, offset=_):  # a piece of a column of Hugging Face, in memory
+            memory = tuple(buffer.address for buffer in dataset.buffers() if buffer is not None)
+            yield memory or id(dataset), dataset.offset + chosen
+        case list() if all(isinstance(each, (dict, list, Tensor, np.ndarray)) for each in dataset):
+            yield "objects", np.array([id(dataset[place]) for place in chosen], dtype=np.int64)
+        case _:
+            yield id(dataset), chosen
 
 
 def _parts(parts: Sequence[Any], sizes: Sequence[int], chosen: _Places) -> Iterator[tuple[Hashable, _Places]]:

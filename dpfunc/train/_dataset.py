@@ -198,39 +198,42 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
 def columns_of(job: Job) -> tuple[str, ...]:
     """The columns that the job reads, besides that of its unit."""
     data = job.data
-    if job.task == "vqa":
-        return data.image_column, data.question_column, data.answer_column
-    if job.task in ("causal_lm", "seq2seq"):
-        if data.prompt_column is not None and data.response_column is not None:
+    match job.task:
+        case "vqa":
+            return data.image_column, data.question_column, data.answer_column
+        case "causal_lm" | "seq2seq" if data.prompt_column is not None and data.response_column is not None:
             return data.prompt_column, data.response_column
-        return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
-    if job.task == "image_classification":
-        return "digest", data.label_column
-    if job.task == "table_classification":
-        return (*(data.numbers or ()), *(data.categories or ()), data.label_column)
+        case "causal_lm" | "seq2seq":
+            return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
+        case "image_classification":
+            return "digest", data.label_column
+        case "table_classification":
+            return (*(data.numbers or ()), *(data.categories or ()), data.label_column)
     return tuple(filter(None, (data.text_column, data.text_pair_column, data.label_column)))
 
 
 def _check_row(job: Job, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
-    if job.task in ("text_classification", "table_classification"):
-        _check_known([row[data.label_column]], data, where)
-    elif job.task == "text_regression" and not math.isfinite(number_of(row[data.label_column])):
-        raise InvalidArgument(f"Expected a finite number in the column {data.label_column!r} in {where}, got another.")
-    elif job.task == "token_classification":
-        _check_words(row, data, where)
-    elif job.task == "vqa":
-        images = _images(data, row)
-        if len(images) > data.max_images:
-            raise InvalidArgument(
-                f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
-                "public: choose it for all records that there could be."
-            )
-        for image in images:
-            _check_image(folder / image, where)
-    elif job.task == "image_classification":
-        _check_image(folder / row["image"], where)
+    match job.task:
+        case "text_classification" | "table_classification":
+            _check_known([row[data.label_column]], data, where)
+        case "text_regression" if not math.isfinite(number_of(row[data.label_column])):
+            column = data.label_column
+            raise InvalidArgument(f"Expected a finite number in the column {column!r} in {where}, got another.")
+        case "token_classification":
+            _check_words(row, data, where)
+        case "vqa":
+            images = _images(data, row)
+            if len(images) > data.max_images:
+                raise InvalidArgument(
+                    f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
+                    "public: choose it for all records that there could be."
+                )
+            for image in images:
+                _check_image(folder / image, where)
+        case "image_classification":
+            _check_image(folder / row["image"], where)
 
 
 def _check_words(row: Row, data: DataSection, where: str) -> None:
@@ -271,12 +274,15 @@ def _read_once(image: Path, changed: int, size: int) -> None:
 def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
     """Make the record of a row: token ids and labels, or what the collator of images takes."""
     data = job.data
-    if job.task in ("causal_lm", "seq2seq"):
-        return (language_record if job.task == "causal_lm" else _translated)(processing, *_parts(row, data), data)
-    if job.task == "vqa":
-        return _asked(processing, row, data, folder)
-    if job.task == "token_classification":
-        return _labelled(processing, row, data)
+    match job.task:
+        case "causal_lm":
+            return language_record(processing, *_parts(row, data), data)
+        case "seq2seq":
+            return _translated(processing, *_parts(row, data), data)
+        case "vqa":
+            return _asked(processing, row, data, folder)
+        case "token_classification":
+            return _labelled(processing, row, data)
     label = row[data.label_column]
     labels = {"labels": float(label) if job.task == "text_regression" else data.classes.index(label)}
     if job.task in FEATURES:
