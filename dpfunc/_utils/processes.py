@@ -278,9 +278,8 @@ def on_any_process(flag: bool) -> bool:
     group = _lockstep_group()
     if group is None:
         return flag
-    count = torch.tensor([flag], dtype=torch.float32, device="cpu")
-    if dist.get_backend(group) == "nccl":
-        count = count.cuda()
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    count = torch.tensor([flag], dtype=torch.float32, device=device)
     arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=group, async_op=True))
     return bool(count > 0)
 

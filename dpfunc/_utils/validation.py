@@ -132,8 +132,10 @@ def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The nearest known name, or all of them, for messages."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    close += [option for option in names if option.endswith(f"_{name}")]
+    close = [
+        *difflib.get_close_matches(name, names, n=1, cutoff=0.5),
+        *(option for option in names if option.endswith(f"_{name}")),
+    ]
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
 
 

@@ -104,9 +104,11 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
 
 def _through(layers: Iterable[nn.Module], x_BTd: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Hidden states after layers of BERT's form."""
-    bias_B11T = None
-    if attention_mask is not None:
-        bias_B11T = x_BTd.new_zeros(attention_mask.shape).masked_fill(attention_mask == 0, -1e9)[:, None, None, :]
+    bias_B11T = (
+        None
+        if attention_mask is None
+        else x_BTd.new_zeros(attention_mask.shape).masked_fill(attention_mask == 0, -1e9)[:, None, None, :]
+    )
     for layer in layers:
         output = layer(x_BTd, bias_B11T)
         x_BTd = output[0] if isinstance(output, tuple) else output

@@ -157,9 +157,11 @@ def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
             "another one. Pass a loss function of your own, e.g. with dpfunc.hf.losses.ctc."
         )
     logits_BTV = _logits(forward(params, **inputs))
-    frames_B = torch.full_like(labels_BL[:, 0], logits_BTV.shape[1])
-    if speech.frames is not None and "attention_mask" in inputs:
-        frames_B = speech.frames(inputs["attention_mask"].sum(1))
+    frames_B = (
+        speech.frames(inputs["attention_mask"].sum(1))
+        if speech.frames is not None and "attention_mask" in inputs
+        else torch.full_like(labels_BL[:, 0], logits_BTV.shape[1])
+    )
     return speech.loss(logits_BTV, labels_BL, frames_B)
 
 

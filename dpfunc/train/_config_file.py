@@ -21,8 +21,10 @@ from dpfunc.train.config import SECTIONS, TOP, Job, explained, job_from_dict
 # as two values, so that aliases multiply no long text either.
 MOST_BYTES, MOST_VALUES, LONG = 2**20, 10_000, 100
 # A flag for one of these replaces the other one of the file.
-_ALTERNATIVES = {"steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction"}
-_ALTERNATIVES |= {other: key for key, other in _ALTERNATIVES.items()}
+_ALTERNATIVES = {
+    "steps": "epochs", "dp_epsilon": "dp_noise_multiplier", "eval": "eval_fraction",
+    "epochs": "steps", "dp_noise_multiplier": "dp_epsilon", "eval_fraction": "eval",
+}  # fmt: skip
 # Keys of a job that can be searched, with their sections.
 GRID_KEYS = {
     "learning_rate": ("training", "learning_rate"), "batch_size": ("training", "batch_size"),

@@ -324,8 +324,10 @@ def tuned(values: Mapping[str, Any], chosen: Job) -> dict[str, Any]:
     def given(section: object, *names: str) -> dict[str, Any]:
         return {name: getattr(section, name) for name in names if getattr(section, name) is not None}
 
-    kept = {name: value for name, value in (values.get("training") or {}).items() if name != "epochs"}
-    kept |= given(chosen.training, "learning_rate", "head_rate", "batch_size", "steps", "physical_batch_size")
+    kept = {
+        **{name: value for name, value in (values.get("training") or {}).items() if name != "epochs"},
+        **given(chosen.training, "learning_rate", "head_rate", "batch_size", "steps", "physical_batch_size"),
+    }
     if chosen.strategy not in ADAPTERS:
         return {**values, "training": kept}
     return {**values, "training": kept, "lora": (values.get("lora") or {}) | given(chosen.lora, "rank", "top_layers")}

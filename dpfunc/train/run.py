@@ -265,9 +265,11 @@ def _finish(
     say(f"Spent: {cost}")
     if private and insecure_seed is not None:
         say(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
-    base, load = "base model", "from_pretrained(path)"
-    if job.model.pooling == "mean":
-        base, load = f"load_mean_pooled({job.model_path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)"
+    base, load = (
+        (f"load_mean_pooled({job.model_path!r})", "dpfunc.hf.pooled.load_mean_pooled(path)")
+        if job.model.pooling == "mean"
+        else ("base model", "from_pretrained(path)")
+    )
     if job.task in FEATURES:
         load = f"`dpfunc predict {folder} TABLE_OR_FOLDER --out FILE`"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load

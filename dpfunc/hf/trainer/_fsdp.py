@@ -204,8 +204,10 @@ def _split(tied: list[list[str]], part: str) -> list[str]:
 
 def _refuse_parameters(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
-    found = [f"{name} without values, on the meta device" for name, tensor in named if tensor.is_meta]
-    found += [f"{name}, quantised" for name, param in model.named_parameters() if not param.is_floating_point()]
+    found = [
+        *(f"{name} without values, on the meta device" for name, tensor in named if tensor.is_meta),
+        *(f"{name}, quantised" for name, param in model.named_parameters() if not param.is_floating_point()),
+    ]
     if found:
         raise UnsupportedModel(
             f"Expected floating-point parameters with values on each process, got {shorten(found)}. Load the model in "

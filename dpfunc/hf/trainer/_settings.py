@@ -292,8 +292,10 @@ def _refuse_sharded(model: nn.Module) -> None:
     """Refuse a model that `from_pretrained(..., tp_size=...)`, `fully_shard` or DeepSpeed has sharded."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     sizes = {name: getattr(part, name, None) or 1 for part in (config, model) for name in _SIZES}
-    found = [f"{name}={size}" for name, size in sizes.items() if size != 1]
-    found += [name for name, param in model.named_parameters() if is_dtensor(param) or hasattr(param, "ds_id")]
+    found = [
+        *(f"{name}={size}" for name, size in sizes.items() if size != 1),
+        *(name for name, param in model.named_parameters() if is_dtensor(param) or hasattr(param, "ds_id")),
+    ]
     if found:
         raise UnsupportedModel(f"Expected a model that is not sharded, got one with {shorten(found)}. {_PARTS}")
 
