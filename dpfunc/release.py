@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import fail, named, positive
+from dpfunc._utils.validation import expect, named, positive
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint import Journal
 from dpfunc.clipping import Flat
@@ -86,8 +86,10 @@ def release_mean(
     Ledger(1 steps, add_remove: (q=1, sigma=4) x 1)
     """
     limit = positive("bound", bound)
-    if not isinstance(values, Tensor) or not values.ndim or not values.is_floating_point():
-        raise fail("values to be a floating tensor with one row a record", "values", type(values).__name__)
+    expect(
+        isinstance(values, Tensor) and values.ndim and values.is_floating_point(),
+        "values to be a floating tensor with one row a record", "values", type(values).__name__,
+    )  # fmt: skip
     plan = Plan(
         sampler=Poisson(dataset_size, 1.0), clip=Flat(limit), noise_multiplier=noise_multiplier, num_steps=1,
         delta=delta, epsilon=epsilon, adjacency=adjacency, spent=ledger,

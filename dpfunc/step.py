@@ -180,9 +180,11 @@ class DPStep:
 
     def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
         mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
-        if self.ranks is None:
-            return mechanism.add(clipped, state.noise_state, key)
-        return release(self.ranks, mechanism, clipped, self._with_statistics(params), state.noise_state, key)
+        return (
+            mechanism.add(clipped, state.noise_state, key)
+            if self.ranks is None
+            else release(self.ranks, mechanism, clipped, self._with_statistics(params), state.noise_state, key)
+        )
 
     def _with_statistics(self, params: Params) -> Params:
         return params if self.plan.telemetry is None else self.plan.telemetry.with_leaf(params)

@@ -87,9 +87,8 @@ def distributed(part: Tensor, like: Tensor, placements: Any = None) -> Tensor:
 
 def shard_dims(tensor: Tensor) -> dict[int, int]:
     """Mesh dimension -> the dimension of the tensor that it divides. Empty for tensors that are whole."""
-    if not is_dtensor(tensor):
-        return {}
-    return {axis: int(p.dim) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim") and not p.is_partial()}
+    placements = tensor.placements if is_dtensor(tensor) else ()
+    return {axis: int(p.dim) for axis, p in enumerate(placements) if hasattr(p, "dim") and not p.is_partial()}
 
 
 def window(tensor: Tensor, name: str) -> Window:

@@ -52,9 +52,11 @@ def _log_delta(epsilon: float, mu: float) -> float:
 
 def gaussian_mu(events: tuple[Event, ...]) -> float:
     """`sqrt(sum T / sigma^2)` of events in which all records take part."""
-    if any(event.noise_multiplier == 0 for event in events):
-        return math.inf
-    return math.hypot(*(as_float(event.num_steps) ** 0.5 / event.noise_multiplier for event in events))
+    return (
+        math.inf
+        if any(event.noise_multiplier == 0 for event in events)
+        else math.hypot(*(as_float(event.num_steps) ** 0.5 / event.noise_multiplier for event in events))
+    )
 
 
 def gdp_mu(events: tuple[Event, ...]) -> float:

@@ -111,7 +111,10 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     plain, special = divided(events)
     if any(event.noise_multiplier == 0 for event in plain):
         return math.inf, named, "a step without noise"
-    delta -= max(_lost(special, direction) for direction in DIRECTIONS[adjacency])
+    delta -= max(  # the delta of infinite losses, which no epsilon makes smaller
+        math.fsum(e.num_steps * float(law_of(e, direction).infinite) for e in special if not isinstance(e, ZCDP))
+        for direction in DIRECTIONS[adjacency]
+    )
     if delta <= 0:
         return math.inf, named, "releases that give all away with a larger probability"
     if method == "rdp":
@@ -121,13 +124,6 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
         numerical, error = prv_epsilon(fewer, adjacency, delta)
         return numerical, "prv", f"about {error:.2g} above the truth{rounded}"
     return _tightest(events, adjacency, delta, alone=method == "tilted")
-
-
-def _lost(special: tuple[Event, ...], direction: Direction) -> float:
-    """The delta of infinite losses, which no epsilon makes smaller."""
-    return math.fsum(
-        event.num_steps * float(law_of(event, direction).infinite) for event in special if not isinstance(event, ZCDP)
-    )
 
 
 def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:

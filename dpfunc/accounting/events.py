@@ -129,9 +129,8 @@ def law_of(event: Event, direction: Direction) -> Atoms:
     """Losses that dominate those of one step; of zCDP none are known."""
     if isinstance(event, ZCDP):
         raise TiltedUnavailable("zCDP bounds Renyi divergences, and no law of losses. Use method 'rdp'.")
-    if event.noise_multiplier == 0 and not isinstance(event, Opaque):
-        return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
-    return _LAWS[type(event)](event, direction)
+    without_noise = event.noise_multiplier == 0 and not isinstance(event, Opaque)
+    return Atoms(np.zeros(0), np.zeros(0), np.array(1.0)) if without_noise else _LAWS[type(event)](event, direction)
 
 
 def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Array:

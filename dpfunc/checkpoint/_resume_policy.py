@@ -114,11 +114,6 @@ class History:
         return [note for note in self.notes if note.run == self.run]
 
     @property
-    def first_step(self) -> int:
-        """First step that was computed with its key."""
-        return next((note.start for note in self.own_notes if note.parent is not None), 0)
-
-    @property
     def steps(self) -> Mapping[int, Taken]:
         """Steps of this run in the journal."""
         return (self.taken or {}).get(self.run, {})
@@ -195,7 +190,8 @@ def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> S
 def _refuse_lost(history: History) -> None:
     """Refuse a journal without the last step of the checkpoint; it has the steps from the first one with its key."""
     last = int(history.values["charged"]) - 1
-    if history.taken is None or last < history.first_step or last in history.steps:
+    first = next((note.start for note in history.own_notes if note.parent is not None), 0)  # computed with its key
+    if history.taken is None or last < first or last in history.steps:
         return
     counting = {note.run for note in history.notes if note.counted.get(history.run, 0) > last}
     advice = "It is the journal of another run, or incomplete: pass the right one"

@@ -102,9 +102,11 @@ def decode(values: Any, tensor: Callable[[_Slot], Any], place: _Place = ()) -> A
     if kind in _MAPS:
         pairs = [(decode(key, tensor), item) for key, item in content]
         return _MAPS[kind]({key: decode(item, tensor, (*place, key)) for key, item in pairs})
-    if kind in _LISTS:
-        return _LISTS[kind]([decode(item, tensor, (*place, index)) for index, item in enumerate(content)])
-    return _TEXTS[kind][2](content)
+    return (
+        _LISTS[kind]([decode(item, tensor, (*place, index)) for index, item in enumerate(content)])
+        if kind in _LISTS
+        else _TEXTS[kind][2](content)
+    )
 
 
 def _slots(values: Any) -> tuple[list[_Slot], Any]:

@@ -52,9 +52,8 @@ class _Seen:
         off = float((self.cells - count / _CELLS).square().sum()) / (count / _CELLS)
         if chdtrc(_CELLS - 1, off) < level:
             return "it has the deviation that is claimed, and another law: parts of it have more than others"
-        if normal(self.products, self.pairs) < level:
-            return "that of one step is not independent of that of the step before"
-        return ""
+        dependent = normal(self.products, self.pairs) < level
+        return "that of one step is not independent of that of the step before" if dependent else ""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, fail, integer, non_negative, one_of, open_unit
+from dpfunc._utils.validation import expect, integer, non_negative, one_of, open_unit
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._gaussian import gaussian_epsilon
 from dpfunc.accounting._losses import Array
@@ -276,8 +276,10 @@ def plot(audits: Iterable[Audit], path: str | Path) -> None:
     dpfunc.errors.InvalidArgument: Expected audits with finite claims, got audits=[]. Pass claim= to audit(...).
     """
     shown = list(audits)
-    if not shown or any(one.claim is None or math.isinf(one.claim) for one in shown):
-        raise fail("audits with finite claims", "audits", shown, "Pass claim= to audit(...).")
+    expect(
+        shown and not any(one.claim is None or math.isinf(one.claim) for one in shown),
+        "audits with finite claims", "audits", shown, "Pass claim= to audit(...).",
+    )  # fmt: skip
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -112,6 +112,7 @@ class LoRA:
         """The copy of the module's structure that `forward` runs. It shares the module's parameters."""
         return self._adapted.module
 
+    @torch.no_grad()
     def merge(self, params: Params) -> nn.Module:
         """A copy of the original module with `W + scale B A`, and with the other trained parameters.
 
@@ -122,16 +123,15 @@ class LoRA:
         """
         every = self._every(params)
         result: nn.Module = copied(self.module)
-        with torch.no_grad():
-            for name in self.config.also_train:
-                result.get_parameter(name).copy_(every[_adapted_name(name, self.config.targets)])
-            for name in self.config.targets:
-                layer = result.get_submodule(name)
-                weight = layer.get_parameter("weight")
-                if not weight.is_floating_point():
-                    raise UnsupportedModel(f"The weight of {name} is {weight.dtype}: merge into a model in float.")
-                merged = _merged_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"], self.config.scale)
-                layer.register_parameter("weight", nn.Parameter(merged, requires_grad=weight.requires_grad))
+        for name in self.config.also_train:
+            result.get_parameter(name).copy_(every[_adapted_name(name, self.config.targets)])
+        for name in self.config.targets:
+            layer = result.get_submodule(name)
+            weight = layer.get_parameter("weight")
+            if not weight.is_floating_point():
+                raise UnsupportedModel(f"The weight of {name} is {weight.dtype}: merge into a model in float.")
+            merged = _merged_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"], self.config.scale)
+            layer.register_parameter("weight", nn.Parameter(merged, requires_grad=weight.requires_grad))
         return result
 
     def _every(self, params: Params) -> dict[str, Tensor]:

@@ -225,9 +225,11 @@ def standard_normal(key: Key, like: _Leaves, source: Source = "secure") -> dict[
     for name, leaf in like.items():
         if leaf.dtype not in _NUMPY_DTYPES:
             raise InvalidArgument(f"Expected noise in float32 or float64, got {leaf.dtype} for {name}.")
-    if one_of("source", source, SOURCES) == "device":
-        return device_normal(key, like)
-    return {name: value.to(like[name].device) for name, value in secure_normal(key, like).items()}
+    return (
+        device_normal(key, like)
+        if one_of("source", source, SOURCES) == "device"
+        else {name: value.to(like[name].device) for name, value in secure_normal(key, like).items()}
+    )
 
 
 _Words = npt.NDArray[np.uint64]

@@ -160,9 +160,8 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
             f"{how}. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
         )
-    if has_checkpoint(job):
-        return f"{cost} --resume goes on with this run."
-    return f"{cost} {'There is no checkpoint to resume.' if steps else 'The same command starts it again.'}"
+    begun = "There is no checkpoint to resume." if steps else "The same command starts it again."
+    return f"{cost} {'--resume goes on with this run.' if has_checkpoint(job) else begun}"
 
 
 def check_accounting(folder: Path) -> None:

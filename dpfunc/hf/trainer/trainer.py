@@ -429,9 +429,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._run is None:
             return 0
         step, resumed = self._run.state.step, self._run.start.resumed
-        if resumed is None or self.args.ignore_data_skip or step != resumed.state.step:
-            return step
-        return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size)
+        skips = resumed is not None and not self.args.ignore_data_skip and step == resumed.state.step
+        return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size) if skips else step
 
     def training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None

@@ -121,9 +121,11 @@ class ImageTextCollator:
         padding = [self.processor.tokenizer.pad_token_id] * (length - len(ids) - len(blank))
         missing = len(blank) + len(padding)
         mask, ignored = [1] * len(ids), [IGNORED] * missing
-        if self.padding_side == "right":
-            return ids + blank + padding, mask + [0] * missing, labels + ignored
-        return padding + blank + ids, [0] * missing + mask, ignored + labels
+        return (
+            (ids + blank + padding, mask + [0] * missing, labels + ignored)
+            if self.padding_side == "right"
+            else (padding + blank + ids, [0] * missing + mask, ignored + labels)
+        )
 
     def _tensors(self, images_of: list[list[Any]]) -> dict[str, Tensor]:
         """Tensors of all images of a sample one after another on axis 1."""
