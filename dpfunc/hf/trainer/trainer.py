@@ -422,7 +422,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _collator(self) -> Callable[[list[Any]], Any]:
         """The collator without the columns that the model does not take, whatever kind the data set is."""
-        return self._get_collator_with_removed_columns(self.data_collator, "training")  # type: ignore[no-any-return]
+        collate: Callable[[list[Any]], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return collate
 
     def _first_step(self) -> int:
         """Step at which the Trainer starts to iterate; after a resume it skips the used batches of the epoch."""
