@@ -343,7 +343,8 @@ def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
     What is kept would be the activations of rows, and tensors of a pass that has ended can be neither copied nor saved.
     Until then the loss may read them. Numbers and texts stay: the engines compare them from call to call.
     """
-    before = [(holder, holder.copy()) for part in parts for holder in _holders(part.__dict__)]
+    known = set[int]()  # a configuration is an attribute of each part
+    before = [(holder, holder.copy()) for part in parts for holder in _holders(part.__dict__, known)]
     try:
         yield
     finally:
@@ -358,13 +359,14 @@ def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
                 (holder.extend if listed else holder.update)(held)
 
 
-def _holders(attributes: dict[str, Any]) -> list[Any]:
-    """The attributes of a part, and the dictionaries, lists and objects among them, and in these."""
+def _holders(attributes: dict[str, Any], known: set[int]) -> list[Any]:
+    """The attributes of a part, and the dictionaries, lists and objects among them, and in these; each once."""
     found: list[Any] = [attributes, attributes["_buffers"]]
-    todo = [_place(value) for name, value in attributes.items() if name not in _OF_TORCH]
+    todo = [_place(v) for name, v in attributes.items() if name not in _OF_TORCH and type(v) not in _PLAIN]
     for place in todo:
         small = place is not None and len(place) <= _MOST_HELD and len(found) < _MOST_PLACES
-        if small and not any(place is one for one in found):
+        if small and id(place) not in known:
+            known.add(id(place))
             found.append(place)
             todo += map(_place, place.values() if isinstance(place, dict) else place)
     return found
