@@ -54,6 +54,7 @@ from dpfunc.engines._levels import inside
 _MAX_OBJECTS = 100_000
 _MANY, _SAMPLE = 65_536, 4_096  # of more numbers or entries than so many, so many at equal distances are compared
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
 
 # What is left out, and why.
 
@@ -145,10 +146,13 @@ def _walk(loss_fn: object, weak: bool = True) -> _Walk:
             number_of[id(value)] = place
             parts = _parts(value, kind)
             values.append((kind, value if parts is None else len(parts)))
-            objects += (parts or ())[:: max(1, len(parts or ()) // _MANY)]
-            parents += [place] * (len(objects) - len(parents))
-            names.update(_names(value.__code__) if kind is FunctionType and not _of_library(value) else ())
-            modules += [value] if issubclass(kind, ModuleType) and not _of_library(value) else []
+            if parts:
+                objects += parts[:: len(parts) // _MANY or 1]
+                parents += [place] * (len(objects) - len(parents))
+            if kind is FunctionType and not _of_library(value):
+                names.update(_names(value.__code__))
+            elif issubclass(kind, ModuleType) and not _of_library(value):
+                modules.append(value)
         if modules and place + 1 == len(objects):  # in a closure or an attribute: any function may use their values
             found = [each for module in modules for each in _within(names, vars(module), _OF_ANY)]
             new = [each for each in found if type(each) not in _PLAIN and id(each) not in number_of]
@@ -163,6 +167,8 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
 
     None for what is not looked into, and is compared as it is.
     """
+    if kind in _CONTAINERS and id(value) != _IMPORTED:  # quick: most objects, which have no attributes
+        return [*(value if kind is dict else ()), *gc.get_referents(value)]
     if issubclass(kind, _AS_THEY_ARE) or (issubclass(kind, type) and _of_library(value)):
         return None
     left_out, inner = _of_class(kind)
