@@ -166,8 +166,9 @@ def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
 
 def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Event, ...]:
     """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling."""
-    sampler = plan.sampler if state.drawn else Poisson(plan.sampler.dataset_size, 1.0)
-    return plan.noise.events(sampler, plan.noise_multiplier, start, stop)
+    if state.drawn:
+        return plan.events(start, stop)
+    return plan.noise.events(Poisson(plan.sampler.dataset_size, 1.0), plan.noise_multiplier, start, stop)
 
 
 def plan_digest(plan: Plan) -> str:

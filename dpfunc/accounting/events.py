@@ -36,6 +36,8 @@ class Laplace(Event):
     0.5000
     """
 
+    law = Event.law  # itself, see `law_of`
+
 
 @dataclass(frozen=True, order=True)
 class Opaque(Event):
@@ -66,6 +68,8 @@ class Opaque(Event):
             "delta": real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1),
         })  # fmt: skip
 
+    law = Event.law  # itself, see `law_of`
+
 
 @dataclass(frozen=True, order=True)
 class ZCDP(Event):
@@ -91,6 +95,8 @@ class ZCDP(Event):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "rho", positive("rho", self.rho))
+
+    law = Event.law  # itself, see `law_of`
 
 
 KINDS: dict[str, type[Event]] = {
