@@ -173,8 +173,9 @@ def of_torch(calls: Calls, each: int, part: slice = slice(None)) -> None:
     stub = types.ModuleType("expecttest")
     stub.TestCase = unittest.TestCase
     sys.modules.setdefault("expecttest", stub)
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.common_modules import module_db
+    with mock.patch("torch.backends.disable_global_flags"):  # later code of this process may set TF32
+        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.common_modules import module_db
 
     for op in op_db[part]:
         for dtype in DTYPES:
