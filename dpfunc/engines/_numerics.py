@@ -126,7 +126,7 @@ class Measured(NamedTuple):
 
     @property
     def room_B(self) -> Tensor | None:
-        """What is added to the norm: the rounding that depends on the order of additions, and what is lost."""
+        """Size (B,) of the rounding that depends on the order of additions, and of what is lost; added to norms."""
         if self.reach_B is None:
             return None
         rounding = ROUNDINGS * torch.finfo(self.reach_B.dtype).eps

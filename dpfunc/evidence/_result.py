@@ -91,7 +91,10 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
 
 
 def entry(found: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
-    """What a certificate with these digests says of a result; `same_code`: it is of the code that took the steps."""
+    """Check the fields of a result, and return those that a certificate with these digests shows.
+
+    `same_code` says that the result is of the code that took the steps.
+    """
     kind = one_of("kind", found["kind"], _PUBLIC)
     told = {name: check(name, found[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
     if found["holds"] and told.get("reproduced") not in (None, found["steps"]):

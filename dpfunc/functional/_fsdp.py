@@ -18,7 +18,7 @@ def _fsdp(name: str) -> type | None:
 
 
 def is_among(parts: Iterable[nn.Module]) -> bool:
-    """Whether `fully_shard` was called on one of these parts."""
+    """True if `fully_shard` was called on one of these parts."""
     kind = _fsdp("FSDPModule")
     return kind is not None and any(isinstance(part, kind) for part in parts)
 

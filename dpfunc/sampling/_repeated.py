@@ -47,7 +47,7 @@ def _is_table(dataset: Any) -> bool:
 
 
 def _origins(dataset: Any, chosen: _Places) -> Iterator[tuple[Hashable, _Places]]:
-    """Where the chosen records of a data set come from: objects by identity, and places in them."""
+    """Find the objects, by identity, that the chosen records of a data set come from, and their places in them."""
     match dataset:
         case Subset():
             inner: Any = dataset.dataset  # a class of torch that does not say that it has a length

@@ -218,9 +218,9 @@ class TrainingSection:
     def num_steps(self, dataset_size: int) -> int:
         """Optimizer steps over that many records; a part of a step is a step."""
         return (
-            math.ceil(round((self.epochs or 0.0) * dataset_size / (self.batch_size or 0), 6))
-            if self.steps is None
-            else self.steps
+            self.steps
+            if self.steps is not None
+            else math.ceil(round((self.epochs or 0.0) * dataset_size / (self.batch_size or 0), 6))
         )
 
 

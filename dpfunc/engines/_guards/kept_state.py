@@ -105,7 +105,7 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
 
 
 def is_changed(loss_fn: object, before: tuple[object, ...]) -> bool:
-    """Whether a function has changed what it keeps. Only where it seems so, garbage is collected, which takes long."""
+    """True if a function has changed what it keeps. Garbage is collected, which takes long, only where it seems so."""
     return _walk(loss_fn).values != before and python_state(loss_fn) != before
 
 
