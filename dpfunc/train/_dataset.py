@@ -150,7 +150,10 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     elif job.task == "vqa" and data.max_images > 1:
         lists = [data.image_column]
     columns = tuple(dict.fromkeys((*columns_of(job), *([] if unit is None else [unit]))))
-    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists)
+    optional = [*(data.numbers or ()), *(data.categories or ())]
+    if job.task in ("causal_lm", "seq2seq"):  # a part of a prompt may be empty, what is learnt may not
+        optional = [column for column in columns_of(job) if column != (data.response_column or data.text_column)]
+    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, optional=optional)
 
 
 def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> Table:
@@ -158,7 +161,8 @@ def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: 
     table = _read(job, file, unit, deduplicate)
     path = Path(file)
     for number, row in zip(table.numbers, table.rows, strict=True):
-        _check_row(job, row, f"row {number} of {path.name}", _folder(job, file))
+        where = row["place"] if job.task == "image_classification" else f"row {number} of {path.name}"
+        _check_row(job, row, where, _folder(job, file))
     if isinstance(processing, TableFeatures):
         processing.check_table(table, path.name)
     return table

@@ -10,7 +10,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.train._features import Front, TableFeatures, load_features
 from dpfunc.train._model import one_line
 from dpfunc.train._run_folder import MODEL
-from dpfunc.train.tables import image_files, read_table
+from dpfunc.train.tables import read_table, visible_files
 
 
 def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
@@ -44,12 +44,17 @@ def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
 def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """The name of each record, and its features."""
     if isinstance(front, TableFeatures):
-        table = read_table(path, [*front.numbers, *front.categories], deduplicate=False)
+        columns = [*front.numbers, *front.categories]
+        table = read_table(path, columns, deduplicate=False, optional=columns)
         for number, row in zip(table.numbers, table.rows, strict=True):
             yield {"row": number}, front.encode(row, f"row {number} of {path.name}")
         return
-    files = [path] if path.is_file() else image_files(path)
+    files = [path] if path.is_file() else visible_files(path)
     if not files:
-        raise InvalidArgument(f"Expected images (.png, .jpg) in {str(path)!r}, got none.")
+        raise InvalidArgument(f"Expected images in {str(path)!r}, got none.")
     for file in files:
-        yield {"image": str(file)}, front.encode(file)
+        try:
+            features = front.encode(file)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"The image {str(file)!r} cannot be used. {error}") from error
+        yield {"image": str(file)}, features

@@ -1,7 +1,9 @@
 """Tables of private records: read, without exact duplicates, split record by record."""
 
+import codecs
 import csv
 import hashlib
+import io
 import json
 import math
 import re
@@ -12,9 +14,10 @@ from typing import Any
 
 from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf.vision_language._images import is_image
 
 Row = dict[str, str]
-_IMAGES = (".png", ".jpg", ".jpeg")
+_NO_RECORDS = ("thumbs.db", "desktop.ini")  # files that systems put into folders of images; others begin with a dot
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -28,7 +31,7 @@ class Table:
 
 def read_table(
     path: Path | str, columns: Sequence[str], *, deduplicate: bool = True, unit: str | None = None,
-    lists: Sequence[str] = (),
+    lists: Sequence[str] = (), optional: Sequence[str] = (),
 ) -> Table:  # fmt: skip
     """The columns that a job needs, of a .jsonl with an object a line, a .csv with a header, or a .txt; UTF-8.
 
@@ -39,13 +42,15 @@ def read_table(
             result by at most one row (tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row).
         unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then.
         lists: those of the columns that may hold a list of texts; given back as JSON, a text as well.
+        optional: those of the columns in which a value may be missing: an empty text is given back. In the others a
+            missing value is an error. `null` and `NaN` of JSON and empty cells are missing, whatever the file.
 
     Raises:
         InvalidArgument: what cannot be read, is missing or is there twice; rows are named by their number, never shown.
     """
     file = Path(path)
     found = {
-        number: _row(row, columns, unit, lists, f"in row {number} of {file.name}")
+        number: _row(row, columns, unit, lists, optional, f"in row {number} of {file.name}")
         for number, row in _rows(file, columns)
     }
     if not found:
@@ -66,42 +71,75 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
         raise InvalidArgument(
             f"Expected a .jsonl, .csv or .txt file, got {str(path)!r}. Write a line for each object, row or text."
         )
+    text = _decoded(path)
+    if path.suffix == ".csv":
+        return _rows_of_csv(text, columns, path)
+    lines = [(number, line) for number, line in enumerate(io.StringIO(text, newline=""), start=1) if line.strip()]
+    return [(number, _object(line, number, columns, path)) for number, line in lines]
+
+
+def _decoded(path: Path) -> str:
+    """The text of a file in UTF-8; an error names the line, and shows no byte of it."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                return _rows_of_csv(csv.DictReader(file, strict=True), columns, path)
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
+        data = path.read_bytes()
     except OSError as error:
         raise InvalidArgument(
             f"Expected a table that can be read, got {str(path)!r}: {error.strerror}. Paths are those of the folder in "
             "which the command runs."
         ) from error
-    except UnicodeDecodeError:  # whose message shows a byte of the table
-        raise InvalidArgument(f"Expected a table in UTF-8, got {str(path)!r}, which is not. Convert it.") from None
-    except csv.Error as error:
-        raise InvalidArgument(
-            f"Expected a readable table, got {str(path)!r}: {error}. A text of a .csv that has commas, quotes or line "
-            "ends needs quotes around it, and one of over 131072 characters a .jsonl."
-        ) from error
-    return [(number, _object(line, number, columns, path)) for number, line in lines]
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    likely = "UTF-16" if wide else "WINDOWS-1252"
+    raise InvalidArgument(
+        f"Expected a table in UTF-8, got {str(path)!r}, which is not in line {line}. Convert it from the encoding that "
+        f"it has; from that of many spreadsheets: iconv -f {likely} -t UTF-8 OLD > NEW."
+    )
 
 
-def _rows_of_csv(reader: "csv.DictReader[str]", columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
-    """Numbered rows, if each has at most as many values as there are names, and no name is there twice."""
-    names = list(reader.fieldnames or ())
-    for column in (each for each in columns if names.count(each) > 1):
-        raise InvalidArgument(
-            f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
-            "or remove the others."
-        )
-    found = list(enumerate(reader, start=1))
-    for number, row in found:
-        if any(row.get(None) or ()):  # values beyond the last name, which DictReader keeps under None
+def _rows_of_csv(text: str, columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
+    """Numbered rows, if each has as many values as there are names, and no name is there twice."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    found: list[tuple[int, Any]] = []
+    begins = 1
+    try:
+        names = list(reader.fieldnames or ())
+        for column in (each for each in columns if names.count(each) > 1):
             raise InvalidArgument(
-                f"Expected at most {len(names)} values in row {number} of {path.name}, as its first line has names, "
-                "got more: texts with commas need quotes around them, or the row would be cut off."
+                f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
+                "or remove the others."
             )
+        begins = reader.line_num + 1
+        for number, row in enumerate(reader, start=1):
+            _check_width(row, names, columns, f"row {number} (line {begins}) of {path.name}")
+            found.append((number, row))
+            begins = reader.line_num + 1
+    except csv.Error as error:
+        open_quote = "unexpected end of data" in str(error)
+        reason = "a quote there, or in a row before it, opens a text that nothing closes" if open_quote else error
+        raise InvalidArgument(
+            f"Expected a readable table, got {str(path)!r}: in the row that begins in line {begins}, {reason}. A text "
+            'of a .csv that has commas, quotes or line ends needs quotes around it, a quote inside of it is "", and '
+            "one of over 131072 characters needs a .jsonl."
+        ) from error
     return found
+
+
+def _check_width(row: Mapping[Any, Any], names: Sequence[str], columns: Sequence[str], where: str) -> None:
+    """Check that no value of a row of a .csv is beyond the last name, and none is lacking in these columns."""
+    if any(row.get(None) or ()):  # where DictReader keeps values beyond the last name
+        raise InvalidArgument(
+            f"Expected at most {len(names)} values in {where}, as its first line has names, "
+            "got more: texts with commas need quotes around them, or the row would be cut off."
+        )
+    for column in columns:
+        if column in row and row[column] is None:
+            raise InvalidArgument(
+                f"Expected a text in the column {column!r} in {where}, got a row that ends before it. Write a comma "
+                "for each empty cell, or leave the row out."
+            )
 
 
 def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
@@ -129,11 +167,14 @@ def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
     )
 
 
-def _row(row: object, columns: Sequence[str], unit: str | None, lists: Sequence[str], where: str) -> Row:
+def _row(
+    row: object, columns: Sequence[str], unit: str | None, lists: Sequence[str], optional: Sequence[str], where: str
+) -> Row:  # fmt: skip
     """The texts of a row in the columns; lists and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
-    values = {column: _text(row, column, column in lists, where) for column in columns}
+    empty = {column for column in (*optional, unit) if column in row and _is_missing(row[column])}
+    values = {column: "" if column in empty else _text(row, column, column in lists, where) for column in columns}
     for column, text in values.items():
         if _HALF_A_PAIR.search(text):
             raise InvalidArgument(
@@ -159,16 +200,21 @@ def _text(row: Mapping[str, Any], column: str, may_be_list: bool, where: str) ->
     value: Any = row.get(column)
     several = may_be_list and isinstance(value, list)
     each: list[Any] = value if several else [value]
-    if any(one is None or isinstance(one, list | dict) for one in each):
+    if any(isinstance(one, list | dict) or _is_missing(one) for one in each):
         raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
     texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
     return json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
 
 
+def _is_missing(value: object) -> bool:
+    """True for null and NaN of JSON, and for an empty or blank text."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
 def _hint(row: Mapping[Any, Any], column: str) -> str:
     """Advice about a column. The names in the row are not shown: without a header they are a record."""
     if column in row:
-        return "It is empty, or a list or an object: leave the row out, or write its text."
+        return "It is empty, null or NaN, or a list or an object: leave the row out, or write its text."
     for name in row:
         if isinstance(name, str) and name.strip().lower() == column.lower():
             return f"There is {name!r}: name it in the section data, e.g. text_column."
@@ -218,13 +264,17 @@ def same_file(one: Path, other: Path) -> bool:
         return False
 
 
-def image_files(folder: Path) -> list[Path]:
-    """The images below a folder, in the order of their names."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGES)
+def visible_files(folder: Path) -> list[Path]:
+    """The files below a folder, in the order of their names, without those of the system."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if path.name.lower() not in _NO_RECORDS and not path.name.startswith("."))
 
 
 def read_images(folder: Path, labels: Sequence[str], label_column: str, *, deduplicate: bool) -> Table:
-    """The images of `folder/class/*.png|jpg`, class by class: path in the folder, digest of the file, class."""
+    """The images of `folder/class/*`, class by class: path in the folder, digest of the file, class, and its place.
+
+    A file that is no image is an error: it would be left out without a word.
+    """
     there = {path.name for path in folder.glob("*/")}
     lacking, others = sorted({*labels} - there), there - {*labels}
     if lacking or others:
@@ -235,9 +285,16 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
         )
     rows: dict[int, Row] = {}
     for label in labels:
-        for path in image_files(folder / label):
+        for number, path in enumerate(visible_files(folder / label), start=1):
+            place = f"file {number} of the class {label!r}, in the order of names,"
+            if not is_image(path):
+                raise InvalidArgument(
+                    f"Expected images alone in the folders of {str(folder)!r}, whose names end as those of images do, "
+                    f"got another in {place} which would be left out. Rename it, or move it elsewhere."
+                )
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-            rows[len(rows) + 1] = {"image": path.relative_to(folder).as_posix(), "digest": digest, label_column: label}
+            shown = path.relative_to(folder).as_posix()
+            rows[len(rows) + 1] = {"image": shown, "digest": digest, "place": place, label_column: label}
     if not rows:
-        raise InvalidArgument(f"Expected images (.png, .jpg) in the folders of {str(folder)!r}, got none.")
+        raise InvalidArgument(f"Expected images in the folders of {str(folder)!r}, got none.")
     return _table(rows, ("digest", label_column), deduplicate)

@@ -216,7 +216,7 @@ BAD_ROWS = {  # task, the second row, message
     "nested words": ("token_classification", {"text": [["secret"]], "label": ["O"]}, "in row 2 of mails.jsonl"),
     "a missing word": ("token_classification", {"text": ["secret", None], "label": "O O"}, "in row 2 of mails.jsonl"),
     "no number": ("text_regression", {"text": "a", "label": "secret"}, "Expected a finite number in the column 'label' in row 2"),
-    "nan": ("text_regression", {"text": "secret", "label": float("nan")}, "Expected a finite number in the column 'label' in row 2"),
+    "nan": ("text_regression", {"text": "secret", "label": float("nan")}, "Expected a text in the column 'label' in row 2 of mails.jsonl, got none. It is empty, null or NaN"),
     "true": ("text_regression", {"text": "secret", "label": True}, "Expected a finite number in the column 'label' in row 2"),
     "a list of texts": ("text_regression", {"text": ["secret"], "label": 1.0}, "Expected a text in the column 'text' in row 2"),
 }  # fmt: skip
@@ -468,7 +468,7 @@ def test_one_person_more_changes_nothing_of_the_others(tmp_path_factory, table, 
 NOBODY = "Expected a person in the column 'author' in row 2"
 NOBODYS = {  # the value of one row -> message
     "missing": ({}, "Expected a text in the column 'author' in row 2"),
-    "null": ({"author": None}, "Expected a text in the column 'author' in row 2"),
+    "null": ({"author": None}, NOBODY),
     "a list": ({"author": ["secret"]}, "Expected a text in the column 'author' in row 2"),
     "spaces around": ({"author": "secret "}, "Expected a person without spaces around"),
     **{str(value): ({"author": value}, NOBODY) for value in ("", "  ", 7.5, float("nan"), True)},

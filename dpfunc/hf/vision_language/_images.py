@@ -1,5 +1,6 @@
 """Images, and text with them as one batch: each sample has as many images and image tokens, real or not."""
 
+import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.losses import IGNORED
 
 _MOST_PIXELS = 2**26  # 192 MiB in memory
+_WIDE_BUT_16_BITS = ("PNG", "PPM")  # formats that Pillow reads into 32 bits, and whose numbers have 16 at most
 _KEYS = ("prompt", "answer", "image", "images")
 _ONE_SIZE = (
     "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
@@ -285,12 +287,15 @@ def _images_of(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def opened(image: Any, size: tuple[int, int] | None) -> Any:
-    """A picture or an array, read from a file if it is a path, and fitted into a height and width, if given."""
+    """A picture or an array, read from a file if it is a path, and fitted into a height and width, if given.
+
+    Pictures become 8 bits of red, green and blue: see `_in_colour`.
+    """
     if isinstance(image, (str, Path)):
         with _opened_image(image) as file:
-            image = file.convert("RGB")
+            image = _in_colour(file)
     elif hasattr(image, "convert"):
-        image = image.convert("RGB")
+        image = _in_colour(image)
     if size is None:
         return image
     import numpy as np
@@ -307,11 +312,57 @@ def opened(image: Any, size: tuple[int, int] | None) -> Any:
     return ImageOps.pad(image, size[::-1])
 
 
+def _in_colour(picture: Any) -> Any:
+    """A picture as people see it, in 8 bits of red, green and blue, by one rule for each kind of pixel.
+
+    It is turned as its EXIF orientation says. Whole numbers of 16 bits are divided by 257, and floats from 0 to 1 are
+    multiplied by 255: Pillow itself would make all of them white, or black. What is transparent is laid over white.
+    Palettes, CMYK and grey are converted as Pillow does. Of several frames the first is taken.
+    """
+    from PIL import Image, ImageOps
+
+    picture = _eight_bits(ImageOps.exif_transpose(picture), picture.format)
+    if picture.has_transparency_data:
+        over = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+    return picture.convert("RGB")
+
+
+def _eight_bits(picture: Any, written_as: str | None) -> Any:
+    """A picture of 16 bits or of floats, from a file of this format, in 8 bits of grey; any other as it is."""
+    import numpy as np
+    from PIL import Image
+
+    if picture.mode != "F" and not picture.mode.startswith("I"):
+        return picture
+    values = np.asarray(picture, dtype=np.float64)
+    top = 1.0 if picture.mode == "F" else 65535.0
+    wide = picture.mode == "I" and written_as not in _WIDE_BUT_16_BITS
+    if wide or not ((values >= 0) & (values <= top)).all():
+        raise InvalidArgument(
+            "Expected an image with pixels of 8 bits, of 16 bits, or floats from 0 to 1, got one with others, of which "
+            "nobody can tell how bright they are. Save it as a PNG of 8 or 16 bits."
+        )
+    return Image.fromarray(np.round(values * (255 / top)).astype(np.uint8))
+
+
+def is_image(path: Path) -> bool:
+    """True if the suffix of a file is one that Pillow reads.
+
+    >>> [name for name in ("a.png", "a.WEBP", "a.tif", "a.txt", "a") if is_image(Path(name))]
+    ['a.png', 'a.WEBP', 'a.tif']
+    """
+    from PIL import Image
+
+    return Image.registered_extensions().get(path.suffix.lower()) in Image.OPEN
+
+
 def check_readable(path: Path | str) -> None:
     """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
     with _opened_image(path) as file:
         file.draft("RGB", (1, 1))
         file.load()
+        _eight_bits(file, file.format)
 
 
 @contextmanager
@@ -337,6 +388,6 @@ def _opened_image(path: Path | str) -> Iterator[Any]:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidArgument(f"{large} one with more. Make it smaller.") from error
-    except (OSError, ValueError, SyntaxError, EOFError) as error:  # of PIL, about a damaged file
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:  # of PIL, about a damaged file
         reason = known.get(type(error), "it is damaged")
     raise InvalidArgument(f"Expected an image that can be read, got a file that cannot: {reason}.")

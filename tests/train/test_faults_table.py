@@ -1,0 +1,295 @@
+"""Files and jobs as people have them: each fault is found before the first step, in words that lead to its mending.
+
+A row: the job, what is done to its files, its flags, and the message. Each is run by the command, with nothing spent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import feature_jobs
+import numpy as np
+import pytest
+import text_job
+from feature_jobs import people, write_csv, write_photos
+from PIL import Image
+from text_job import rows, train, write_rows
+
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.vision_language._images import opened
+from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import read_records
+from dpfunc.train._features import ScatteringFeatures
+from dpfunc.train._model import load_processing
+from dpfunc.train.predict import _records
+
+# Places in which a job and its files are made: kind -> a function of the folder.
+KINDS = {
+    "texts": lambda folder: text_job.write_job(folder, "text_classification", extra="strategy: head\n"),
+    "numbers": lambda folder: text_job.write_job(folder, "text_regression", extra="strategy: head\n"),
+    "prompts": text_job.write_job,
+    "table": lambda folder: feature_jobs.write_job(folder, "table"),
+    "images": lambda folder: feature_jobs.write_job(folder, "images"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders of jobs, each written once."""
+    there = {}
+
+    def place(kind):
+        if kind not in there:
+            there[kind] = tmp_path_factory.mktemp(kind)
+            KINDS[kind](there[kind])
+        return there[kind]
+
+    return place
+
+
+@pytest.fixture
+def job(made, tmp_path, monkeypatch):
+    """A function that copies the folder of a kind of job into a new one, which is then the present one."""
+
+    def copied(kind):
+        shutil.copytree(made(kind), tmp_path / "job")
+        monkeypatch.chdir(tmp_path / "job")
+
+    return copied
+
+
+def jsonl(**change):
+    """The third row of the texts has these values."""
+
+    def write():
+        table = rows(12)
+        table[2] |= change
+        write_rows("mails.jsonl", table)
+
+    return write
+
+
+def csv(*lines, end="\n", encoding="utf-8"):
+    """A table of texts, its first ten rows as they should be."""
+    good = [f"{row['label']},{row['text']}" for row in rows(10)]
+    text = end.join(["label,text", *good, *lines]) + end
+    return lambda: Path("mails.csv").write_bytes(text.encode(encoding))
+
+
+def person(**change):
+    """The third row of the people has these values, in a .jsonl."""
+
+    def write():
+        table = people(40)
+        table[2] |= change
+        write_rows("people.jsonl", table)
+
+    return write
+
+
+def photo(name, pixels=None, **options):
+    """One more picture of bars, or a file of these bytes."""
+
+    def write():
+        path = Path("photos/bars", name)
+        if isinstance(pixels, bytes):
+            path.write_bytes(pixels)
+        else:
+            Image.fromarray(GREY if pixels is None else pixels).save(path, **options)
+
+    return write
+
+
+def damaged(name):
+    def write():
+        photo(name)()
+        path = Path("photos/bars", name)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+    return write
+
+
+GREY = np.random.default_rng(0).integers(0, 256, (16, 16)).astype(np.uint8)
+CSV = ["--data.train", "mails.csv"]
+PEOPLE = ["--data.train", "people.jsonl"]
+NONE = "in row 3 of mails.jsonl, got none. It is empty, null or NaN"
+PLACE = "file 1 of the class 'bars', in the order of names,"
+
+FAULTS = {
+    # missing values: null and NaN of JSON, and empty or blank cells
+    "null text": ("texts", jsonl(text=None), [], f"'text' {NONE}"),
+    "NaN text": ("texts", jsonl(text=float("nan")), [], f"'text' {NONE}"),
+    "empty text": ("texts", jsonl(text=""), [], f"'text' {NONE}"),
+    "blank text": ("texts", jsonl(text=" \t"), [], f"'text' {NONE}"),
+    "null label": ("texts", jsonl(label=None), [], f"'label' {NONE}"),
+    "NaN label": ("texts", jsonl(label=float("nan")), [], f"'label' {NONE}"),
+    "empty label": ("texts", jsonl(label=""), [], f"'label' {NONE}"),
+    "null number": ("numbers", jsonl(label=None), [], f"'label' {NONE}"),
+    "NaN number": ("numbers", jsonl(label=float("nan")), [], f"'label' {NONE}"),
+    "infinite number": ("numbers", jsonl(label=float("inf")), [], "a finite number in the column 'label' in row 1"),
+    "NaN response": ("prompts", jsonl(text=float("nan")), [], f"'text' {NONE}"),
+    "null response": ("prompts", jsonl(text=None), [], f"'text' {NONE}"),
+    "null number of a table": ("table", person(age=None), PEOPLE, "'age' in row 3 of people.jsonl, which has none"),
+    "NaN number of a table": ("table", person(age=float("nan")), PEOPLE, "'age' in row 3 of people.jsonl, which has none"),
+    "empty number of a table": ("table", person(age=""), PEOPLE, "'age' in row 3 of people.jsonl, which has none"),
+    "null class of a table": ("table", person(income=None), PEOPLE, "'income' in row 3 of people.jsonl, got none"),
+    "empty cell of a csv": ("texts", csv("sport,"), CSV, "'text' in row 11 of mails.csv, got none. It is empty, null"),
+    "blank cell of a csv": ("texts", csv("sport,  "), CSV, "'text' in row 11 of mails.csv, got none. It is empty, null"),
+    # faults of a .csv name the line
+    "short row": ("texts", csv("sport"), CSV, "'text' in row 11 (line 12) of mails.csv, got a row that ends before it"),
+    "long row": ("texts", csv("sport,my secret, of mine"), CSV, "at most 2 values in row 11 (line 12) of mails.csv"),
+    "lines in a text": ("texts", csv('sport,"my\nsecret"', "sport"), CSV, "in row 12 (line 14) of mails.csv"),
+    "open quote": ("texts", csv('sport,"my secret', "sport,match"), CSV, "in the row that begins in line 12, a quote there"),
+    "quote inside": ("texts", csv('sport,"my" secret'), CSV, "in the row that begins in line 12, ',' expected after"),
+    "quote in the header": ("texts", lambda: Path("mails.csv").write_text('"label,text\n'), CSV, "that begins in line 1, a quote"),
+    "Latin-1": ("texts", csv("sport,secret caf\xe9", encoding="latin-1"), CSV, "in line 12. Convert it from the encoding"),
+    "Windows-1252": ("texts", csv("sport,secret \u20ac", encoding="cp1252"), CSV, "iconv -f WINDOWS-1252 -t UTF-8"),
+    "UTF-16": ("texts", csv(encoding="utf-16"), CSV, "iconv -f UTF-16 -t UTF-8"),
+    "Latin-1 in a jsonl": ("texts", lambda: Path("mails.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n'), [], "in line 2"),
+    # images
+    "text among images": ("images", photo("0.txt", b"secret"), [], f"got another in {PLACE} which would be left out"),
+    "no suffix": ("images", photo("0", b"secret"), [], f"got another in {PLACE} which would be left out"),
+    "damaged png": ("images", damaged("0.png"), [], f"The image of {PLACE} cannot be used"),
+    "damaged jpg": ("images", damaged("0.jpg"), [], f"The image of {PLACE} cannot be used"),
+    "damaged webp": ("images", damaged("0.webp"), [], f"The image of {PLACE} cannot be used"),
+    "damaged tif": ("images", damaged("0.tif"), [], f"The image of {PLACE} cannot be used"),
+    "empty file": ("images", photo("0.png", b""), [], f"The image of {PLACE} cannot be used"),
+    "text named png": ("images", photo("0.png", b"secret"), [], "it is of no format that is known"),
+    "floats beyond 1": ("images", photo("0.tif", GREY.astype(np.float32)), [], "floats from 0 to 1, got one with others"),
+    "NaN pixels": ("images", photo("0.tif", np.full((8, 8), np.nan, np.float32)), [], "floats from 0 to 1"),
+    "32 bits": ("images", photo("0.tif", GREY.astype(np.int32)), [], "floats from 0 to 1, got one with others"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_can_be_seen_beforehand_costs_nothing(job, name):
+    kind, change, flags, message = FAULTS[name]
+    job(kind)
+    change()
+    result = train("--output_dir", "other", *flags)
+    assert result.exit_code == 1, result.output
+    assert message in result.stderr
+    assert "secret" not in result.output
+    assert "Traceback" not in result.output
+    assert not Path("other").exists()
+
+
+# What is missing, and may be
+
+
+def test_missing_values_of_a_table_are_one_thing(job):
+    """Numbers that are missing share a feature, and categories the one of unknown values, whatever the file."""
+    job("table")
+    given = {"null": None, "nan": float("nan"), "empty": "", "blank": " "}
+    found = {}
+    for name, value in given.items():
+        person(age=value, work=value)()
+        asked = read_job("job.yaml", [*PEOPLE, "--data.missing", "feature", "--eval_fraction", "0"])
+        found[name] = read_records(asked, load_processing(asked)).train[2]["features"].tolist()
+    write_csv(
+        Path("people.csv"), [row | ({"age": "", "work": ""} if i == 2 else {}) for i, row in enumerate(people(40))]
+    )
+    asked = read_job("job.yaml", ["--data.missing", "feature", "--eval_fraction", "0"])
+    found["csv"] = read_records(asked, load_processing(asked)).train[2]["features"].tolist()
+    assert found["null"][:3] == [0, 0, 1]
+    assert found["null"][-4:] == [0, 0, 0, 1]
+    assert len({tuple(each) for each in found.values()}) == 1
+
+
+def test_a_missing_part_of_a_prompt_is_an_empty_text(job):
+    job("prompts")
+    texts = {}
+    for name, value in {"null": None, "nan": float("nan"), "empty": ""}.items():
+        jsonl(label=value)()
+        asked = read_job("job.yaml", [])
+        texts[name] = read_records(asked, load_processing(asked)).train[2]
+    assert texts["null"] == texts["nan"] == texts["empty"]
+
+
+# Images: one rule for each kind of pixel
+
+RAMP = np.linspace(0, 255, 256).astype(np.uint8).reshape(16, 16)
+COLOURS = np.stack([RAMP, RAMP.T, 255 - RAMP], -1)
+CLEAR = np.where(np.arange(256).reshape(16, 16) < 128, 0, 255).astype(np.uint8)
+over_white = np.where(CLEAR[..., None] == 0, 255, COLOURS)
+
+
+def palette(folder):
+    Image.fromarray(RAMP).convert("P").save(folder / "a.png")
+
+
+def clear_palette(folder):
+    picture = Image.fromarray(RAMP).convert("P")
+    picture.info["transparency"] = 0
+    picture.save(folder / "a.png")
+
+
+def turned(folder):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rows of the file are columns of the picture, from the right
+    Image.fromarray(COLOURS).save(folder / "a.png", exif=exif)
+
+
+def grey(values):
+    return np.repeat(values[..., None], 3, -1)
+
+
+PICTURES = {  # how a file is written -> its pixels
+    "16 bits, png": (lambda f: Image.fromarray(RAMP.astype(np.uint16) * 257).save(f / "a.png"), grey(RAMP)),
+    "16 bits, tif": (lambda f: Image.fromarray(RAMP.astype(np.uint16) * 257).save(f / "a.tif"), grey(RAMP)),
+    "16 bits, dark": (lambda f: Image.fromarray(RAMP.astype(np.uint16)).save(f / "a.png"), grey((RAMP > 128).astype(np.uint8))),
+    "16 bits, pgm": (lambda f: (f / "a.pgm").write_bytes(b"P5 16 16 65535\n" + (RAMP.astype(">u2") * 257).tobytes()), grey(RAMP)),
+    "floats": (lambda f: Image.fromarray((RAMP / 255).astype(np.float32)).save(f / "a.tif"), grey(RAMP)),
+    "one bit": (lambda f: Image.fromarray(RAMP > 100).save(f / "a.png"), grey(np.where(RAMP > 100, 255, 0))),
+    "palette": (palette, grey(RAMP)),
+    "palette with a clear colour": (clear_palette, grey(np.where(RAMP == 0, 255, RAMP))),
+    "alpha": (lambda f: Image.fromarray(np.dstack([COLOURS, CLEAR])).save(f / "a.png"), over_white),
+    "grey and alpha": (lambda f: Image.fromarray(np.dstack([RAMP, CLEAR])).save(f / "a.png"), grey(np.where(CLEAR == 0, 255, RAMP))),
+    "CMYK": (lambda f: Image.fromarray(COLOURS).convert("CMYK").save(f / "a.tif"), COLOURS),
+    "turned": (turned, np.rot90(COLOURS, -1)),
+    "webp": (lambda f: Image.fromarray(COLOURS).save(f / "a.webp", lossless=True), COLOURS),
+    "bmp": (lambda f: Image.fromarray(COLOURS).save(f / "a.bmp"), COLOURS),
+    "gif": (lambda f: Image.fromarray(RAMP).save(f / "a.gif"), grey(RAMP)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pixels_of_every_kind_have_one_rule(tmp_path, name):
+    """From a file and from a picture in memory; nothing is saturated."""
+    write, expected = PICTURES[name]
+    write(tmp_path)
+    (path,) = tmp_path.iterdir()
+    found = np.asarray(opened(path, None))
+    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
+    with Image.open(path) as picture:
+        assert np.array_equal(np.asarray(opened(picture, None)), found)
+
+
+def test_every_suffix_that_pillow_reads_is_a_record(job):
+    """Classes whose files end in .webp and .tif have their share; what systems put into folders is no record."""
+    job("images")
+    shutil.rmtree("photos")
+    write_photos(Path("photos"), 24)
+    for path in [*Path("photos/flat").iterdir()]:
+        with Image.open(path) as picture:
+            picture.save(path.with_suffix(".webp"), lossless=True)
+        path.unlink()
+    for path in [*Path("photos/bars").iterdir()]:
+        with Image.open(path) as picture:
+            picture.save(path.with_suffix(".TIF"))
+        path.unlink()
+    Path("photos/flat/.DS_Store").write_bytes(b"x")
+    Path("photos/flat/Thumbs.db").write_bytes(b"x")
+    asked = read_job("job.yaml", ["--eval_fraction", "0"])
+    found = read_records(asked, ScatteringFeatures(8, 8)).train
+    assert [record["labels"] for record in found] == [0] * 12 + [1] * 12
+
+
+def test_predictions_name_the_image_that_cannot_be_read(tmp_path):
+    folder = write_photos(tmp_path / "photos", 4)
+    (folder / "flat" / "1.png").write_bytes(b"none")
+    with pytest.raises(
+        InvalidArgument, match=r"The image '.*flat/1.png' cannot be used. Expected an image that can be read"
+    ):
+        list(_records(ScatteringFeatures(8, 8), folder))
