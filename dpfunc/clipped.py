@@ -3,20 +3,22 @@
 The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 """
 
+import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.processes import is_dtensor
-from dpfunc._utils.validation import integer, one_of, refuse
+from dpfunc._utils.validation import fail, integer, one_of, refuse
 from dpfunc.batches import batch_size, check_params, refuse_narrow_range, tree_map
-from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, partition, safe_factors
-from dpfunc.clipping.telemetry import Telemetry
+from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, of_run, partition, safe_factors
+from dpfunc.clipping.telemetry import LEAF, Telemetry
 from dpfunc.distributed._reduce import full_norms, zeros
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines import vmap
@@ -39,6 +41,56 @@ from dpfunc.types import (
 
 # torch's generator, and the modules into which parameters are put, are those of the process: threads take turns.
 _TURN = threading.RLock()
+RULE_LEAF = "(clip rule)"  # name, among the sums, of what a rule of a run releases
+
+
+@dataclass(frozen=True)
+class StepClip:
+    """What a step clips by, and the statistics that it releases beside its gradient, by their name among the sums.
+
+    Gradient and statistics of a record have together at most the norm that the rule allows: the statistics have their
+    shares of its square, the gradient has the rest.
+    """
+
+    rule: ClipRule
+    beside: Mapping[str, Telemetry]
+
+    @property
+    def whole(self) -> float:
+        """The bound on gradient and statistics together."""
+        bound = self.rule.clip_norm
+        return math.hypot(*bound.values()) if isinstance(bound, Mapping) else bound
+
+    def bounds(self, group_names: tuple[str, ...]) -> dict[str, float]:
+        """The bounds that are left to the clip groups, and those of the statistics."""
+        bounds = group_bounds(self.rule.clip_norm, group_names)
+        rest = math.sqrt(1 - sum(each.share for each in self.beside.values()))
+        left = {group: bound * rest for group, bound in bounds.items()}
+        return left | {leaf: self._bound(leaf) for leaf in self.beside}
+
+    def _bound(self, leaf: str) -> float:
+        return self.whole * math.sqrt(self.beside[leaf].share)
+
+    def with_leaves(self, params: Params) -> Params:
+        """Parameters, and one for each kind of statistics, for what lays noise out as them."""
+        if taken := [leaf for leaf in self.beside if leaf in params]:
+            raise fail(f"no parameter of the name {taken[0]}", "params", taken[0], "Rename it: statistics have it.")
+        device = next(iter(params.values())).device
+        leaves = {leaf: torch.zeros(each.num_values, device=device) for leaf, each in self.beside.items()}
+        return {**params, **leaves} if leaves else params
+
+    def with_totals(self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]) -> ClippedSum:
+        """The clipped sum with those of the statistics of the same records. UNRELEASED, as what goes in."""
+        if not self.beside:
+            return clipped
+        own = [bound for group, bound in bounds.items() if group not in self.beside]
+        sums = {leaf: each.total(unreleased, own, bounds[leaf]) for leaf, each in self.beside.items()}
+        groups = {leaf: leaf for leaf in sums}
+        return replace(clipped, sums={**clipped.sums, **sums}, group_of={**clipped.group_of, **groups})
+
+    def read(self, released: Params, batch_size: float) -> dict[str, dict[str, float | list[float]]]:
+        """The means that a step released, from its sums with noise and its expected batch size."""
+        return {leaf: each.read(released[leaf], self._bound(leaf), batch_size) for leaf, each in self.beside.items()}
 
 
 @dataclass(frozen=True)
@@ -53,21 +105,29 @@ class ClippedGrad:
     ranks: Ranks | None = field(default=None, repr=False)
     telemetry: Telemetry | None = None
 
+    def at(self, step: int, clip_state: Any) -> StepClip:
+        """What a step clips by; `clip_state` is that of its `StepState`."""
+        own = of_run(self.clip)
+        rule = own.at(step, clip_state)
+        beside = {LEAF: self.telemetry, RULE_LEAF: own.released(clip_state)}
+        return StepClip(rule, {leaf: each for leaf, each in beside.items() if each is not None})
+
     @cached_property
     def _microbatches(self) -> Microbatches:
         return Microbatches(self.loss_fn, self.engine, self.microbatch_size)
 
     def __call__(
         self, params: Params, batch: Batch, *,
-        mask_B: Tensor | None = None, key: Key | None = None, checked: bool = False,
+        mask_B: Tensor | None = None, key: Key | None = None, checked: bool = False, clip: StepClip | None = None,
     ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
         """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
+        clip = self.at(0, None) if clip is None else clip
         if not checked:
             check_params(params)
             refuse_narrow_range(params)
         try:
             with _TURN:
-                return self._compute(params, batch, mask_B, key)
+                return self._compute(params, batch, mask_B, key, clip)
         except (RuntimeError, MemoryError) as error:
             asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
             if not asked:
@@ -80,7 +140,7 @@ class ClippedGrad:
             ) from error
 
     def _compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, clip: StepClip
     ) -> tuple[ClippedSum, Unreleased]:
         if self.ranks is None and any(map(is_dtensor, params.values())):
             raise InvalidArgument(
@@ -89,30 +149,30 @@ class ClippedGrad:
             )
         num_samples = batch_size(batch)
         real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
-        parts = partition(self.clip.groups, tuple(params))
-        bounds = group_bounds(self.clip.clip_norm, parts.group_names)
-        if self.telemetry is not None:
-            bounds = self.telemetry.bounds(bounds)
+        parts = partition(clip.rule.groups, tuple(params))
+        bounds = clip.bounds(parts.group_names)
         parts = replace(parts, bounds=tuple(bounds[group] for group in parts.group_names))
         if num_samples:
-            found = self._microbatches.sums(params, batch, real_B, key, partial(self._clip_and_sum, parts, params))
+            found = self._microbatches.sums(
+                params, batch, real_B, key, partial(self._clip_and_sum, clip.rule, parts, params)
+            )
         else:
-            none = torch.zeros(0, len(bounds), device=real_B.device)
+            none = torch.zeros(0, len(parts.bounds), device=real_B.device)
             found = MicrobatchSums(zeros(params), none.sum(1), none, {})
         # without rows of padding; all rows are real without a mask: no selection, for which a device has to wait
         kept = real_B.nonzero()[:, 0] if mask_B is not None else slice(num_samples)
         aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
         unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
         clipped = ClippedSum(found.sums, parts.group_of, group_sensitivities(bounds, self.adjacency))
-        return clipped if self.telemetry is None else self.telemetry.add(clipped, unreleased, bounds), unreleased
+        return clip.with_totals(clipped, unreleased, bounds), unreleased
 
     def _clip_and_sum(
-        self, parts: Partition, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
+        self, rule: ClipRule, parts: Partition, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
         norms_BG = parts.norms(sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks))
-        factors_BG = safe_factors(self.clip, norms_BG, parts.bounds, mask_B)
+        factors_BG = safe_factors(rule, norms_BG, parts.bounds, mask_B)
         sums = per_sample.weighted_sum(parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 

@@ -13,6 +13,7 @@ from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, ep
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.batches import own_records
 from dpfunc.clipping import Telemetry
+from dpfunc.clipping.rules import of_run
 from dpfunc.distributed._object_collectives import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
@@ -154,9 +155,12 @@ class Plan:
              f"{inside}. A shuffled epoch is one release, with one noise multiplier."),
             (not isinstance(self.telemetry, Telemetry | None),
              wrong_type("telemetry to be a clipping.Telemetry, or None", "telemetry", self.telemetry)),
-            (self.telemetry is not None and self.allocation == "optimal",
-             fail('allocation="uniform" with telemetry', "allocation", self.allocation,
+            (self.share_beside and self.allocation == "optimal",
+             fail('allocation="uniform" with telemetry or clipping.Adaptive', "allocation", self.allocation,
                   "The optimal one gives few numbers, as statistics are, much of the noise.")),
+            (self.share_beside >= 1,
+             fail("telemetry and clip rule to leave a share of the squared bound to the gradient", "their shares",
+                  self.share_beside)),
         )  # fmt: skip
 
     def _check_budget(self) -> None:
@@ -269,6 +273,11 @@ class Plan:
     def guarantee(self, num_steps: int | None = None) -> Guarantee:
         """The (epsilon, delta) of the first `num_steps` steps (all, by default)."""
         return epsilon(self.ledger(num_steps), self.delta, self.accountant)
+
+    @property
+    def share_beside(self) -> float:
+        """Share of the squared bound that statistics take from the gradient: of `telemetry`, and of the clip rule."""
+        return getattr(self.telemetry, "share", 0.0) + of_run(self.clip).share
 
     def telemetry_errors(self, step: int = 0) -> dict[str, float]:
         """Standard error that the noise gives each statistic of a step (of a histogram each share), before the run.

@@ -18,7 +18,7 @@ from dpfunc._utils.processes import digest, local
 from dpfunc._utils.validation import expect, integer, refuse, shorten, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
-from dpfunc.clipping.rules import group_bounds, partition
+from dpfunc.clipping.rules import group_bounds, of_run, partition
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, check_key, check_process, fingerprint
@@ -46,6 +46,7 @@ class StepState(NamedTuple):
         journal: path of the journal with which a run was resumed, which later steps must go on with; empty for none.
         journal_lines: number of its lines when it was resumed.
         telemetry: the statistics that the step before this state released, by name; None without `Plan.telemetry`.
+        clip_state: of the clip rule, e.g. the bounds of `clipping.Adaptive`; public. None for a rule without state.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -65,6 +66,7 @@ class StepState(NamedTuple):
     journal: str = ""
     journal_lines: int = 0
     telemetry: Mapping[str, float | list[float]] | None = None
+    clip_state: Any = None
 
     def __repr__(self) -> str:
         """The fields, without noise, which is secret, and the number of records, which is private."""
@@ -86,7 +88,8 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
         "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "
         "larger dataset_size.",
     )  # fmt: skip
-    group_bounds(plan.clip.clip_norm, partition(plan.clip.groups, tuple(params)).group_names)
+    group_names = partition(plan.clip.groups, tuple(params)).group_names
+    group_bounds(plan.clip.clip_norm, group_names)
     spent = _spent(plan, ledger)
     limit = plan.step_limit(spent)
     if limit < 1:
@@ -95,7 +98,10 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
             f"{spent.epsilon(plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, or train "
             "on other records."
         )
-    return StepState(0, limit, 0, key, (), spent, plan=plan_digest(plan), num_records=num_records)
+    return StepState(
+        0, limit, 0, key, (), spent, plan=plan_digest(plan), num_records=num_records,
+        clip_state=of_run(plan.clip).initial(group_names),
+    )  # fmt: skip
 
 
 def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:

@@ -16,7 +16,9 @@ from dpfunc._utils.validation import expect, fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
-from dpfunc.clipped import ClippedGrad, check_mask, make_clipped_grad
+from dpfunc.clipped import RULE_LEAF, ClippedGrad, StepClip, check_mask, make_clipped_grad
+from dpfunc.clipping.rules import of_run
+from dpfunc.clipping.telemetry import LEAF
 from dpfunc.distributed._agreement import UNABLE, Rows, agree, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
@@ -46,6 +48,7 @@ class DPStep:
     plan: Plan
     clipped_grad: ClippedGrad
     reduction: Literal["mean", "sum"]
+    unit: Literal["gradient", "clip_norm"]
     noise_source: Literal["secure", "device"]
     verify_batch: bool
     journal: Callable[[StepState], None] | None
@@ -83,7 +86,8 @@ class DPStep:
             if self.ranks is None or self.ranks.writes:
                 states.check_reserved(self.plan, key, ledger)
             first = states.first_state(self.plan, params, key, ledger, num_records)
-            state = first._replace(noise_state=self._mechanism(0).init(self._with_statistics(params)))
+            with_leaves = self.clipped_grad.at(0, first.clip_state).with_leaves(params)
+            state = first._replace(noise_state=self._mechanism(0).init(with_leaves))
         states.warn_of_start(state, journalled=self.journal is not None)
         return state
 
@@ -95,18 +99,19 @@ class DPStep:
         if state is None:
             self._calls.refuse_second_run()
             state = states.only_step(self.plan, self.init(params, secure_key()))
-        clipped, unreleased = self._clip(params, rows, state)
+        clip = self.clipped_grad.at(state.step, state.clip_state)
+        clipped, unreleased = self._clip(params, rows, state, clip)
         if self.ranks is None and len(unreleased.losses_B) > 1 and self._calls.first_rows():
             real_B = torch.ones(rows.size, dtype=torch.bool, device="cpu") if rows.mask_B is None else rows.mask_B
             num_records = state.num_records or self.plan.sampler.dataset_size
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
-        released, noise_state = self._add_noise(clipped, params, state)
-        after = states.next_state(self.plan, state, noise_state)
-        if self.plan.telemetry is not None:
-            size = self.plan.sampler.expected_batch_size(state.step)
-            after = after._replace(telemetry=self.plan.telemetry.read(released, self.plan.clip.clip_norm, size))
+        released, noise_state = self._add_noise(clipped, params, state, clip)
+        told = clip.read(released, self.plan.sampler.expected_batch_size(state.step))
+        after = states.next_state(self.plan, state, noise_state)._replace(
+            telemetry=told.get(LEAF), clip_state=of_run(self.plan.clip).next(state.clip_state, told.get(RULE_LEAF))
+        )
         self._record(released, state, after, params, unreleased)
-        return StepResult(self._divide(released, params, state.step), after, unreleased)
+        return StepResult(self._divide(released, params, state.step, clip), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
         """Find what can be wrong before anything is spent, on any process; not finite numbers: see `_record`."""
@@ -159,35 +164,35 @@ class DPStep:
         """Describe the settings and the state that must be equal in all processes."""
         clipped = self.clipped_grad
         settings = (
-            self._plan_digest, self.reduction, self.noise_source, clipped.engine, clipped.microbatch_size,
+            self._plan_digest, self.reduction, self.unit, self.noise_source, clipped.engine, clipped.microbatch_size,
             self.verify_batch, self.journal is None, *installed().values(),
         )  # fmt: skip
-        place = (state.step, state.limit, state.charged, fingerprint(state.key), state.ledger.to_json())
+        released = (state.ledger.to_json(), state.clip_state)
+        place = (state.step, state.limit, state.charged, fingerprint(state.key), *released)
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0, device="cpu")
         return states.stable_repr((settings, place, state.num_records, len(drawn), int(drawn.sum())))
 
-    def _clip(self, params: Params, rows: Rows, state: StepState) -> tuple[ClippedSum, Unreleased]:
+    def _clip(self, params: Params, rows: Rows, state: StepState, clip: StepClip) -> tuple[ClippedSum, Unreleased]:
         # Replicas draw different dropout for their different records.
         rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
         if self.ranks is None:
             with process_context("independent"), ranges_told(rows.batch):
-                return self.clipped_grad(params, rows.batch, mask_B=rows.mask_B, key=key, checked=True)
+                return self.clipped_grad(params, rows.batch, mask_B=rows.mask_B, key=key, checked=True, clip=clip)
         with gathered(params, self.ranks) as whole, ranges_told(rows.batch):
             batch, mask_B = padded(rows, self.ranks)
-            return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True)
+            return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True, clip=clip)
 
-    def _add_noise(self, clipped: ClippedSum, params: Params, state: StepState) -> tuple[dict[str, Tensor], Any]:
+    def _add_noise(
+        self, clipped: ClippedSum, params: Params, state: StepState, clip: StepClip
+    ) -> tuple[dict[str, Tensor], Any]:
         mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
         return (
             mechanism.add(clipped, state.noise_state, key)
             if self.ranks is None
-            else release(self.ranks, mechanism, clipped, self._with_statistics(params), state.noise_state, key)
+            else release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, key)
         )
-
-    def _with_statistics(self, params: Params) -> Params:
-        return params if self.plan.telemetry is None else self.plan.telemetry.with_leaf(params)
 
     def _mechanism(self, step: int) -> Mechanism:
         multiplier = schedule_at(self.plan.noise_multiplier, step)
@@ -214,9 +219,10 @@ class DPStep:
             states.mark_released(after, digest)
         self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
 
-    def _divide(self, released: dict[str, Tensor], params: Params, step: int) -> dict[str, Tensor]:
+    def _divide(self, released: dict[str, Tensor], params: Params, step: int, clip: StepClip) -> dict[str, Tensor]:
         # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
+        size *= clip.whole if self.unit == "clip_norm" else 1.0
         return {name: (value / size).to(params[name].dtype) for name, value in released.items() if name in params}
 
     @property
@@ -234,6 +240,7 @@ def make_dp_step(
     engine: str | Engine = "auto",
     microbatch_size: int | Literal["auto"] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
+    unit: Literal["gradient", "clip_norm"] = "gradient",
     noise_source: Literal["secure", "device"] = "secure",
     verify_batch: bool = True,
     journal: Callable[[StepState], None] | None = None,
@@ -253,6 +260,8 @@ def make_dp_step(
             next argument change speed and memory, never the result.
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.
+        unit: `"clip_norm"` divides by the step's bound too, so that a learning rate suits any bound, also one that
+            changes over the run; `"gradient"` does not.
         noise_source: `"secure"`, a keyed AES stream, drawn on the CPU; or `"device"`, a keyed ChaCha20 stream, drawn
             where the sums are.
         verify_batch: compare the size of each batch with the plan's draw of that step. With False the ledger has the
@@ -289,11 +298,12 @@ def make_dp_step(
     if not isinstance(plan, Plan):
         raise wrong_type("plan to be a dpfunc.Plan", "plan", plan)
     one_of("reduction", reduction, ("mean", "sum"))
+    one_of("unit", unit, ("gradient", "clip_norm"))
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
     expect(
-        plan.telemetry is None or ranks is None or not ranks.keeps_parts,
-        "no telemetry with a sharded model (fully_shard)", "telemetry", plan.telemetry,
+        not plan.share_beside or ranks is None or not ranks.keeps_parts,
+        "no telemetry with a sharded model (fully_shard), nor clipping.Adaptive", "telemetry", plan.telemetry,
         "Its engine adds up gradients over processes, and no statistics. Use data_parallel().",
     )  # fmt: skip
     states.check_new_journal(journal, plan)
@@ -306,4 +316,4 @@ def make_dp_step(
         ranks=ranks,
         telemetry=plan.telemetry,
     )
-    return DPStep(plan, prepared, reduction, noise_source, verify_batch, journal, ranks)
+    return DPStep(plan, prepared, reduction, unit, noise_source, verify_batch, journal, ranks)

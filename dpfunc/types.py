@@ -71,6 +71,29 @@ class ClipRule(Protocol):
         """Scale factors (B, G) for finite norms; `dpfunc.clipping` enforces `factor * norm <= bound` after it."""
 
 
+class RunRule(Protocol):
+    """What a clip rule has beside, if its bounds differ between steps. Within a step they are those of `at`.
+
+    Its state is in `StepState.clip_state`: JSON values that follow from what was released. It is public.
+    """
+
+    @property
+    def share(self) -> float:
+        """Share of the squared bound, 0 <= share < 1, that what it releases takes from the gradient."""
+
+    def initial(self, group_names: tuple[str, ...]) -> Any:
+        """The state before the first step, for clip groups in the order of their columns in `norms_BG`."""
+
+    def at(self, step: int, state: Any) -> ClipRule:
+        """The rule of one step, whose bound stays."""
+
+    def released(self, state: Any) -> Any:
+        """What the step releases beside its gradient, a `clipping.Telemetry`; None for nothing."""
+
+    def next(self, state: Any, released: Mapping[str, float | list[float]] | None) -> Any:
+        """The state after a step, from the values that it released."""
+
+
 @dataclass(frozen=True)
 class ClippedSum:
     """The sum of clipped gradients and how far one sample can move it. UNRELEASED until noise is added.

@@ -8,10 +8,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 MUSEUM = {
-    "noise follows one bound, clipping another": "test_step.py::test_noise_follows_the_bound_of_each_plan",
+    "noise follows one bound, clipping another": "clipping/test_scheduled.py::test_noise_follows_the_bound",
     "only the last microbatch is counted": "test_clipped.py::test_microbatch_invariance",
+    "the bound moves inside one logical batch": "clipping/test_adaptive.py::test_engines_agree",
     "an empty batch crashes": "test_step.py::test_empty_batch_is_a_step_that_costs",
-    "a checkpoint restores neither bound nor sigma": "checkpoint/test_saving.py::test_another_run_is_refused_with_the_difference",
+    "a checkpoint restores neither bound nor sigma": "clipping/test_adaptive.py::test_a_resumed_run_has_its_bounds",
     "one NaN sample turns all parameters NaN": "test_clipped.py::test_rows_that_are_not_finite",
     "an engine returns the raw gradient": "engines/test_parity.py::test_clipped_sums_equal_the_loop",
     "grouped convolution is wrong": "engines/test_engine_rules.py::test_layers_equal_the_loop",

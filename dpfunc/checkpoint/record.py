@@ -1,8 +1,7 @@
 """Record of the privacy cost of a run, to be published with its result: `privacy_accounting.json`."""
 
-import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from dpfunc._utils.validation import expect
@@ -66,7 +65,7 @@ def make_record(
     check_own_plan(state, plan_digest(plan))
     check_newest(state)
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
-    last, bound = max(0, state.step - 1), plan.clip.clip_norm  # one number, or one for each group
+    last = max(0, state.step - 1)
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
     ours = repr(plan.noise) == repr(Gaussian())  # other noise may have a scale of its own: that of its events
     multiplier = schedule_at(plan.noise_multiplier, last) if ours else plan.events(last, last + 1)[-1].noise_multiplier
@@ -87,7 +86,7 @@ def make_record(
         noise_multiplier=multiplier,
         noise_source=known.SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
-        max_grad_norm=math.hypot(*bound.values()) if isinstance(bound, Mapping) else bound,
+        max_grad_norm=dp_step.clipped_grad.at(last, state.clip_state).whole,
         clip=type(plan.clip).__name__,
         rows=_ENGINES.get(type(dp_step.clipped_grad.engine), known.ROWS[2]),
         batches=COMPARED if dp_step.verify_batch else ELSEWHERE,

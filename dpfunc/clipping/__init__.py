@@ -1,5 +1,6 @@
 """Clipping of per-sample gradients: rules, groupings and bounds."""
 
+from dpfunc.clipping.adaptive import Adaptive, count_share
 from dpfunc.clipping.rules import (
     PSAC,
     AllParameters,
@@ -13,10 +14,12 @@ from dpfunc.clipping.rules import (
     auto_v,
     normalized,
 )
+from dpfunc.clipping.scheduled import Scheduled
 from dpfunc.clipping.telemetry import Statistic, Telemetry
 
 __all__ = [
     "PSAC",
+    "Adaptive",
     "AllParameters",
     "Automatic",
     "Blocks",
@@ -24,9 +27,11 @@ __all__ = [
     "Flat",
     "PerLayer",
     "PerParameter",
+    "Scheduled",
     "Statistic",
     "Telemetry",
     "Threshold",
     "auto_v",
+    "count_share",
     "normalized",
 ]

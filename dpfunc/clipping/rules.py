@@ -8,6 +8,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.validation import apart, expect, integer, named, non_negative, positive, set_fields, shorten
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Adjacency, ClipRule, Groups
+from dpfunc.types import Adjacency, ClipRule, Groups, RunRule
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class AllParameters:
         return tuple("all" for _ in names)
 
 
-_ALL = AllParameters()
+ALL = AllParameters()
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def partition(groups: Groups, names: tuple[str, ...]) -> Partition:
     return Partition(dict(zip(names, assigned, strict=True)), tuple(dict.fromkeys(assigned)))
 
 
-_SMALLEST, _LARGEST = 1e-10, 1e10
+SMALLEST, LARGEST = 1e-10, 1e10  # clip norms
 # Relative room between what a factor allows and the bound. It pays for the rounding of norms, products and float32
 # sums, so that the bound holds for the numbers that are released and not only for the reals.
 SLACK = 2.0**-13
@@ -146,7 +147,7 @@ _TINY_NORM = 1e-12
 _TINY_FACTOR = 1e-30
 
 
-def _check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
+def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
     """A bound, or one bound for each group, each in [1e-10, 1e10] so that float32 can hold what follows from it."""
     if not isinstance(clip_norm, Mapping):
         return _check_one("clip_norm", clip_norm)
@@ -158,7 +159,7 @@ def _check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str
 def _check_one(name: str, value: float) -> float:
     bound = positive(name, value)
     advice = "Rescale the loss: outside this range float32 gradients lose their precision."
-    expect(_SMALLEST <= bound <= _LARGEST, f"{_SMALLEST:g} <= {name} <= {_LARGEST:g}", name, value, advice)
+    expect(SMALLEST <= bound <= LARGEST, f"{SMALLEST:g} <= {name} <= {LARGEST:g}", name, value, advice)
     return bound
 
 
@@ -220,6 +221,37 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
     return factors_BG.expand_as(norms_BG)
 
 
+class Stateless:
+    """What a rule of a run without state has, beside `at`."""
+
+    share = 0.0
+
+    def initial(self, group_names: tuple[str, ...]) -> Any:
+        """None."""
+
+    def released(self, state: Any) -> None:
+        """None: nothing."""
+
+    def next(self, state: Any, released: object) -> Any:
+        """The same."""
+        return state
+
+
+@dataclass(frozen=True)
+class _Constant(Stateless):
+    """A rule that is the same in each step."""
+
+    rule: ClipRule
+
+    def at(self, step: int, state: Any) -> ClipRule:
+        return self.rule
+
+
+def of_run(rule: ClipRule) -> RunRule:
+    """A rule as one of a run."""
+    return cast(RunRule, rule) if hasattr(rule, "at") else _Constant(rule)
+
+
 @named
 @dataclass(frozen=True)
 class Flat:
@@ -242,10 +274,10 @@ class Flat:
     """
 
     clip_norm: float | Mapping[str, float]
-    groups: Groups = _ALL
+    groups: Groups = ALL
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", _check_clip_norm(self.clip_norm))
+        object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / max(norm, C)`, which needs no constant against 0 / 0."""
@@ -276,10 +308,10 @@ class Automatic:
 
     clip_norm: float | Mapping[str, float] = 1.0
     gamma: float = 0.01
-    groups: Groups = _ALL
+    groups: Groups = ALL
 
     def __post_init__(self) -> None:
-        set_fields(self, {"clip_norm": _check_clip_norm(self.clip_norm), "gamma": non_negative("gamma", self.gamma)})
+        set_fields(self, {"clip_norm": check_clip_norm(self.clip_norm), "gamma": non_negative("gamma", self.gamma)})
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / (norm + gamma)`; the infinity of 0 / 0 is limited by the ceiling that holds for every rule."""
@@ -294,7 +326,7 @@ def auto_v(clip_norm: float | Mapping[str, float] = 1.0, groups: Groups | None =
     >>> auto_v().gamma
     0.0
     """
-    return Automatic(clip_norm, gamma=0.0, groups=groups or _ALL)
+    return Automatic(clip_norm, gamma=0.0, groups=groups or ALL)
 
 
 def normalized(clip_norm: float | Mapping[str, float], regularizer: float, groups: Groups | None = None) -> Automatic:
@@ -305,7 +337,7 @@ def normalized(clip_norm: float | Mapping[str, float], regularizer: float, group
     >>> normalized(1.0, regularizer=0.1) == Automatic(1.0, gamma=0.1)
     True
     """
-    return Automatic(clip_norm, gamma=positive("regularizer", regularizer), groups=groups or _ALL)
+    return Automatic(clip_norm, gamma=positive("regularizer", regularizer), groups=groups or ALL)
 
 
 @dataclass(frozen=True)
@@ -326,12 +358,12 @@ class PSAC:
 
     clip_norm: float | Mapping[str, float]
     regularizer: float
-    groups: Groups = _ALL
+    groups: Groups = ALL
 
     def __post_init__(self) -> None:
         set_fields(
             self,
-            {"clip_norm": _check_clip_norm(self.clip_norm), "regularizer": positive("regularizer", self.regularizer)},
+            {"clip_norm": check_clip_norm(self.clip_norm), "regularizer": positive("regularizer", self.regularizer)},
         )
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
@@ -358,11 +390,11 @@ class Threshold:
 
     clip_norm: float | Mapping[str, float]
     threshold: float
-    groups: Groups = _ALL
+    groups: Groups = ALL
 
     def __post_init__(self) -> None:
         set_fields(
-            self, {"clip_norm": _check_clip_norm(self.clip_norm), "threshold": positive("threshold", self.threshold)}
+            self, {"clip_norm": check_clip_norm(self.clip_norm), "threshold": positive("threshold", self.threshold)}
         )
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ rest: sensitivity, noise and ledger are those of a plan without telemetry.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from dpfunc._utils.validation import expect, fail, integer, named, open_unit, real, set_fields, shorten, wrong_type
 from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import ClippedSum, Params, Unreleased
+from dpfunc.types import Unreleased
 
-_LEAF = "(telemetry)"  # name of the statistics among the sums, and of their clip group
+LEAF = "(telemetry)"  # name of the statistics among the sums, and of their clip group
+BELOW = "(below)"  # statistic of each clip group: 1 for a norm within the bound, else -1
 
 
 @named
@@ -128,32 +129,27 @@ class Telemetry:
         """Count of the numbers that a step releases."""
         return sum(each.num_values for each in self.statistics)
 
-    def bounds(self, bounds: Mapping[str, float]) -> dict[str, float]:
-        """The bounds that are left to the clip groups, and that of the statistics, `_LEAF`; together as large."""
-        left = {group: bound * math.sqrt(1 - self.share) for group, bound in bounds.items()}
-        return {**left, _LEAF: math.hypot(*bounds.values()) * math.sqrt(self.share)}
+    def total(self, unreleased: Unreleased, bounds: Sequence[float], bound: float) -> Tensor:
+        """The sum of the scaled statistics of records, of norm at most `bound` each. UNRELEASED, as what goes in.
 
-    def with_leaf(self, params: Params) -> dict[str, Tensor]:
-        """Parameters, and one that stands for the statistics, for what lays noise out as them."""
-        if _LEAF in params:
-            raise fail(f"no parameter of the name {_LEAF}", "params", _LEAF, "Rename it: telemetry has that name.")
-        return {**params, _LEAF: torch.zeros(self.num_values, device=next(iter(params.values())).device)}
-
-    def add(self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]) -> ClippedSum:
-        """The clipped sum with that of the statistics of the same records. UNRELEASED, as what goes in."""
-        total = next(iter(clipped.sums.values())).new_zeros(self.num_values, dtype=torch.float32)
-        if len(unreleased.losses_B):
-            finite_B1 = torch.isfinite(unreleased.norms_BG).all(1, keepdim=True)
-            own_G = unreleased.norms_BG.new_tensor([bounds[group] for group in bounds if group != _LEAF])
-            scaled = [each._scaled(self._values(each.name, unreleased, own_G)) for each in self.statistics]
-            scaled_BN = torch.cat(scaled, dim=1)
-            scaled_BN = torch.where(finite_B1, scaled_BN, torch.zeros_like(scaled_BN))
-            total += (self._scale(bounds[_LEAF]) * scaled_BN.sum(0)).float()
-        return replace(clipped, sums={**clipped.sums, _LEAF: total}, group_of={**clipped.group_of, _LEAF: _LEAF})
+        Args:
+            unreleased: of the records. bounds: of each clip group. bound: of the statistics.
+        """
+        norms_BG = unreleased.norms_BG
+        total = norms_BG.new_zeros(self.num_values, dtype=torch.float32)
+        if not len(norms_BG):
+            return total
+        finite_B1 = torch.isfinite(norms_BG).all(1, keepdim=True)
+        own_G = norms_BG.new_tensor(bounds)
+        scaled_BN = torch.cat([each._scaled(self._values(each.name, unreleased, own_G)) for each in self.statistics], 1)
+        scaled_BN = torch.where(finite_B1, scaled_BN, torch.zeros_like(scaled_BN))
+        return total + (self._scale(bound) * scaled_BN.sum(0)).float()
 
     def _values(self, name: str, unreleased: Unreleased, bounds_G: Tensor) -> Tensor:
         """The values of a statistic, a row a record."""
         norms_BG = unreleased.norms_BG
+        if name == BELOW:
+            return torch.where(norms_BG <= bounds_G, 1.0, -1.0)
         aux: Mapping[str, Any] = unreleased.aux if isinstance(unreleased.aux, Mapping) else {}
         own = {
             "loss": unreleased.losses_B, "norm": norms_BG.double().square().sum(1).sqrt(),
@@ -170,12 +166,9 @@ class Telemetry:
     def _scale(self, bound: float) -> float:
         return bound * (1 - SLACK) / math.sqrt(len(self.statistics))
 
-    def read(
-        self, released: Params, clip_norm: float | Mapping[str, float], batch_size: float
-    ) -> dict[str, float | list[float]]:
-        """The released means by name, of a histogram its shares, from the sums with noise and the expected size."""
-        whole = math.hypot(*clip_norm.values()) if isinstance(clip_norm, Mapping) else clip_norm
-        scaled = released[_LEAF].double().cpu() / (self._scale(whole * math.sqrt(self.share)) * batch_size)
+    def read(self, values: Tensor, bound: float, batch_size: float) -> dict[str, float | list[float]]:
+        """The released means by name, of a histogram its shares, from a total with noise and the expected size."""
+        scaled = values.double().cpu() / (self._scale(bound) * batch_size)
         parts = scaled.split([each.num_values for each in self.statistics])
         return {each.name: each._mean(part) for each, part in zip(self.statistics, parts, strict=True)}
 

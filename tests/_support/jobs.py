@@ -155,12 +155,13 @@ def telemetry(seed, use_ranks):
     """Four steps with telemetry: what they released, and how many rows of aux this process had."""
     ranks = distributed.data_parallel() if use_ranks else None
     statistics = (clipping.Statistic("loss", high=3.0), clipping.Statistic("y", edges=(0.5, 1.5)))
-    the_plan = plan(num_steps=4, telemetry=clipping.Telemetry(statistics, 0.1))
+    rule = clipping.Adaptive(0.5, groups=clipping.PerLayer())
+    the_plan = plan(num_steps=4, clip=rule, telemetry=clipping.Telemetry(statistics, 0.1))
     dp_step = make_dp_step(lambda p, b: (loss_fn(p, b), {"y": b["y"]}), the_plan, ranks=ranks)
     state, released, counts = replay(dp_step.init(params(), insecure_key(seed))), [], []
     for indices in the_plan.batches(state, ranks):
         grads, state, unreleased = dp_step(params(), take(data(), indices), state)
-        released.append((grads["in.bias"].tolist(), state.telemetry))
+        released.append((grads["in.bias"].tolist(), state.telemetry, state.clip_state))
         counts.append((len(indices), 0 if unreleased.aux is None else len(unreleased.aux["y"])))
     return released, counts
 

@@ -20,7 +20,7 @@ from dpfunc import checkpoint, clipping, sampling
 from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Statistic, Telemetry
-from dpfunc.clipping.telemetry import _LEAF
+from dpfunc.clipping.telemetry import LEAF as _LEAF
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument, StateReused

@@ -37,16 +37,18 @@ def test_any_number_of_processes_gives_the_same(case):
 
 
 def test_processes_release_the_statistics_of_one():
-    """Telemetry is of the records of all; aux is of the own ones."""
+    """Telemetry and the counts of adaptive clipping are of the records of all; aux is of the own ones."""
     [(expected, _)] = run(1, "jobs:telemetry", 3, False)
     found = run(2, "jobs:telemetry", 3, True)
     for released, counts in found:
         assert released == found[0][0]
         assert all(own == rows for own, rows in counts)
-        for (grads, told), (its_grads, its_told) in zip(released, expected, strict=True):
+        for (grads, told, bounds), (its_grads, its_told, its_bounds) in zip(released, expected, strict=True):
             assert grads == pytest.approx(its_grads, abs=1e-6)
             assert told["loss"] == pytest.approx(its_told["loss"], abs=1e-4)
             assert told["y"] == pytest.approx(its_told["y"], abs=1e-4)
+            assert bounds == pytest.approx(its_bounds, rel=1e-4)
+            assert set(bounds) == {"in", "out"}
 
 
 def test_a_process_whose_records_have_no_gradient_says_so_of_its_own():

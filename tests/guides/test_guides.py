@@ -244,6 +244,20 @@ def test_evidence_has_the_table_of_the_benchmark():
         assert ", ".join(figures) in guide
 
 
+def test_clipping():
+    """The bound that adapts is near the quantile that it is to bound; the schedule ends at a quarter."""
+    adapts, *others = blocks("clipping.md")
+    names = execute(adapts)
+    data, params, bound = names["data"], names["params"], names["state"].clip_state["all"]
+    per_row = torch.func.vmap(torch.func.grad(lambda p, x, y: names["loss_fn"](p, {"x": x[None], "y": y[None]})[0]),
+                              in_dims=(None, 0, 0))  # fmt: skip
+    norms = per_row(params, data["x"], data["y"])["w"].flatten(1).norm(dim=1)
+    assert 0.35 < float((norms <= bound).double().mean()) < 0.65
+    scheduled = execute(adapts + others[0])
+    assert scheduled["schedule"].at(59) == 0.25
+    assert execute(adapts + others[1])["state"].ledger == names["state"].ledger == scheduled["state"].ledger
+
+
 def test_telemetry(capsys):
     names = execute(blocks("telemetry.md")[0])
     assert len(capsys.readouterr().out.splitlines()) == 21
