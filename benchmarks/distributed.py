@@ -38,8 +38,8 @@ from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.processes import checksum
 from dpfunc.distributed._agreement import agree, summarize
 from dpfunc.distributed._reduce import noise_windows, sum_over
+from dpfunc.noise import Turn, gaussian
 from dpfunc.noise import _streams as streams
-from dpfunc.noise import gaussian
 from dpfunc.types import ClippedSum
 
 RESULT, GUIDE = FOLDER / "distributed.json", DOCS / "guides" / "distributed.md"
@@ -77,7 +77,7 @@ def steps_of(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
         "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
         "all-reduce": lambda: sum_over(ranks, sums, params),
-        "noise": lambda: add_share(clipped, share, dpfunc.insecure_key(0)),
+        "noise": lambda: add_share(clipped, share, Turn(0, dpfunc.insecure_key(0), dpfunc.insecure_key)),
         "checksum": lambda: checksum(sums.items()),
     }
 

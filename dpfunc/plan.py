@@ -17,14 +17,13 @@ from dpfunc.clipping.rules import of_run
 from dpfunc.distributed._object_collectives import check_same_data
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarning
-from dpfunc.noise import Gaussian, Noise
+from dpfunc.noise import DEFAULT, Noise, Run
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
 from dpfunc.sampling._loader import Collate, Draws, Once, check_dataset, data_loader
 from dpfunc.sampling._records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
-_GAUSSIAN = Gaussian()
 # Parts of a plan that may be of a user: name, methods that it needs, what is expected.
 _PARTS = (
     ("sampler", ("indices", "events", "expected_batch_size"), "a sampler such as sampling.Poisson(...)"),
@@ -110,7 +109,7 @@ class Plan:
     accountant: str = "auto"
     allow_large_delta: bool = False
     spent: Ledger | None = None
-    noise: Noise = _GAUSSIAN
+    noise: Noise = DEFAULT
     telemetry: Telemetry | None = None
     budget: _Budget | None = field(default=None, repr=False, compare=False)
 
@@ -127,7 +126,7 @@ class Plan:
         one_of("allocation", self.allocation, ("uniform", "optimal"))
         one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
         self._check_parts()
-        self.noise.check(self.sampler, self.noise_multiplier)
+        self.noise.check(self.run)
         self._check_budget()
 
     def _check_parts(self) -> None:
@@ -184,10 +183,12 @@ class Plan:
         *,
         epsilon: float | None = None,
         delta: float | None = None,
-        dataset_size: int,
-        expected_batch_size: float,
+        dataset_size: int | None = None,
+        expected_batch_size: float | None = None,
         num_steps: int,
         clip: ClipRule,
+        sampler: Sampler | None = None,
+        noise: Noise = DEFAULT,
         runs: int = 1,
         noise_schedule: Schedule | None = None,
         spent: Ledger | None = None,
@@ -198,12 +199,14 @@ class Plan:
         telemetry: Telemetry | None = None,
         budget: _Budget | None = None,
     ) -> "Plan":
-        """The plan with Poisson sampling and the least noise that keeps all steps within (epsilon, delta).
+        """The plan with the least noise that keeps all steps within (epsilon, delta).
 
         Args:
             epsilon: budget, > 0. delta: see `Plan`. With `budget` they are its own, by default.
-            dataset_size: number of records n. expected_batch_size: q n, so that q = expected_batch_size / n.
-            num_steps, clip, adjacency, allocation, accountant, allow_large_delta, telemetry: see `Plan`.
+            dataset_size: number of records n. expected_batch_size: q n, of Poisson sampling with q =
+                expected_batch_size / n.
+            sampler: in place of these two numbers, any sampler.
+            num_steps, clip, noise, adjacency, allocation, accountant, allow_large_delta, telemetry: see `Plan`.
             runs: number of runs that share the budget, one after the other, e.g. of a sweep: each begins with the
                 ledger of those before it, `dp_step.init(params, key, ledger=state.ledger)`. All may be published.
             noise_schedule: relative noise over the run; the result is this times one number.
@@ -213,6 +216,7 @@ class Plan:
 
         Raises:
             UnreachableBudget: no noise is enough, e.g. because `spent` alone exceeds the budget.
+            InvalidArgument: an argument outside its domain, or a run that the noise refuses.
             NoiseWarning, which is a warning: so much noise that hardly anything can be learnt, see `advice`.
 
         >>> from dpfunc import clipping
@@ -223,15 +227,15 @@ class Plan:
         """
         epsilon, delta, spent = _of_budget(epsilon, delta, spent, budget)
         positive("epsilon", epsilon)
-        sampler = Poisson.of_batch_size(dataset_size, expected_batch_size)
+        drawn = _sampler(sampler, dataset_size, expected_batch_size)
         before = spent or Ledger(adjacency=adjacency)
         count = integer("runs", runs, minimum=1)
 
         def plan(scale: float, target: float | None) -> "Plan":
-            noise = Schedule(tuple((n, scale * v) for n, v in noise_schedule.pieces)) if noise_schedule else scale
+            scaled = Schedule(tuple((n, scale * v) for n, v in noise_schedule.pieces)) if noise_schedule else scale
             return cls(
-                sampler=sampler, clip=clip, noise_multiplier=noise, num_steps=num_steps, delta=delta,
-                epsilon=target, adjacency=adjacency, allocation=allocation, accountant=accountant,
+                sampler=drawn, clip=clip, noise_multiplier=scaled, num_steps=num_steps, delta=delta,
+                epsilon=target, adjacency=adjacency, allocation=allocation, accountant=accountant, noise=noise,
                 allow_large_delta=allow_large_delta, spent=spent, telemetry=telemetry, budget=budget,
             )  # fmt: skip
 
@@ -262,9 +266,14 @@ class Plan:
             f"{math.ceil(self.sampler.dataset_size * math.sqrt(100 / room))} records, or take a larger epsilon."
         )
 
+    @property
+    def run(self) -> Run:
+        """What the noise mechanism is told of a run of this plan."""
+        return Run(self.sampler, self.noise_multiplier, self.num_steps, self.allocation)
+
     def events(self, start: int, stop: int) -> tuple[Event, ...]:
         """Events of the steps start..stop-1, run-length encoded: the privacy that they cost."""
-        return self.noise.events(self.sampler, self.noise_multiplier, start, stop)
+        return self.noise.events(self.run, start, stop)
 
     def ledger(self, num_steps: int | None = None) -> Ledger:
         """Ledger of the first `num_steps` steps (all, by default)."""
@@ -289,7 +298,7 @@ class Plan:
             step: number of the step, from 0.
 
         Raises:
-            InvalidArgument: noise other than `Gaussian`, which does not say its scale.
+            InvalidArgument: noise of a user that does not say its deviation, see `Noise`.
 
         >>> from dpfunc import clipping
         >>> telemetry = clipping.Telemetry((clipping.Statistic("loss", high=4.0),), share=0.04)
@@ -299,9 +308,10 @@ class Plan:
         """
         if self.telemetry is None:
             return {}
-        if not isinstance(self.noise, Gaussian):
-            raise wrong_type("Gaussian noise, whose scale is known", "noise", self.noise)
-        noise = schedule_at(self.noise_multiplier, step) * (2 if self.adjacency == "replace_one" else 1)
+        deviation = getattr(self.noise, "deviation", None)
+        if deviation is None:
+            raise wrong_type("noise that says its deviation", "noise", self.noise)
+        noise = deviation(self.run, step) * (2 if self.adjacency == "replace_one" else 1)
         return self.telemetry.errors(noise, self.sampler.expected_batch_size(step))
 
     def step_limit(self, spent: Ledger) -> int:
@@ -406,6 +416,18 @@ class Plan:
             persistent_workers=persistent_workers, timeout=timeout, worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
         )  # fmt: skip
+
+
+def _sampler(sampler: Sampler | None, dataset_size: int | None, expected_batch_size: float | None) -> Sampler:
+    """The sampler that was given, or Poisson sampling of these numbers."""
+    if sampler is not None and dataset_size is None and expected_batch_size is None:
+        return sampler
+    if sampler is not None or dataset_size is None or expected_batch_size is None:
+        raise InvalidArgument(
+            f"Expected dataset_size and expected_batch_size, of Poisson sampling, or sampler, got dataset_size="
+            f"{dataset_size}, expected_batch_size={expected_batch_size} and sampler={sampler}."
+        )
+    return Poisson.of_batch_size(dataset_size, expected_batch_size)
 
 
 def _of_budget(

@@ -20,8 +20,9 @@ from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.rules import group_bounds, of_run, partition
 from dpfunc.distributed.ranks import Ranks
+from dpfunc.noise import Turn
 from dpfunc.plan import Plan
-from dpfunc.rng import Key, check_key, check_process, fingerprint
+from dpfunc.rng import Key, check_key, check_process, fingerprint, fold_in
 from dpfunc.sampling import Poisson
 from dpfunc.types import Event, Params
 
@@ -35,7 +36,7 @@ class StepState(NamedTuple):
         charged: steps below this are in the ledger already; a resumed run repeats them at no cost, because it
             repeats them bit for bit.
         key: the root of the run's randomness; as secret as the data.
-        noise_state: of the noise mechanism, as secret as the key; `()` for Gaussian noise.
+        noise_state: of the noise mechanism, as secret as the key; `()` for noise of each step by itself.
         ledger: what was spent, earlier phases included.
         released: (step, digest) of what an interrupted run released after this state; repeated bit for bit or refused.
         plan: `plan_digest` of the plan that limit and charged are about.
@@ -170,11 +171,31 @@ def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
     return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
 
 
+def turn_of(state: StepState) -> Turn:
+    """What the noise mechanism is told of the step after a state.
+
+    Guarantees:
+        tests/noise/test_mechanisms.py::test_earlier_keys_need_a_state.
+    """
+
+    def key_of(step: int) -> Key:
+        if step != state.step and state.noise_state == ():
+            raise errors.InvalidArgument(
+                f"Expected a mechanism whose noise needs the key of step {step} in step {state.step} to have a state, "
+                "got (). A run whose noise has no state may go on with a new key, and would draw other noise in the "
+                'place of what it released. Return some, e.g. {"noise": "of all keys"}, from init.'
+            )
+        return fold_in(fold_in(state.key, "step", integer("step", step)), "release")
+
+    return Turn(state.step, key_of(state.step), key_of)
+
+
 def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Event, ...]:
     """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling."""
     if state.drawn:
         return plan.events(start, stop)
-    return plan.noise.events(Poisson(plan.sampler.dataset_size, 1.0), plan.noise_multiplier, start, stop)
+    undrawn = Poisson(plan.sampler.dataset_size, 1.0)
+    return plan.noise.events(plan.run._replace(sampler=undrawn), start, stop)
 
 
 def plan_digest(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from dpfunc.noise import Mechanism
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import Calls, StepState
-from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased, schedule_at
+from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased
 
 
 class StepResult(NamedTuple):
@@ -87,7 +87,7 @@ class DPStep:
                 states.check_reserved(self.plan, key, ledger)
             first = states.first_state(self.plan, params, key, ledger, num_records)
             with_leaves = self.clipped_grad.at(0, first.clip_state).with_leaves(params)
-            state = first._replace(noise_state=self._mechanism(0).init(with_leaves))
+            state = first._replace(noise_state=self._mechanism.init(with_leaves))
         states.warn_of_start(state, journalled=self.journal is not None)
         return state
 
@@ -187,16 +187,16 @@ class DPStep:
     def _add_noise(
         self, clipped: ClippedSum, params: Params, state: StepState, clip: StepClip
     ) -> tuple[dict[str, Tensor], Any]:
-        mechanism, key = self._mechanism(state.step), fold_in(fold_in(state.key, "step", state.step), "release")
+        mechanism, turn = self._mechanism, states.turn_of(state)
         return (
-            mechanism.add(clipped, state.noise_state, key)
+            mechanism.add(clipped, state.noise_state, turn)
             if self.ranks is None
-            else release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, key)
+            else release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, turn)
         )
 
-    def _mechanism(self, step: int) -> Mechanism:
-        multiplier = schedule_at(self.plan.noise_multiplier, step)
-        return self.plan.noise.mechanism(multiplier, self.plan.allocation, self.noise_source)
+    @cached_property
+    def _mechanism(self) -> Mechanism:
+        return self.plan.noise.mechanism(self.plan.run._replace(source=self.noise_source))
 
     def _record(
         self, released: dict[str, Tensor], state: StepState, after: StepState, params: Params, unreleased: Unreleased

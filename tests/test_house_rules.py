@@ -102,6 +102,22 @@ def test_bans():
             assert called not in BANNED_CALLS or "object.__" in ast.unparse(node.func), f"{where} calls {called}"
 
 
+def test_no_mechanism_of_noise_is_named_where_each_works():
+    """A step, its state, its plan, ledgers and checkpoints know the protocol of noise, and no mechanism."""
+    known = {"Mechanism", "Noise", "Run", "Turn"}
+    mechanisms = set(dpfunc.noise.__all__) - known
+    places = {"step.py", "state.py", "plan.py", "ledger.py"}
+    named = [
+        f"{path.name} names {name}"
+        for path, node in nodes()
+        if path.name in places or path.parent.name == "checkpoint"
+        for name in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", ""))
+        if name in mechanisms
+    ]
+    assert named == []
+    assert {"Gaussian", "add_gaussian"} <= mechanisms
+
+
 def test_no_foreign_attribute_is_written():
     """Attributes are written on self (in the class's own methods) and nowhere else; but an optimizer reads `.grad`, and
     the context of a custom function of torch is made for it."""

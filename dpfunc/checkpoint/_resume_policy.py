@@ -173,16 +173,15 @@ _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
 
 def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
     """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
-    epoch = getattr(plan.sampler, "steps_per_epoch", 1)
     refuse(
-        (history.values["noise"] != {"tuple": []}, CheckpointError(  # the state of Gaussian noise, ()
+        (history.values["noise"] != {"tuple": []}, CheckpointError(  # the state (), of noise of each step by itself
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise may "
             "be correlated over steps. Resume with journal=, and with what the run was started with; or begin a new "
             f"run that counts this one: {_BEGIN}).")),
-        (state.step % epoch, CheckpointError(
+        (not plan.events(state.step, state.step + 1), CheckpointError(
             f"Expected a checkpoint at the end of an epoch to go on from with a new key, got one of step {state.step}: "
-            f"an epoch of {epoch} shuffled steps cannot be drawn anew from its middle. Resume with journal=, or begin "
-            f"a new run that counts this one: {_BEGIN}).")),
+            "what is released as a whole, as an epoch of shuffled steps is, cannot be drawn anew from its middle. "
+            f"Resume with journal=, or begin a new run that counts this one: {_BEGIN}).")),
     )  # fmt: skip
     return _within_budget(state._replace(key=key, charged=state.step, released=()), plan)
 

@@ -10,11 +10,10 @@ from dpfunc.accounting import record as known
 from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.engines.loop import Loop
 from dpfunc.engines.vmap_grad import VmapGrad
-from dpfunc.noise import Gaussian
+from dpfunc.noise import DEFAULT
 from dpfunc.rng import fingerprint
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.step import DPStep
-from dpfunc.types import schedule_at
 
 _ENGINES: dict[type, str] = {VmapGrad: known.ROWS[0], Loop: known.ROWS[1]}
 _MECHANISMS = dict(zip(("uniform", "optimal"), known.MECHANISMS, strict=True))
@@ -67,8 +66,7 @@ def make_record(
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
     last = max(0, state.step - 1)
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
-    ours = repr(plan.noise) == repr(Gaussian())  # other noise may have a scale of its own: that of its events
-    multiplier = schedule_at(plan.noise_multiplier, last) if ours else plan.events(last, last + 1)[-1].noise_multiplier
+    ours = repr(plan.noise) == repr(DEFAULT)
     publishes_size = plan.adjacency == "add_remove" and not public_bound
     return Record(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,7 +81,7 @@ def make_record(
         epsilon_rdp=state.ledger.epsilon(plan.delta, "rdp").epsilon,
         ledger=state.ledger,
         mechanism=_MECHANISMS[plan.allocation] if ours else repr(plan.noise),
-        noise_multiplier=multiplier,
+        noise_multiplier=plan.events(0, last + 1)[-1].noise_multiplier,  # other noise may have a scale of its own
         noise_source=known.SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
         max_grad_norm=dp_step.clipped_grad.at(last, state.clip_state).whole,

@@ -15,9 +15,8 @@ from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
 from dpfunc.engines._numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
-from dpfunc.noise import Mechanism
+from dpfunc.noise import Mechanism, Turn
 from dpfunc.noise._streams import rows_of_a_tile
-from dpfunc.rng import Key
 from dpfunc.types import ClippedSum, Params
 
 _ALIGNED = 16  # numbers: a sum begins on a cache line, and its checksum needs no copy
@@ -81,7 +80,7 @@ def zeros(params: Params) -> dict[str, Tensor]:
 
 
 def release(
-    ranks: Ranks, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, key: Key
+    ranks: Ranks, mechanism: Mechanism, clipped: ClippedSum, params: Params, noise_state: Any, turn: Turn
 ) -> tuple[dict[str, Tensor], Any]:
     """The clipped sum over the rows of all processes with noise, and the next state of the mechanism.
 
@@ -93,11 +92,11 @@ def release(
     """
     with in_step(ranks):
         if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
-            return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, key)
+            return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, turn)
         shapes = {name: value.shape for name, value in clipped.sums.items()}
         with _added_up(clipped.sums, ranks) as (terms, bands):
             windows = noise_windows(shapes, ranks.rank, ranks.size)
-            mechanism.add_share(replace(clipped, sums=terms), windows, key)
+            mechanism.add_share(replace(clipped, sums=terms), windows, turn)
             bands.fill_(num_bands(windows))
         if bands.item() != num_bands(noise_windows(shapes, 0, 1)):
             raise StepAborted(

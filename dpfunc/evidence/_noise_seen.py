@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from dpfunc.evidence._watch import Add, WatchedNoise
-from dpfunc.noise import Gaussian
+from dpfunc.noise import Gaussian, Run, Turn
 from dpfunc.noise.gaussian import noise_std
 from dpfunc.plan import Plan
-from dpfunc.rng import Key
-from dpfunc.types import Allocation, ClippedSum
+from dpfunc.types import ClippedSum, schedule_at
 
 _CELLS = 16  # of equal probability, by which the law is compared
 _LOOKED_AT = 2**16  # numbers of one parameter and step
@@ -62,13 +61,13 @@ class NoiseSeen:
 
     seen: dict[str, _Seen] = field(default_factory=dict)
 
-    def around(self, inner: Add, noise_multiplier: float, allocation: Allocation) -> Add:
+    def around(self, inner: Add, run: Run) -> Add:
         """The addition of noise, which looks at the numbers before and after."""
 
-        def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
+        def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
             sums = {name: _some(value).clone() for name, value in clipped.sums.items()}
-            stds = noise_std(clipped, noise_multiplier, allocation)
-            values, after = inner(clipped, state, key)
+            stds = noise_std(clipped, schedule_at(run.noise_multiplier, turn.step), run.allocation)
+            values, after = inner(clipped, state, turn)
             for name, before_P in sums.items():
                 if std := stds[clipped.group_of[name]]:
                     self.seen.setdefault(name, _Seen()).add((_some(values[name]) - before_P) / std)

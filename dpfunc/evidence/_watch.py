@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.processes import checksum
 from dpfunc.batches import tree_map
 from dpfunc.engines.microbatches import rows_at
-from dpfunc.noise import Mechanism, Noise
+from dpfunc.noise import Mechanism, Noise, Run, Turn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.sampling import Sampler
 from dpfunc.state import StepState, replay
 from dpfunc.step import DPStep, StepResult
-from dpfunc.types import Allocation, Batch, ClippedSum, Event, Params, Schedule, Unreleased
+from dpfunc.types import Batch, ClippedSum, Event, Params, Unreleased
 
-Add: TypeAlias = Callable[[ClippedSum, Any, Key], tuple[dict[str, Tensor], Any]]  # of a mechanism of noise
+Add: TypeAlias = Callable[[ClippedSum, Any, Turn], tuple[dict[str, Tensor], Any]]  # of a mechanism of noise
 _DEEP = 8  # objects inside of objects
 _IGNORED = -100  # a label without a loss
 
@@ -52,12 +52,12 @@ class Tape:
     def __repr__(self) -> str:
         return "Tape()"
 
-    def around(self, inner: Add, noise_multiplier: float, allocation: Allocation) -> Add:
+    def around(self, inner: Add, run: Run) -> Add:
         """The addition of noise, which notes what is summed, and releases again what a forced run released."""
 
-        def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
+        def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
             kept = replace(clipped, sums={n: v.detach().cpu().clone() for n, v in clipped.sums.items()})
-            values, after = inner(clipped, state, key)
+            values, after = inner(clipped, state, turn)
             place = len(self.releases)
             if self.forced is not None and place < len(self.forced.releases):
                 before = self.forced.releases[place]
@@ -65,7 +65,7 @@ class Tape:
             facts = {
                 "sensitivity": kept.sensitivities,
                 "clip groups": kept.group_of,
-                "key of the noise": fingerprint(key),
+                "key of the noise": fingerprint(turn.key),
             }
             self.releases.append(Release(kept, facts, values, after))
             return {name: value.clone() for name, value in values.items()}, after
@@ -85,15 +85,15 @@ class WatchedNoise:
     def __repr__(self) -> str:
         return repr(self.noise)
 
-    def check(self, sampler: Sampler, noise_multiplier: float | Schedule) -> None:
-        self.noise.check(_own(sampler), noise_multiplier)
+    def check(self, run: Run) -> None:
+        self.noise.check(_own(run))
 
-    def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
-        return self.noise.events(_own(sampler), noise_multiplier, start, stop)
+    def events(self, run: Run, start: int, stop: int) -> tuple[Event, ...]:
+        return self.noise.events(_own(run), start, stop)
 
-    def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Any) -> Mechanism:
-        inner = self.noise.mechanism(noise_multiplier, allocation, source)
-        return Mechanism(inner.init, self.watch.around(inner.add, noise_multiplier, allocation))
+    def mechanism(self, run: Run) -> Mechanism:
+        inner = self.noise.mechanism(_own(run))
+        return Mechanism(inner.init, self.watch.around(inner.add, run))
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class WatchedSampler:
         return drawn if self.tape.without is None else drawn[~torch.isin(drawn, self.tape.without)]
 
 
-def _own(sampler: Any) -> Any:
-    return sampler.sampler if isinstance(sampler, WatchedSampler) else sampler
+def _own(run: Run) -> Run:
+    return run._replace(sampler=run.sampler.sampler) if isinstance(run.sampler, WatchedSampler) else run
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Noise: from a ClippedSum to something that may be published."""
 
 from dpfunc.noise.gaussian import Gaussian, add_gaussian, gaussian, noise_std
-from dpfunc.noise.mechanism import Mechanism, Noise
+from dpfunc.noise.mechanism import Mechanism, Noise, Run, Turn
 from dpfunc.noise.strategies import (
     BISR,
     BLT,
@@ -16,6 +16,9 @@ from dpfunc.noise.strategies import (
     prefix_errors,
 )
 
+DEFAULT: Noise = Gaussian()
+"""The noise of a plan that names none."""
+
 __all__ = [
     "BISR",
     "BLT",
@@ -26,8 +29,10 @@ __all__ = [
     "Mechanism",
     "Noise",
     "Recursion",
+    "Run",
     "Strategy",
     "Toeplitz",
+    "Turn",
     "add_gaussian",
     "gaussian",
     "noise_std",

@@ -122,10 +122,10 @@ def tiles(part: Window, size: int = TILE, columns: int = TILE_COLS) -> Iterator[
             yield Tile(i * in_a_row + j, height, width, inside, there)
 
 
-_Leaves = Mapping[str, Tensor | Part]  # what noise is for: name -> tensor, DTensor, or a part that is described only
+Leaves = Mapping[str, Tensor | Part]  # what noise is for: name -> tensor, DTensor, or a part that is described only
 
 
-def secure_normal(key: Key, like: _Leaves, threads: int | None = None) -> dict[str, Tensor]:
+def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[str, Tensor]:
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
     The number of threads, one a core of this process unless given, has no influence on the result.
@@ -197,7 +197,7 @@ def _cores() -> int:
     return max(1, min(usable // (here or everywhere), _MAX_THREADS))
 
 
-def device_normal(key: Key, like: _Leaves) -> dict[str, Tensor]:
+def device_normal(key: Key, like: Leaves) -> dict[str, Tensor]:
     """Standard normals of the shape and dtype of each leaf, drawn in float64 where it lies; a DTensor's own part."""
     noise: dict[str, Tensor] = {}
     found: dict[torch.device, list[tuple[str, Tile]]] = {}
@@ -214,7 +214,7 @@ def device_normal(key: Key, like: _Leaves) -> dict[str, Tensor]:
     return {name: values.reshape(_held(like[name]).shape) for name, values in noise.items()}
 
 
-def standard_normal(key: Key, like: _Leaves, source: Source = "secure") -> dict[str, Tensor]:
+def standard_normal(key: Key, like: Leaves, source: Source = "secure") -> dict[str, Tensor]:
     """Standard normals of the shape, dtype and device of each leaf; of a DTensor the own part, as a plain tensor.
 
     Guarantees:

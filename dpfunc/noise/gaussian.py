@@ -1,9 +1,9 @@
 """The Gaussian mechanism on clipped sums."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from dpfunc._utils.processes import Window, distributed, in_hex, local
 from dpfunc._utils.validation import fail, non_negative, one_of, positive
 from dpfunc.batches import digest_and_mark, refuse_sums
 from dpfunc.errors import InvalidArgument, StateReused
-from dpfunc.noise._streams import SOURCES, Part, Source, standard_normal
-from dpfunc.noise.mechanism import Mechanism
+from dpfunc.noise._streams import SOURCES, Leaves, Part, Source, standard_normal
+from dpfunc.noise.mechanism import Mechanism, Run, Turn
 from dpfunc.rng import Key, check_key, check_process, fingerprint
-from dpfunc.types import Allocation, ClippedSum, Event, Schedule, schedule_at, stretches
+from dpfunc.types import Allocation, ClippedSum, Event, Params, schedule_at, stretches
 
 _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
@@ -115,7 +115,7 @@ def add_gaussian(
     std_of = _stds(clipped, noise_multiplier, allocation)
     check_key(key)
     _check_once(key, _finite_digest(clipped), std_of, source)
-    return _released(clipped, std_of, key, source)
+    return _released(clipped, std_of, standard_normal(key, clipped.sums, source))
 
 
 def _finite_digest(clipped: ClippedSum) -> int:
@@ -126,9 +126,7 @@ def _finite_digest(clipped: ClippedSum) -> int:
     return own
 
 
-def _released(clipped: ClippedSum, std_of: Mapping[str, float], key: Key, source: Source) -> dict[str, Tensor]:
-    noise = standard_normal(key, clipped.sums, source)
-
+def _released(clipped: ClippedSum, std_of: Mapping[str, float], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
     def release(name: str, value: Tensor) -> Tensor:
         # into the memory of the noise: fresh memory costs as much as a third of drawing it
         part = local(value.detach())
@@ -176,37 +174,58 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     >>> gaussian(1.0).init({"w": torch.zeros(3)})
     ()
     """
-    of_step = _of_step(noise_multiplier, allocation, source)
+    multiplier = non_negative("noise_multiplier", noise_multiplier)
+    of_step = additive(Run(None, multiplier, 1, allocation, source), _fresh(source))
 
-    def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
+    def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
         _check_clipped(clipped)
         _finite_digest(clipped)
-        return of_step.add(clipped, state, key)
+        return of_step.add(clipped, state, turn)
 
     return of_step._replace(add=add)
 
 
-def _of_step(noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
-    """The mechanism for a step, which looks itself whether what it releases is finite, in one read with other marks."""
-    multiplier = non_negative("noise_multiplier", noise_multiplier)
-    one_of("allocation", allocation, _ALLOCATIONS)
-    one_of("source", source, SOURCES)
+Draw: TypeAlias = Callable[[Leaves, Any, Turn], tuple[dict[str, Tensor], Any]]
 
-    def add(clipped: ClippedSum, state: Any, key: Key) -> tuple[dict[str, Tensor], Any]:
-        stds = _stds(clipped, multiplier, allocation)
-        check_key(key)
-        return _released(clipped, stds, key, source), state  # a step compares what its key releases, on disk as well
 
-    def add_share(clipped: ClippedSum, windows: Mapping[str, Window], key: Key) -> None:
-        stds = _stds(clipped, multiplier, allocation)
-        check_key(key)
+def _fresh(source: Source) -> Draw:
+    """Noise of the key of the step alone."""
+    return lambda like, state, turn: (standard_normal(turn.key, like, source), state)
+
+
+def additive(run: Run, draw: Draw, init: Callable[[Params], Any] = lambda params: ()) -> Mechanism:
+    """The mechanism that adds noise of some law, times the standard deviation of each clip group, to each sum.
+
+    A step looks itself whether what it releases is finite, in one read with other marks, and compares what its key
+    releases, on disk as well.
+
+    Args:
+        run: of which the noise multiplier, allocation and source count.
+        draw: (leaves, state, turn) -> noise of the shape, dtype and device of each leaf, of a DTensor the own part,
+            relative to the standard deviation; and the next state. That of a share of the noise has no state, None.
+        init: params -> the first state.
+    """
+    one_of("allocation", run.allocation, _ALLOCATIONS)
+    one_of("source", run.source, SOURCES)
+
+    def stds_of(clipped: ClippedSum, turn: Turn) -> dict[str, float]:
+        check_key(turn.key)
+        return _stds(clipped, schedule_at(run.noise_multiplier, turn.step), run.allocation)
+
+    def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
+        stds = stds_of(clipped, turn)
+        noise, after = draw(clipped.sums, state, turn)
+        return _released(clipped, stds, noise), after
+
+    def add_share(clipped: ClippedSum, windows: Mapping[str, Window], turn: Turn) -> None:
+        stds = stds_of(clipped, turn)
         sums = {name: clipped.sums[name] for name in windows}
-        noise = standard_normal(key, {n: Part(windows[n], v.dtype, v.device) for n, v in sums.items()}, source)
+        noise, _ = draw({n: Part(windows[n], v.dtype, v.device) for n, v in sums.items()}, None, turn)
         for name, part in windows.items():
             rows = sums[name].view(part.num_rows, part.num_cols)[slice(*part.rows), slice(*part.cols)]
             rows.add_(noise[name], alpha=stds[name])
 
-    return Mechanism(lambda params: (), add, add_share)
+    return Mechanism(init, add, add_share)
 
 
 @dataclass(frozen=True)
@@ -214,18 +233,22 @@ class Gaussian:
     """The Gaussian mechanism as the noise of a plan: independent in each step, of any sampler and schedule.
 
     >>> from dpfunc.sampling import Poisson
-    >>> Gaussian().events(Poisson(100, 0.1), 2.0, 0, 5)
+    >>> Gaussian().events(Run(Poisson(100, 0.1), 2.0, num_steps=10), 0, 5)
     (Event(sampling_prob=0.1, noise_multiplier=2.0, num_steps=5),)
     """
 
-    def check(self, sampler: Any, noise_multiplier: float | Schedule) -> None:
+    def check(self, run: Run) -> None:
         """Refuse nothing: each sampler says what steps with Gaussian noise cost."""
 
-    def events(self, sampler: Any, noise_multiplier: float | Schedule, start: int, stop: int) -> tuple[Event, ...]:
+    def events(self, run: Run, start: int, stop: int) -> tuple[Event, ...]:
         """Those of the sampler, for each piece of the schedule."""
-        noise, spans = noise_multiplier, stretches(start, stop, noise_multiplier)
-        return tuple(event for a, b in spans for event in sampler.events(a, b, schedule_at(noise, a)))
+        noise, spans = run.noise_multiplier, stretches(start, stop, run.noise_multiplier)
+        return tuple(event for a, b in spans for event in run.sampler.events(a, b, schedule_at(noise, a)))
 
-    def mechanism(self, noise_multiplier: float, allocation: Allocation, source: Source) -> Mechanism:
-        """The Gaussian mechanism of a step, `gaussian` of these values."""
-        return _of_step(noise_multiplier, allocation, source)
+    def deviation(self, run: Run, step: int) -> float:
+        """The noise multiplier of the step."""
+        return schedule_at(run.noise_multiplier, step)
+
+    def mechanism(self, run: Run) -> Mechanism:
+        """The Gaussian mechanism of each step, `gaussian` of these values."""
+        return additive(run, _fresh(run.source))

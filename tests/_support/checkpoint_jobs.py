@@ -107,7 +107,7 @@ def train(folder, kind, stop, load=False, save=(), recharge=False, seen=lambda s
 def train_remembering(*args, **options):
     """The same with noise that depends on the noise of the step before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DPStep, "_mechanism", lambda self, step: remembering(self.plan.noise_multiplier))
+        patch.setattr(DPStep, "_mechanism", property(lambda self: remembering(self.plan.noise_multiplier)))
         return train(*args, **options)
 
 

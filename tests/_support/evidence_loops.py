@@ -17,7 +17,7 @@ from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines.vmap_grad import engine_of
 from dpfunc.evidence import Canaries, audit
-from dpfunc.noise import Gaussian, Mechanism, gaussian
+from dpfunc.noise import Gaussian, Mechanism, Turn
 
 
 def records(seed, n=48):
@@ -193,8 +193,8 @@ class Less(Gaussian):
 
     factor: float = 0.0
 
-    def mechanism(self, noise_multiplier, allocation, source):
-        return gaussian(noise_multiplier * self.factor, allocation=allocation, source=source)
+    def mechanism(self, run):
+        return super().mechanism(run._replace(noise_multiplier=run.noise_multiplier * self.factor))
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ class OnHalf(Gaussian):
 
     factor: float = 1.0
 
-    def mechanism(self, noise_multiplier, allocation, source):
-        init, add, _ = gaussian(noise_multiplier * self.factor, allocation=allocation, source=source)
+    def mechanism(self, run):
+        init, add, _ = super().mechanism(run._replace(noise_multiplier=run.noise_multiplier * self.factor))
 
-        def halved(clipped, state, key):
+        def halved(clipped, state, turn):
             sums = {name: value.clone() for name, value in clipped.sums.items()}
-            values, state = add(clipped, state, key)
+            values, state = add(clipped, state, turn)
             for name, value in values.items():
                 value.flatten()[value.numel() // 2 :] = sums[name].flatten()[value.numel() // 2 :]
             return values, state
@@ -218,9 +218,10 @@ class OnHalf(Gaussian):
 
 @dataclass(frozen=True)
 class Reused(Gaussian):
-    def mechanism(self, noise_multiplier, allocation, source):
-        init, add, _ = gaussian(noise_multiplier, allocation=allocation, source=source)
-        return Mechanism(init, lambda clipped, state, key: add(clipped, state, dpfunc.insecure_key(5)))
+    def mechanism(self, run):
+        init, add, _ = super().mechanism(run)
+        same = Turn(0, dpfunc.insecure_key(5), dpfunc.insecure_key)
+        return Mechanism(init, lambda clipped, state, turn: add(clipped, state, same))
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,14 @@ class Louder(noise.Gaussian):
 
     factor: float = 3.0
 
-    def events(self, sampler, noise_multiplier, start, stop):
-        return super().events(sampler, self.factor * noise_multiplier, start, stop)
+    def events(self, run, start, stop):
+        return super().events(self.louder(run), start, stop)
 
-    def mechanism(self, noise_multiplier, allocation, source):
-        return super().mechanism(self.factor * noise_multiplier, allocation, source)
+    def mechanism(self, run):
+        return super().mechanism(self.louder(run))
+
+    def louder(self, run):
+        return run._replace(noise_multiplier=self.factor * run.noise_multiplier)
 
 
 def test_noise_of_a_user_is_named_with_its_own_scale():

@@ -33,7 +33,7 @@ def same(found, expected):
 
 def test_noise_with_a_state_is_resumed_bit_for_bit(tmp_path, monkeypatch):
     """The noise of each step depends on that of the one before, also of the one before the checkpoint."""
-    monkeypatch.setattr(DPStep, "_mechanism", lambda self, step: remembering(self.plan.noise_multiplier))
+    monkeypatch.setattr(DPStep, "_mechanism", property(lambda self: remembering(self.plan.noise_multiplier)))
     run = Run(tmp_path)
     assert run.state.noise_state["steps"] == 0
     path = run.step(3).save()

@@ -34,14 +34,14 @@ GROUPS = {name: 1 if name == "all" else 2 for name in ("all", "layer", "mapping"
 class Nothing(noise.Gaussian):
     """Noise of zero, for what the algorithm does without it."""
 
-    def mechanism(self, noise_multiplier, *rest):
-        return super().mechanism(0.0, *rest)
+    def mechanism(self, run):
+        return super().mechanism(run._replace(noise_multiplier=0.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Correlated(noise.Gaussian):
-    def mechanism(self, noise_multiplier, *rest):
-        return remembering(noise_multiplier)
+    def mechanism(self, run):
+        return remembering(run.noise_multiplier)
 
 
 def plan_of(clip=None, **changes):

@@ -186,15 +186,15 @@ def test_correlated_noise():
 
     @dataclasses.dataclass(frozen=True)
     class Correlated(dpfunc.noise.Gaussian):
-        def mechanism(self, noise_multiplier, allocation, source):
-            return remembering(noise_multiplier)
+        def mechanism(self, run):
+            return remembering(run.noise_multiplier)
 
     plan = dataclasses.replace(plan_of(num_steps=3), noise=Correlated())
     states = [state for _, state in steps_of(plan, records(0, 40))]
     assert all(math.isfinite(state.telemetry["clipped"]) for state in states)
     assert set(states[-1].noise_state["previous"]) == {*params(), _LEAF}
     other = dataclasses.replace(plan, noise=SimpleNamespace(**{m: getattr(Correlated(), m) for m in PARTS_OF_NOISE}))
-    with pytest.raises(InvalidArgument, match="Gaussian noise, whose scale is known"):
+    with pytest.raises(InvalidArgument, match="noise that says its deviation"):
         other.telemetry_errors()
 
 

@@ -50,15 +50,15 @@ def test_shares_add_up_to_the_noise_of_one_process(size, dtype, allocation):
     shapes = {"w": (600, 300), "b": (9,), "s": ()}
     groups = {"w": "first", "b": "second", "s": "second"}
     bounds = {"first": 1.0, "second": 0.3}
-    mechanism, key = noise.gaussian(1.3, allocation=allocation), insecure_key(11)
+    mechanism, turn = noise.gaussian(1.3, allocation=allocation), noise.Turn(0, insecure_key(11), insecure_key)
 
     def zeros():
         return ClippedSum({n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}, groups, bounds)
 
-    expected, _ = mechanism.add(zeros(), (), key)
+    expected, _ = mechanism.add(zeros(), (), turn)
     terms = [zeros() for _ in range(size)]
     for rank, term in enumerate(terms):
-        mechanism.add_share(term, noise_windows(shapes, rank, size), key)
+        mechanism.add_share(term, noise_windows(shapes, rank, size), turn)
     for name, value in expected.items():
         assert torch.equal(sum(term.sums[name] for term in terms), value)
 
@@ -66,7 +66,7 @@ def test_shares_add_up_to_the_noise_of_one_process(size, dtype, allocation):
 def test_a_share_needs_a_key():
     clipped = ClippedSum({"w": torch.zeros(3)}, {"w": "all"}, {"all": 1.0})
     with pytest.raises(InvalidArgument, match="Expected key to be a dpfunc Key"):
-        noise.gaussian(1.0).add_share(clipped, noise_windows({"w": (3,)}, 0, 1), b"secret")
+        noise.gaussian(1.0).add_share(clipped, noise_windows({"w": (3,)}, 0, 1), noise.Turn(0, b"secret", insecure_key))
 
 
 @pytest.fixture(scope="module")

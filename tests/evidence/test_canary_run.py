@@ -49,12 +49,12 @@ canaries = 30 * torch.eye(500)[:300]
 """
 NO_NOISE = """
 from dataclasses import dataclass, replace
-from dpfunc.noise import Gaussian, gaussian
+from dpfunc.noise import Gaussian
 
 @dataclass(frozen=True)
 class Less(Gaussian):
-    def mechanism(self, noise_multiplier, allocation, source):
-        return gaussian(1e-3 * noise_multiplier, allocation=allocation, source=source)
+    def mechanism(self, run):
+        return super().mechanism(run._replace(noise_multiplier=1e-3 * run.noise_multiplier))
 
 dp_step = replace(dp_step, plan=replace(plan, noise=Less()))
 """

@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpfunc.errors import InvalidArgument, StateReused
-from dpfunc.noise import add_gaussian, gaussian, noise_std
+from dpfunc.noise import Turn, add_gaussian, gaussian, noise_std
 from dpfunc.noise._streams import standard_normal
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key
 from dpfunc.types import ClippedSum, Schedule
 
 KEY = insecure_key(0)
+
+
+def turn(key):
+    return Turn(0, key, lambda step: key)
 
 
 def clipped_sum(sizes, sensitivities, dtype=torch.float32):
@@ -52,7 +56,7 @@ def test_a_secret_key_releases_once():
             add_gaussian(other, multiplier, key, allocation=allocation)
     mechanism = gaussian(1.0)
     assert mechanism.init(clipped.sums) == ()
-    for again in (add_gaussian(clipped, 1.0, key), mechanism.add(clipped, (), key)[0]):
+    for again in (add_gaussian(clipped, 1.0, key), mechanism.add(clipped, (), turn(key))[0]):
         assert all(torch.equal(again[name], value) for name, value in first.items())
     assert not torch.equal(add_gaussian(moved, 1.0, fold_in(key, 1))["p0"], first["p0"] + 1e-3)
     with pytest.raises(StateReused, match="made in another process"):  # where it may have released other values
@@ -179,7 +183,7 @@ def test_a_sum_that_is_not_finite_is_refused(bad, key):
     with pytest.raises(InvalidArgument, match=r"Expected finite sums of clipped gradients, got NaN or inf in p1"):
         add_gaussian(spoiled, 1.0, key)
     with pytest.raises(InvalidArgument, match=r"Expected finite sums of clipped gradients, got NaN or inf in p1"):
-        gaussian(1.0).add(spoiled, (), key)
+        gaussian(1.0).add(spoiled, (), turn(key))
     assert add_gaussian(clipped, 1.0, key)["p1"].isfinite().all()
 
 
@@ -190,7 +194,7 @@ def test_a_divided_sum_cannot_be_released():
     with pytest.raises(InvalidArgument, match=r"Expected a ClippedSum, got dict.*Divide after the noise"):
         add_gaussian(divided, 1.0, KEY)
     with pytest.raises(InvalidArgument, match=r"Expected a ClippedSum, got Tensor"):
-        gaussian(1.0).add(clipped.sums["p0"] / 32, (), KEY)
+        gaussian(1.0).add(clipped.sums["p0"] / 32, (), turn(KEY))
     with pytest.raises(TypeError):
         add_gaussian(clipped, std=1.0, key=KEY)
 
