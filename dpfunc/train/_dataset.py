@@ -100,10 +100,25 @@ def read_records(job: Job, processing: Any) -> Records:
         train, persons = _by_person(job, train, unit)
     _check_trainable(job, train, len(train if persons is None else persons), len(train) + len(held_out), processing)
     trained_on, evaluated_on = (
-        tuple(record_of(job, processing, row, _folder(job, file)) for row in rows)
+        _records_of(job, processing, rows, _folder(job, file))
         for rows, file in ((train, data.train), (held_out, data.eval or data.train))
     )
     return Records(trained_on, evaluated_on, persons, seen)
+
+
+def _records_of(job: Job, processing: Any, rows: Sequence[Row], folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """The records of rows; features are rows of one tensor.
+
+    A tensor for each would lie between the fragments of the heap that computing it has left, which are 20 times as
+    large as the features of a small image (test_features_take_the_memory_that_they_need).
+    """
+    made = (record_of(job, processing, row, folder) for row in rows)
+    if job.task not in FEATURES:
+        return tuple(made)
+    whole_NK = torch.empty(len(rows), processing.size)
+    return tuple(
+        {**record, "features": x_K.copy_(record["features"])} for x_K, record in zip(whole_NK, made, strict=True)
+    )
 
 
 def _check_trainable(job: Job, train: Sequence[Row], units: int, records: int, processing: Any) -> None:

@@ -9,6 +9,7 @@ from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train._dataset import collator, seen_lines
+from dpfunc.train._frozen import kept_bytes
 from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job
 from dpfunc.train.config import Job
@@ -70,6 +71,7 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
     parts = {
         "parameters": sum(p.nbytes for p in prepared.model.parameters()),
         "gradients and noise": 2 * 4 * trained,
+        "features": kept_bytes(job, prepared.model, getattr(prepared.processing, "size", 0), prepared.records),
         f"optimizer ({optimizer})": 4 * _OPTIMIZER_STATES.get(optimizer.split("_")[0], 2) * trained,
     }
     collate, unit = collator(job, prepared.processing, longest=True), prepared.records.units[0]  # only its shapes count
@@ -88,7 +90,9 @@ def _memory_lines(job: Job, prepared: Prepared) -> list[str]:
             how += "; per-sample gradients: not estimated for this model"
     if job.training.gradient_checkpointing:
         how += "; gradient checkpointing, which is not counted, lowers the activations"
-    listed = ", ".join(f"{name} {value / _MIB:.3g}" for name, value in parts.items())
+    if parts["features"]:
+        how += "; features: those of all records, which are computed once and kept"
+    listed = ", ".join(f"{name} {value / _MIB:.3g}" for name, value in parts.items() if value)
     return [
         f"memory: about {sum(parts.values()) / _MIB:.3g} MiB ({listed})",
         f"  Estimated, both scaled to the physical batch. {how}. The framework itself comes on top.",

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train._dataset import Records
-from dpfunc.train.config import Job
+from dpfunc.train.config import FEATURES, Job
 
 _BYTES = {"features": 4, "hidden": 2}  # of a number
 
@@ -23,28 +23,55 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     (tests/train/test_frozen.py: test_a_record_is_computed_alone, test_logits_are_those_of_the_whole_model,
     test_the_limit).
     """
-    peft: Any = model
-    base = peft.get_base_model() if hasattr(peft, "get_base_model") else model
-    kind = "features" if job.strategy == "head" else "hidden"
-    if (
-        not isinstance(base, MeanPooledClassifier)
-        or not job.training.cache_mib
-        or (kind == "hidden" and not _is_divided(base, job.lora.top_layers, model))
-    ):
+    needed = -(-frozen_bytes(job, model, records) // 2**20)
+    if not needed or not job.training.cache_mib:
         return records, []
-    # not what the texts need: one longer text would decide how the hidden states of all others are rounded
-    trained = job.privacy.public_size(len(records.units)) * job.data.units_size  # not their number
-    vectors = (trained + len(records.evaluation)) * (1 if kind == "features" else job.data.max_length)
-    needed = -(-vectors * base.config.hidden_size * _BYTES[kind] // 2**20)
     if needed > job.training.cache_mib:
         return records, [
             f"Frozen layers are computed in every step: to keep what they give may need {needed} MiB, more than "
             f"training.cache_mib={job.training.cache_mib}."
         ]
-    computed = _computed(base, kind, [*records.train, *records.evaluation], shows)
+    computed = _computed(_base(model), _kind(job), [*records.train, *records.evaluation], shows)
     split = len(records.train)
     kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
     return kept, [f"Frozen layers were computed once for each record and take at most {needed} MiB."]
+
+
+def kept_bytes(job: Job, model: nn.Module, size: int, records: Records) -> int:
+    """Bytes of the features of all records, of this size where a job reads features, or of what frozen layers give.
+
+    The number of records to train on is the one that the plan publishes.
+    """
+    if job.task in FEATURES:
+        return _vectors(job, records) * size * _BYTES["features"]
+    needed = frozen_bytes(job, model, records)
+    return needed if needed <= job.training.cache_mib * 2**20 else 0
+
+
+def frozen_bytes(job: Job, model: nn.Module, records: Records) -> int:
+    """Bytes that are needed to keep what the frozen layers give; 0 where they are not known."""
+    base, kind = _base(model), _kind(job)
+    if not isinstance(base, MeanPooledClassifier) or (
+        kind == "hidden" and not _is_divided(base, job.lora.top_layers, model)
+    ):
+        return 0
+    # not what the texts need: one longer text would decide how the hidden states of all others are rounded
+    each = 1 if kind == "features" else job.data.max_length
+    return int(_vectors(job, records) * each * base.config.hidden_size * _BYTES[kind])
+
+
+def _vectors(job: Job, records: Records) -> int:
+    """Number of records, as far as it is public."""
+    return job.privacy.public_size(len(records.units)) * job.data.units_size + len(records.evaluation)
+
+
+def _base(model: nn.Module) -> Any:
+    peft: Any = model
+    return peft.get_base_model() if hasattr(peft, "get_base_model") else model
+
+
+def _kind(job: Job) -> str:
+    return "features" if job.strategy == "head" else "hidden"
 
 
 def _is_divided(base: MeanPooledClassifier, top_layers: int | None, model: nn.Module) -> bool:
@@ -63,14 +90,18 @@ def _computed(
         base.to(torch.accelerator.current_accelerator())
     was_training = base.training
     computed: list[Mapping[str, Any]] = []
+    whole_ND = torch.empty(len(records) if kind == "features" else 0, base.config.hidden_size)  # as in read_records
     base.train(False)
     # no bar: how fast it grows would tell how many records there are
     with Console(stderr=True).status("frozen layers") if shows else nullcontext():
-        for record in records:
+        for number, record in enumerate(records):
             ids = torch.tensor([record["input_ids"]], device=base.device)
             mask = torch.ones_like(ids)
             with torch.no_grad():
-                found = base.pooled(ids, mask)[0].float() if kind == "features" else base.lower(ids, mask)[0].half()
-            computed.append({kind: found.cpu(), "labels": record["labels"]})
+                if kind == "features":
+                    found = whole_ND[number].copy_(base.pooled(ids, mask)[0])
+                else:
+                    found = base.lower(ids, mask)[0].half().cpu()
+            computed.append({kind: found, "labels": record["labels"]})
     base.train(was_training)
     return computed

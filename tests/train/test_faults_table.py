@@ -6,12 +6,15 @@ A row: the job, what is done to its files, its flags, and the message. Each is r
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import feature_jobs
 import numpy as np
 import pytest
 import text_job
+import torch
 from feature_jobs import people, write_csv, write_photos
 from PIL import Image
 from text_job import rows, train, write_rows
@@ -23,6 +26,7 @@ from dpfunc.train._dataset import read_records
 from dpfunc.train._features import ScatteringFeatures
 from dpfunc.train._model import load_processing
 from dpfunc.train.predict import _records
+from dpfunc.train.tables import visible_files
 
 # Places in which a job and its files are made: kind -> a function of the folder.
 KINDS = {
@@ -293,3 +297,48 @@ def test_predictions_name_the_image_that_cannot_be_read(tmp_path):
         InvalidArgument, match=r"The image '.*flat/1.png' cannot be used. Expected an image that can be read"
     ):
         list(_records(ScatteringFeatures(8, 8), folder))
+
+
+# Memory
+
+
+def test_features_are_rows_of_one_tensor_and_in_the_estimate(job):
+    job("images")
+    asked = read_job("job.yaml", ["--eval_fraction", "0"])
+    front = ScatteringFeatures(8, 8)
+    found = [record["features"] for record in read_records(asked, front).train]
+    assert {each.data_ptr() - found[0].data_ptr() for each in found} == {4 * front.size * i for i in range(len(found))}
+    assert all(
+        torch.equal(each, front.encode(path))
+        for each, path in zip(found, visible_files(Path("photos/flat")), strict=False)
+    )
+    result = train("--dry-run", "--eval_fraction", "0")
+    assert f"features {100 * 4 * front.size / 2**20:.3g}" in result.stdout
+
+
+@pytest.mark.slow
+def test_features_take_the_memory_that_they_need(tmp_path):
+    """Resident memory of a new process grows by at most three times their size, and 30 MiB; it was by 20 times."""
+    write_photos(tmp_path / "photos", 700)
+    (tmp_path / "job.yaml").write_text(feature_jobs.IMAGES.replace("[8, 8]", "[28, 28], grey: true"))
+    grown, needed = map(float, subprocess.run(
+        [sys.executable, "-c", _GROWTH], cwd=tmp_path, env=text_job.ENVIRONMENT, capture_output=True, text=True, check=True
+    ).stdout.split())  # fmt: skip
+    assert grown <= 3 * needed + 30
+    assert needed > 10
+
+
+_GROWTH = """
+from pathlib import Path
+from dpfunc.train._config_file import read_job
+from dpfunc.train._dataset import read_records
+from dpfunc.train._model import load_processing
+
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+job = read_job("job.yaml", [])
+front = load_processing(job)
+front.encode(next(Path("photos/flat").iterdir()))
+before = resident()
+records = read_records(job, front)
+print(resident() - before, (len(records.train) + len(records.evaluation)) * front.size * 4 / 2**20)
+"""
