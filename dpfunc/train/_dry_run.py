@@ -59,6 +59,8 @@ def _budget_lines(prepared: Prepared) -> list[str]:
         f"({type(plan.clip).__name__.lower()})",
         f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, {plan.adjacency}",
     ]
+    if prepared.recipe is None and (advice := plan.advice()) is not None:
+        lines.append(f"WARNING: {advice}")
     if prepared.spent is not None:
         both = accounting.epsilon(prepared.spent.compose(plan.ledger()), plan.delta, plan.accountant)
         lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {both.epsilon:.4g} in all")

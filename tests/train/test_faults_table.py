@@ -19,6 +19,7 @@ from feature_jobs import people, write_csv, write_photos
 from PIL import Image
 from text_job import rows, train, write_rows
 
+from dpfunc import Event, Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.vision_language._images import opened
 from dpfunc.train._config_file import read_job
@@ -342,3 +343,25 @@ before = resident()
 records = read_records(job, front)
 print(resident() - before, (len(records.train) + len(records.evaluation)) * front.size * 4 / 2**20)
 """
+
+
+# Warnings that come before the first step
+
+
+WARNED = {  # kind of job, flags -> a line before the first step
+    "a spent budget": ("table", ["--spent", "spent.json", "--steps", 20], "Expected noise with room for at least 100 trained parameters"),
+}  # fmt: skip
+
+
+@text_job.MODES
+@pytest.mark.parametrize("name", WARNED)
+def test_what_will_not_be_learnt_is_said_before_the_first_step(job, monkeypatch, caplog, name, mode):
+    kind, flags, message = WARNED[name]
+    job(kind)
+    ledger = Ledger((Event(0.3125, 1.0, 6),))
+    Path("spent.json").write_text(ledger.to_json())
+    text_job.at_events(monkeypatch, on_train_begin=text_job.interrupt_at(0))
+    budget = ledger.epsilon(1e-3).epsilon + 1e-3
+    result = train(*flags, "--dp_epsilon", budget, *mode)
+    assert message in result.output + caplog.text  # of the Trainer, by its logger
+    assert mode or "nothing was spent" in result.output

@@ -31,26 +31,35 @@ _COMPARED = 64  # records whose lengths are compared
 _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
-def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> None:
+def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> str | None:
     """Refuse labels outside of the classes of the model, and numbers that are not finite, whose gradient would be zero.
 
     They are read from all records of a list or of Hugging Face, from 1024 of others, from 16 that the collator makes.
+    Returns a warning if all of them are one class.
     """
     base = base_model(model)
     classes = getattr(getattr(base, "config", None), "num_labels", None)
     if task not in _TASKS or not isinstance(classes, int) or not _has_outputs(base, classes):
-        return
+        return None
     with torch_seed(insecure_key(0), accelerators=False):
         sample = read(dataset, spread(len(dataset), _PROBED))
         batch = _collated(sample, collate)
         seen = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(seen, Tensor):
-            return  # the loss says what it misses
+            return None  # the loss says what it misses
         given = getattr(base.config, "problem_type", None)
         problem = CLASSES if task == "token_classification" else problem_of(given, classes, seen)
         column = _column_of(sample, seen)
+        found: set[float] = set()
         for labels in [seen] if column is None else _labels(dataset, column):
             _check(_flat(labels), column or "labels", problem, classes)
+            found.update(np.unique(_flat(labels)).tolist() if problem == CLASSES else ())
+    if len(found - {IGNORED}) != 1 or len(dataset) < _PROBED:
+        return None
+    return (
+        "All labels that were read of train_dataset are one class, which every record would be given. Is the data set "
+        "whole? This line was computed from private data: do not publish it."
+    )
 
 
 def _has_outputs(base: nn.Module, classes: int) -> bool:

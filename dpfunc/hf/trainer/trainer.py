@@ -272,6 +272,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _dry_run(self) -> TrainOutput:
         if distributed.is_writer(self._ranks):
             print(runs.plan_text(self.plan, self.physical_batch_size))
+            self._warn(self._noise_advice())
         epsilon = self.plan.guarantee().epsilon
         return TrainOutput(0, math.nan, {"privacy/planned_epsilon": epsilon, "privacy/num_steps": self.plan.num_steps})
 
@@ -299,6 +300,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             )
         if start.limit < self._num_steps(plan.sampler.dataset_size):
             self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
+        self._warn(self._noise_advice())
         self._warn(self._advice())
         if self._budget is not None:
             whole = replace(plan, num_steps=start.limit, spent=self._earlier)
@@ -314,6 +316,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         for path in (folder, *folder.glob("checkpoint-*"), *folder.glob(f"checkpoint-*/{files.FOLDER}")):
             sweep(path)
 
+    def _noise_advice(self) -> str | None:
+        """A sentence if noise hides what could be learnt, e.g. since earlier runs have spent nearly all of a budget."""
+        return None if self.recipe is not None else self.plan.advice()  # a recipe has an advice of its own
+
     def _advice(self) -> str | None:
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
         if self.recipe is not None:
@@ -327,7 +333,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _described_data(self) -> str:
         collate = self._collator()
-        refuse_labels(self.train_dataset, collate, self.model, self._task)
+        self._warn(refuse_labels(self.train_dataset, collate, self.model, self._task))
         check_repeatable(self.train_dataset, collate)
         return self._data_name or data_name(self.train_dataset)
 

@@ -174,6 +174,18 @@ def test_predictions_of_one_class_are_warned_of_once(tmp_path, warned, privacy, 
         assert recipes.one_class(np.array(logits), np.array(labels)) is None
 
 
+def test_labels_of_one_class_are_warned_of_before_training(tmp_path, warned):
+    """At the first step the warning is there, and no step was taken."""
+    for name, data in {"one": [{**record, "labels": 1} for record in DATA], "two": DATA}.items():
+        run = DPTrainer(
+            classifier(), training_arguments(tmp_path / name, **FREE), privacy=PrivacyArguments(**BUDGET),
+            train_dataset=data,
+        )  # fmt: skip
+        run._prepare(None)
+        assert len(warned("All labels that were read of train_dataset are one class")) == (name == "one")
+        assert run.ledger.num_steps == 0
+
+
 def test_a_model_that_needs_more_than_tokens_has_a_recipe(tmp_path):
     """BART wants an end token in each text; the norm of its features is then taken as that behind a layer norm."""
     config = BartConfig(
