@@ -371,16 +371,19 @@ def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping
 
 
 def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:
-    """Tokens of a prompt after a start token: the same in training and in generation. A long prompt loses its start."""
+    """Tokens of a prompt after a start token: the same in training and in generation. A long prompt loses its start.
+
+    Tokenizers are silent: their warning of a long text says how long it is.
+    """
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] if prompt else []
     return [first, *ids[len(ids) - min(len(ids), limit - 1) :]]
 
 
 def language_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
     """Start token, prompt, response and end token, at most max_length; the prompt takes at most half of it."""
     before = prompt_ids(tokenizer, prompt, max(1, data.max_length // 2))
-    after = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    after = [*tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
     ids = [*before, *after][: data.max_length]
     hidden = len(before) if data.loss_on == "response" else 1
     return {"input_ids": ids, "labels": [IGNORED] * hidden + ids[hidden:]}

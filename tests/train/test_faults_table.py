@@ -5,6 +5,7 @@ A row: the job, what is done to its files, its flags, and the message. Each is r
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -298,6 +299,22 @@ def test_predictions_name_the_image_that_cannot_be_read(tmp_path):
         InvalidArgument, match=r"The image '.*flat/1.png' cannot be used. Expected an image that can be read"
     ):
         list(_records(ScatteringFeatures(8, 8), folder))
+
+
+# What is told
+
+
+@pytest.mark.parametrize("flags", [["--max_length", "16"], ["--prompt_template", "null", "--max_length", "16"]])
+def test_lengths_of_texts_are_not_told(job, caplog, flags):
+    """A tokenizer that knows the most tokens of its model warns of a longer text, with its length."""
+    job("prompts")
+    config = json.loads(Path("tiny/tokenizer_config.json").read_text())
+    Path("tiny/tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 16}))
+    jsonl(text="goal " * 701, label="bank " * 701)()
+    result = train("--dry-run", "--batch_size", 8, "--dp_delta", "0.05", *flags)
+    assert result.exit_code == 0, result.output
+    assert "701" not in result.output + caplog.text
+    assert "longer than" not in result.output + caplog.text
 
 
 # Memory

@@ -5,6 +5,7 @@ of them is checked last, so that nothing gets past by another way.
 """
 
 import copy
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from operator import not_
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from dpfunc._utils import validation as checks
 from dpfunc._utils.processes import is_dtensor
@@ -116,10 +118,13 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         **dict.fromkeys(("accelerator_config.split_batches", "accelerator_config.dispatch_batches"), (not_,
             "The plan deals out each draw to the processes. Leave it at its default.")),
         **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-            "ddp_static_graph"), (("",), _NO_EFFECT)),
+            "ddp_static_graph", "data_seed", "torch_empty_cache_steps"), (("",), _NO_EFFECT)),
         # what is told
         "include_num_input_tokens_seen": (("no", "false"),
             "How many tokens were drawn is private: the number of drawn records is not released."),
+        "skip_memory_metrics": (lambda skips: skips is not False,
+            "The peak of memory grows with the number of drawn records and their lengths, which are private. "
+            "Leave it out."),
     },
     LAUNCHER: {
         SWITCH: (OFF, "Only scripts with DPTrainer follow it: see docs/guides/trainer.md. Leave it out and start the "
@@ -248,9 +253,30 @@ def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> Non
             raise InvalidArgument(f"Expected {name} of DPTrainer, got an override in {type(trainer).__name__}. {hint}")
 
 
+def refuse_unknown(args: Any) -> None:
+    """Refuse settings of a subclass of `TrainingArguments` that were made, and that the Trainer does not read.
+
+    One rule for `SFTConfig`, `Seq2SeqTrainingArguments` and all others: a field that `TrainingArguments` has not.
+    """
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for field in dataclasses.fields(args):
+        if field.name in known or not field.init:
+            continue
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        value = getattr(args, field.name)
+        if value != default:
+            raise InvalidArgument(
+                f"Expected settings that DPTrainer follows, got {field.name}={value!r}, which {type(args).__name__} "
+                "has and TrainingArguments has not: it would change nothing. Leave it out, and do in the data set, the "
+                "collator or loss= what it asks for; settings of your own script belong into a dataclass of its own."
+            )
+
+
 def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
     """Check the `TrainingArguments` of a run, and the environment that they were made in."""
     if not privacy.dp_enabled:
+        refuse_unknown(args)
         if args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         return
@@ -261,8 +287,9 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
     refuse_environment(os.environ, fsdp=True)
     refuse_uploads(args, os.environ)
     refuse(SCRIPT, attributes(args))
+    refuse_unknown(args)
     for setting in without_effect(SCRIPT, attributes(args)):
-        _logger.warning("%s changes nothing: no model is wrapped in DistributedDataParallel.", setting)
+        _logger.warning("%s changes nothing: the plan draws the batches, and no step of Trainer is taken.", setting)
 
 
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:

@@ -84,7 +84,8 @@ class ImageTextCollator:
             "max_images is public: choose it for all samples that there could be.",
         )  # fmt: skip
         prompt, tokenizer = self._prompt_ids(sample["prompt"], images), self.processor.tokenizer
-        answer = [*tokenizer(sample["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids = tokenizer(sample["answer"], add_special_tokens=False, verbose=False)["input_ids"]  # silent about lengths
+        answer = [*ids, tokenizer.eos_token_id]
         if self.processor.image_token_id in answer:
             raise InvalidArgument(
                 f"Expected an answer without {self.processor.image_token}, which stands for an image. Take it out."
@@ -107,7 +108,7 @@ class ImageTextCollator:
             prompt = self.processor.apply_chat_template([user], add_generation_prompt=True)
         tokenizer = self.processor.tokenizer
         begins = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        ids = tokenizer(prompt, add_special_tokens=not begins)["input_ids"]
+        ids = tokenizer(prompt, add_special_tokens=not begins, verbose=False)["input_ids"]
         if not self.chat and ids[-1:] == [tokenizer.eos_token_id]:
             ids = ids[:-1]  # the prompt goes on with the answer
         if ids.count(image_id) != images:

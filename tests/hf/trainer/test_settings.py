@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from accelerate.utils import DistributedType
 from launcher import PATHS
 from text_job import write_job
 from trainer_cases import again, classifier, labelled, same, trained, training_arguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
@@ -136,7 +138,7 @@ REFUSED = [
     ("use_liger_kernel", True), ("max_grad_norm", 0.5), ("optim", "galore_adamw_layerwise"), ("optim", "lomo"),
     ("activation_checkpointing_kwargs", {"use_reentrant": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}), ("include_num_input_tokens_seen", "all"),
-    ("mixed_precision", "fp16"),
+    ("mixed_precision", "fp16"), ("skip_memory_metrics", False),
 ]  # fmt: skip
 SIZES = [
     ("per_device_train_batch_size", 0, "integer per_device_train_batch_size >= 1"),
@@ -153,6 +155,34 @@ def test_arguments_that_break_privacy_are_refused(tmp_path):
     ] + SIZES:
         with pytest.raises(InvalidArgument, match=message):
             trainer_of(changed(args, {name: value}), model)
+
+
+@dataclasses.dataclass
+class OfTrl(TrainingArguments):
+    """Fields as `SFTConfig` of TRL has them, and another default of one that the Trainer knows."""
+
+    assistant_only_loss: bool = False
+    completion_only_loss: bool | None = None
+    max_length: int | None = 1024
+    dataset_kwargs: dict[str, object] = dataclasses.field(default_factory=dict)
+    logging_steps: float = 10
+
+
+UNKNOWN = [
+    (OfTrl, {"assistant_only_loss": True}), (OfTrl, {"completion_only_loss": True}), (OfTrl, {"max_length": 512}),
+    (OfTrl, {"dataset_kwargs": {"skip": True}}), (Seq2SeqTrainingArguments, {"predict_with_generate": True}),
+    (Seq2SeqTrainingArguments, {"sortish_sampler": True}), (Seq2SeqTrainingArguments, {"generation_max_length": 8}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "values"), UNKNOWN, ids=[next(iter(values)) for _, values in UNKNOWN])
+def test_a_setting_that_the_trainer_does_not_read_is_refused_by_name(tmp_path, kind, values):
+    """In a private run and in its twin; without it the arguments are as good as any."""
+    for privacy in (PRIVACY, PrivacyArguments(dp_enabled=False)):
+        options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "max_steps": 2}
+        DPTrainer(classifier(), kind(**options), privacy=privacy, train_dataset=labelled())
+        with pytest.raises(InvalidArgument, match=f"got {next(iter(values))}=.* has and TrainingArguments has not"):
+            DPTrainer(classifier(), kind(**options, **values), privacy=privacy, train_dataset=labelled())
 
 
 def test_each_row_of_the_table_is_tried():
