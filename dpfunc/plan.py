@@ -343,6 +343,7 @@ class Plan:
         state: Position,
         ranks: Ranks | None = None,
         *,
+        views: int = 1,
         collate_fn: Callable[[list[Any]], Batch] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -359,6 +360,8 @@ class Plan:
             dataset: `len(dataset)` records, `dataset[i]` or `dataset.__getitems__(indices)` reads them.
             state: of the run, also a resumed one; the first batch is that of its step.
             ranks: of the run; the loader then gives the records of this process, and all processes must call it.
+            views: K >= 1: each record is read K times, with random augmentation of its own each time, and leaves are
+                (B, K, ...). For a loss of `sampling.mean_over_views`. Epsilon does not depend on it.
             collate_fn: list of records -> pytree of tensors with one row a record. None: torch's `default_collate`.
             num_workers, pin_memory, prefetch_factor, persistent_workers, timeout, worker_init_fn,
                 multiprocessing_context: as in `torch.utils.data.DataLoader`, whose other arguments (`sampler`,
@@ -403,6 +406,7 @@ class Plan:
                 "Leave it out for torch's own.",
             )  # fmt: skip
             integer("num_workers", num_workers)
+            integer("views", views, minimum=1)
             return "" if ranks is None else data_name or batches_name(dataset, collate)
 
         check_same_data(described, ranks)
@@ -410,8 +414,8 @@ class Plan:
         steps = Once(state.step, state.limit)
         return data_loader(
             dataset,
-            Draws(self.sampler, state.key, steps, len(_steps_left(state)), *place, state.num_records),
-            Collate(collate),
+            Draws(self.sampler, state.key, steps, len(_steps_left(state)), *place, state.num_records, views),
+            Collate(collate, views=views),
             num_workers=num_workers, pin_memory=pin_memory, prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers, timeout=timeout, worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,

@@ -24,7 +24,7 @@ HOUSE = runpy.run_path(str(REPOSITORY / "tools" / "house.py"))
 # Lower numbers are imported by higher ones; the same number never imports itself, other than within one folder.
 LAYERS = {
     "errors": 0, "_utils": 1, "types": 2, "rng": 3, "batches": 3,
-    "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "functional": 5, "lora": 6,
+    "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "updates": 4, "functional": 5, "lora": 6,
     "distributed": 7, "clipped": 8, "plan": 9, "state": 10, "recipes": 10, "step": 11, "checkpoint": 12,
     "release": 13, "evidence": 13, "budget": 13, "hf": 14, "train": 15, "cli": 16, "__init__": 17,
 }  # fmt: skip

@@ -59,7 +59,10 @@ ROWS = (
 MECHANISMS = ("Gaussian", "Gaussian, scaled by group")
 """What is known of noise and rows; other noise is the claim of who wrote it."""
 
-CLIPS = ("Flat", "Automatic", "PSAC", "Threshold")
+CHANGING = ("Adaptive", "Scheduled")
+"""Rules whose bound differs between steps."""
+
+CLIPS = ("Flat", "Automatic", "PSAC", "Threshold", *CHANGING)
 """Rules whose bound is proven."""
 
 LAWS = {

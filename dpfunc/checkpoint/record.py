@@ -65,6 +65,8 @@ def make_record(
     check_newest(state)
     answer = state.ledger.epsilon(plan.delta, plan.accountant)
     last = max(0, state.step - 1)
+    clip = dp_step.clipped_grad.at(last, state.clip_state)
+    proven = type(clip.rule).__module__.startswith("dpfunc.")  # a schedule may be of a rule that is not
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
     ours = repr(plan.noise) == repr(DEFAULT)
     publishes_size = plan.adjacency == "add_remove" and not public_bound
@@ -84,8 +86,8 @@ def make_record(
         noise_multiplier=plan.events(0, last + 1)[-1].noise_multiplier,  # other noise may have a scale of its own
         noise_source=known.SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
-        max_grad_norm=dp_step.clipped_grad.at(last, state.clip_state).whole,
-        clip=type(plan.clip).__name__,
+        max_grad_norm=clip.whole,
+        clip=type(plan.clip if proven else clip.rule).__name__,
         rows=_ENGINES.get(type(dp_step.clipped_grad.engine), known.ROWS[2]),
         batches=COMPARED if dp_step.verify_batch else ELSEWHERE,
         sampler=type(plan.sampler).__name__,

@@ -169,12 +169,13 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
     else:
         kind, adjacency = "run", record.ledger.adjacency
         title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [("", record.ledger)]
+        last = " in the last step" if record.clip in known.CHANGING else ""
         own = {
             "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
             "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",
             "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
             "noise source": f"{record.noise_source}, {record.noise_key}",
-            "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}",
+            "clipping": f"{record.clip}, norm at most {record.max_grad_norm:g}{last}",
             "rows": record.rows,
             "batches": record.batches,
             "sampling": f"{record.sampler}, probability {record.sampling_prob:.6g}, expected batch size "

@@ -5,6 +5,7 @@ from dpfunc.sampling import users
 from dpfunc.sampling.base import Sampler
 from dpfunc.sampling.fixed import FixedSize, InOrder, RandomAllocation, Shuffled
 from dpfunc.sampling.poisson import CappedPoisson, Poisson
+from dpfunc.sampling.views import mean_over_views
 
 __all__ = [
     "CappedPoisson",
@@ -15,5 +16,6 @@ __all__ = [
     "Sampler",
     "Shuffled",
     "deal",
+    "mean_over_views",
     "users",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpfunc._utils.validation import refuse
@@ -39,6 +40,7 @@ class Draws:
     rank: int = 0
     size: int = 1
     num_records: int | None = field(default=None, repr=False)  # that are there, where the sampler's is a bound on it
+    views: int = 1  # of each record, one after the other
 
     def __len__(self) -> int:
         return self.length
@@ -50,7 +52,8 @@ class Draws:
             own = own_records(self.sampler.indices(self.key, step), self.num_records, self.rank, self.size).tolist()
             checked = len(own) > 1 and step % CHECKED_IN == 0
             # of an empty draw the first record, for the structure of its batch
-            yield [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
+            drawn = [Drawn(key, index, True, checked) for index in own] or [Drawn(key, 0, real=False)]
+            yield [each for each in drawn for _ in range(self.views)]
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Records(Dataset[Any]):
     """A data set whose records are read with torch's randomness fixed by the step: a repeated step reads the same."""
 
     dataset: Any
+    views: int = 1
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -85,7 +89,7 @@ class Records(Dataset[Any]):
         with torch_seed(drawn[0].key, accelerators=False):
             records = read(self.dataset, [each.record for each in drawn])
         if drawn[0].checked:
-            warn_of_equal(records, len(self))
+            warn_of_equal(records[:: self.views], len(self))
         if drawn[0].checked and hasattr(self.dataset, "__getitems__"):
             row = _checked_row(drawn[0].key, len(records))
             check_reading(self.dataset, drawn[row].record, records[row], drawn[0].key)
@@ -100,6 +104,7 @@ class Collate:
     allow_empty: bool = True  # an empty draw becomes a batch with no rows; else one row, of a record that is not real
     rank: int = 0  # of processes that each collate, and pad, the whole draw: this one gets every size-th row, or some
     size: int = 1
+    views: int = 1  # of each record: leaves are (B, views, ...)
 
     def __call__(self, records: Sequence[tuple[Drawn, Any]]) -> Batch:
         first = records[0][0]
@@ -110,6 +115,9 @@ class Collate:
             batch = self.collate(own)
         if isinstance(batch, Mapping) and not isinstance(batch, dict):  # BatchEncoding of tokenizers
             batch = dict(batch)
+        if self.views > 1:
+            shape = (-1, self.views)
+            batch = tree_map(lambda leaf: leaf.unflatten(0, shape) if isinstance(leaf, Tensor) else leaf, batch)
         if self.size > 1:
             own_rows = deal(torch.arange(batch_size(batch), device="cpu"), self.rank, self.size)
             return take(batch, own_rows if len(own_rows) else torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -141,8 +149,8 @@ def data_loader(
     default = torch.get_default_device()  # torch draws the seed there, and wants a generator of that device
     generator = torch.Generator(default if default.type == "cuda" else "cpu").manual_seed(seed)
     return DataLoader(
-        Records(dataset), batch_sampler=draws, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory,
-        persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, timeout=timeout,
+        Records(dataset, draws.views), batch_sampler=draws, collate_fn=collate, num_workers=num_workers,
+        pin_memory=pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor, timeout=timeout,
         worker_init_fn=worker_init_fn, multiprocessing_context=multiprocessing_context, generator=generator,
     )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from cases import GROUPINGS, as_batch, flat, linear_loss, params, random_rows
@@ -102,6 +104,19 @@ def test_a_record_has_the_bound_of_the_last_step():
         _, state, _ = dp_step(params(), as_batch(random_rows(0, 4)), state)
         found.append(checkpoint.make_record(dp_step, state, unit="one record").max_grad_norm)
     assert found == [3.0 * scale for scale in OF_STEP]
+
+
+def test_a_record_names_a_rule_that_is_not_proven():
+    """A schedule of a rule of somebody else is not called by its own name."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(clipping.Flat):
+        pass
+
+    for rule, name in ((clipping.Flat(1.0), "Scheduled"), (Mine(1.0), "Mine")):
+        dp_step = dpfunc.make_dp_step(linear_loss, plan_of(Scheduled(rule, SCALE)))
+        state = dp_step.init(params(), dpfunc.secure_key())
+        assert checkpoint.make_record(dp_step, state, unit="one record").clip == name
 
 
 BAD = {

@@ -76,12 +76,28 @@ def test_recipes(toy, tmp_path):
 
     local = {"report_to": "none", "use_cpu": True}
     names = run(
-        *blocks("recipes.md"), dpfunc=dpfunc, n=2000, params=toy.params, PrivacyArguments=PrivacyArguments,
+        *blocks("recipes.md")[:2], dpfunc=dpfunc, n=2000, params=toy.params, PrivacyArguments=PrivacyArguments,
         TrainingArguments=lambda output_dir, **values: TrainingArguments(str(tmp_path / output_dir), **local, **values),
     )  # fmt: skip
     assert sum(p.numel() for p in names["model"].parameters()) == names["recipe"].num_parameters
     assert names["args"].max_steps == names["plan"].num_steps
     assert names["privacy"].dp_epsilon == names["plan"].epsilon == 3.0
+
+
+def test_recipes_views_and_averages(toy):
+    """Views of images that are flipped at random; the average of a run on the same plan."""
+    views, averages = blocks("recipes.md")[2:]
+    plan = dpfunc.Plan(dpfunc.sampling.Poisson(200, 0.1), clipping.Flat(1.0), 1.0, num_steps=5, delta=1e-3)
+    facts = {"dpfunc": dpfunc, "torch": torch, "plan": plan}
+    images, labels = torch.randn(200, 1, 2, 2), torch.randint(0, 2, (200,))
+    names = run(views, images=images, labels=labels, params={"w": torch.zeros(4, 2)}, **facts)
+    assert names["state"].ledger == plan.ledger()
+    assert names["batch"]["x"].shape[1:] == (4, 1, 2, 2)
+    dp_step = dpfunc.make_dp_step(toy.loss_fn, plan)
+    params, seen = toy.params, []
+    state = dp_step.init(params, dpfunc.insecure_key(0))
+    run(averages, dp_step=dp_step, state=state, params=params, data=toy.data, evaluate=seen.append, **facts)
+    assert seen[0].keys() == params.keys()
 
 
 def test_padding(capsys):
