@@ -153,7 +153,7 @@ class Event:
     """`num_steps` releases of a sum plus Gaussian noise, each over a Poisson sample of the data.
 
     Each record is in a step's batch with probability `sampling_prob`, independently; the noise has standard
-    deviation `noise_multiplier * sensitivity`. `sampling_prob = 1` is the Gaussian mechanism on all data.
+    deviation `noise_multiplier * sensitivity`. `sampling_prob = 1` is the Gaussian mechanism on all data, 0 is free.
     The meaning of an event never changes. Other kinds are subclasses with a `law`, see `accounting/events.py`.
 
     >>> Event(sampling_prob=0.01, noise_multiplier=1.0, num_steps=1000)
@@ -166,14 +166,16 @@ class Event:
 
     def __post_init__(self) -> None:
         checks.set_fields(self, {
-            "sampling_prob": checks.probability("sampling_prob", self.sampling_prob),
+            "sampling_prob": checks.real(
+                "sampling_prob", self.sampling_prob, "0 <= sampling_prob <= 1", inside=lambda q: 0 <= q <= 1
+            ),
             "noise_multiplier": checks.non_negative("noise_multiplier", self.noise_multiplier),
             "num_steps": checks.integer("num_steps", self.num_steps, minimum=1),
         })  # fmt: skip
 
     def law(self) -> tuple[Event, ...]:
-        """Poisson-sampled Gaussian steps that together cost at least as much: all that accountants know of an event."""
-        return (self,)
+        """Events that accountants know, which together cost at least as much: itself; none if no record takes part."""
+        return (self,) if self.sampling_prob > 0 else ()
 
 
 @dataclass(frozen=True, order=True)
@@ -184,7 +186,7 @@ class Capped(Event):
 
     Args:
         sampling_prob, noise_multiplier, num_steps: as of `Event`. dataset_size: number of records n, >= 1; with
-            add/remove neighbours the larger one, and `sampling_prob = 1` is refused.
+            add/remove neighbours the larger one, and `sampling_prob = 1` is refused if batches are cut.
         cap: most records in a batch, >= 1.
 
     The others fill the batch with probability `t = P[Bin(n - 1, q) >= cap]`. If not, this is Poisson sampling. If they
@@ -212,12 +214,13 @@ class Capped(Event):
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
         """The neighbours of a ledger that may have it."""
-        return ADJACENCIES if self.sampling_prob < 1 else ("zero_out", "replace_one")
+        fixed_size = self.sampling_prob == 1 and self.cap < self.dataset_size
+        return ("zero_out", "replace_one") if fixed_size else ADJACENCIES
 
     def law(self) -> tuple[Event, ...]:
         """Itself; plain steps where no batch is ever cut."""
-        cut = self.cap < self.dataset_size
-        return (self,) if cut else (Event(self.sampling_prob, self.noise_multiplier, self.num_steps),)
+        plain = Event(self.sampling_prob, self.noise_multiplier, self.num_steps)
+        return super().law() if self.cap < self.dataset_size else plain.law()
 
 
 @dataclass(frozen=True, order=True)

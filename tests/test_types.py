@@ -16,7 +16,7 @@ from dpfunc.types import schedule_at
 
 GOOD = {"sampling_prob": 0.01, "noise_multiplier": 1.0, "num_steps": 1000}
 BAD = {
-    "sampling_prob": (0.0, -0.1, 1.5, math.nan, True, "0.1"),
+    "sampling_prob": (-0.1, 1.5, math.nan, True, "0.1"),
     "noise_multiplier": (-1.0, math.nan, math.inf, None),
     "num_steps": (0, -5, 2.5, 10.0, True, math.nan),
 }

@@ -11,11 +11,13 @@ _CANCELS = 1e-14  # with little mu, what both logarithms have in common is lost:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The smallest epsilon >= 0 of a Gaussian mechanism with sensitivity / standard deviation `mu`, at any delta > 0.
+    """The smallest epsilon >= 0 of a Gaussian mechanism with sensitivity / standard deviation `mu`, at any delta >= 0.
 
     Solves `delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)`: Balle and Wang 2018, Improving the
     Gaussian Mechanism for Differential Privacy, Theorem 8; in logarithms. k releases compose to `mu^2 = sum_i mu_i^2`.
     """
+    if delta == 0.0 and mu > 0:
+        return math.inf
     if mu == 0.0 or math.erf(mu / 8**0.5) <= delta:  # the total variation distance
         return 0.0
     if not mu < 1e100:

@@ -29,7 +29,7 @@ DIRECTIONS: dict[Adjacency, tuple[Direction, ...]] = {
 }  # fmt: skip
 
 
-def _log_ratio(q: Array | float, exponent: Array) -> Array:
+def log_ratio(q: Array | float, exponent: Array) -> Array:
     """`log(1 - q + q e^exponent)` for 0 < q <= 1, without overflow and to the last digits near 0."""
     near = np.clip(exponent, -1.0, 30.0)
     middle = np.log1p(q * np.expm1(near))
@@ -49,10 +49,10 @@ def log_ratios(q: Array | float, s: Array | float, x: Array, direction: Directio
     | replace | (1-q) N(0, s^2) + q N(1/2, s^2) | (1-q) N(0, s^2) + q N(-1/2, s^2) |
     """
     if direction == "remove":
-        return _log_ratio(q, (x - 0.5) / s**2), np.zeros_like(x)
+        return log_ratio(q, (x - 0.5) / s**2), np.zeros_like(x)
     if direction == "add":
-        return np.zeros_like(x), _log_ratio(q, (-x - 0.5) / s**2)
-    return _log_ratio(q, (x - 0.25) / 2 / s**2), _log_ratio(q, (-x - 0.25) / 2 / s**2)
+        return np.zeros_like(x), log_ratio(q, (-x - 0.5) / s**2)
+    return log_ratio(q, (x - 0.25) / 2 / s**2), log_ratio(q, (-x - 0.25) / 2 / s**2)
 
 
 # Means of the second parts of P and of Q, see `log_ratios`.
@@ -65,12 +65,18 @@ def part_masses(s: Array | float, edges: Array, direction: Direction) -> Array:
 
 
 def above(q: Array | float, s: Array | float, x: Array, masses: Array, direction: Direction) -> Array:
-    """`P - e^loss Q` of outputs above x, which have these masses (see `part_masses`), for the loss at x.
+    """`P - e^loss Q` of outputs above x, which have these masses (see `part_masses`), for the loss at x."""
+    up, down = (np.exp((mean * x - mean * mean / 2) / s**2) for mean in MEANS[direction])
+    return excess(q, masses, up, down)
 
-    What the two mixtures have in common cancels before rounding: in remove and add one bracket is 0.
+
+def excess(q: Array | float, masses: Array, up: Array, down: Array) -> Array:
+    """`P - r Q` for `P = (1-q) N + q A` and `Q = (1-q) N + q B` with the masses (N, A, B), r = P/Q at one output.
+
+    `up` and `down` are A/N and B/N there. What the mixtures have in common cancels before rounding: a bracket is 0
+    where A or B is N.
     """
     middle, ahead, behind = masses
-    up, down = (np.exp((mean * x - mean * mean / 2) / s**2) for mean in MEANS[direction])
     terms = (1 - q) * ((ahead - up * middle) + (down * middle - behind)) + q * (down * ahead - up * behind)
     return np.asarray(q / ((1 - q) + q * down) * terms)
 
@@ -132,13 +138,13 @@ def conserved(*totals: Array | float) -> None:
         raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 
 
-def connected(loss: Array, cells: Array, excess: Array) -> Array:
-    """Masses at losses (.., n) of cells with masses P (.., n - 1) and `excess = P - e^loss Q`, loss at the lower end.
+def connected(loss: Array, cells: Array, gap: Array) -> Array:
+    """Masses at losses (.., n) of cells with masses P (.., n - 1) and `gap = P - e^loss Q`, loss at the lower end.
 
-    A cell moves `excess / (1 - e^-width)` to its upper end.
+    A cell moves `gap / (1 - e^-width)` to its upper end.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        moved = excess / -np.expm1(-np.diff(loss))
+        moved = gap / -np.expm1(-np.diff(loss))
     # where nothing can be computed all of it moves: ends of one loss, or the far end of little noise
     moved = np.where(np.isfinite(moved), np.clip(moved, 0.0, cells), cells)
     mass = np.zeros_like(loss)
@@ -154,8 +160,8 @@ def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) ->
     parts = part_masses(s, np.concatenate([-infinity, x, infinity], axis=-1), direction)
     p, q_ = (1 - q) * parts[0] + q * parts[1:]
     with np.errstate(over="ignore", invalid="ignore"):
-        excess = above(q, s, x[..., :-1], parts[..., 1:-1], direction)
-    mass = connected(loss, p[..., 1:-1], excess)
+        gap = above(q, s, x[..., :-1], parts[..., 1:-1], direction)
+    mass = connected(loss, p[..., 1:-1], gap)
     kept = (mass * np.exp(-loss)).sum(axis=-1)
     mass[..., 0] += p[..., 0]
     conserved(p.sum(axis=-1), kept + q_[..., 0] + q_[..., -1])

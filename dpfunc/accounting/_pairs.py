@@ -12,6 +12,7 @@ from dpfunc.accounting._losses import MEANS, ULP, Array, Atoms, Direction
 _CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
 _BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
 _LAPLACE_CELLS = 2000
+LARGEST_LOSS = 700.0  # e^700 fits into float64
 _POINTS, _MOST = 2**15, 2**17  # of the grid of an epoch
 _EPOCH_CELLS = 64  # of the loss of a record that does not take part, if there is room
 _TILTS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
@@ -98,16 +99,21 @@ def _displaced(q: float, s: float) -> Atoms:
 @functools.lru_cache(maxsize=256)
 def laplace(q: float, b: float, direction: Direction) -> Atoms:
     """The law of a number with Laplace noise of scale b, 1 from its neighbour; the loss is constant beyond both."""
+    if 1 / b > LARGEST_LOSS:
+        return stated(1 / b, 0.0)  # such a loss has no exponential
     means = MEANS[direction]
     x = np.linspace(min(0.0, *means), max(0.0, *means), max(_LAPLACE_CELLS, math.ceil(_CELLS / b)) + 1)
     edges = np.concatenate([[-np.inf], x, [np.inf]])
-    middle, *others = (_laplace_masses(edges - mean, b) for mean in (0.0, *means))
-    p, q_ = ((1 - q) * middle + q * other for other in others)
-    ahead, behind = (q * np.expm1((np.abs(x) - np.abs(x - mean)) / b) for mean in means)
-    found = dominating(np.log1p(ahead) - np.log1p(behind), p[1:-1], q_[1:-1], p[0])
-    found.mass[-1] += p[-1]
-    losses.conserved(float(found.mass.sum()), float(found.mass @ np.exp(-found.loss)))
-    return found
+    masses = np.stack([_laplace_masses(edges - mean, b) for mean in (0.0, *means)])
+    p = (1 - q) * masses[0] + q * masses[1]
+    ahead, behind = ((np.abs(x) - np.abs(x - mean)) / b for mean in means)
+    loss = losses.log_ratio(q, ahead) - losses.log_ratio(q, behind)
+    gap = losses.excess(q, masses[:, 1:-1], np.exp(ahead[:-1]), np.exp(behind[:-1]))
+    mass = losses.connected(loss, p[1:-1], gap)
+    mass[0] += p[0]
+    mass[-1] += p[-1]
+    losses.conserved(float(mass.sum()), float(mass @ np.exp(-loss)))
+    return Atoms(mass, loss, np.zeros(()))
 
 
 def _laplace_masses(x: Array, b: float) -> Array:

@@ -42,21 +42,31 @@ def falling_root(
     return high
 
 
-def least(function: Callable[[float], float], low: float, high: float, width: float) -> tuple[float, float]:
-    """Minimum of a function by golden sections: its place, within `width`, and its value."""
+def least(
+    function: Callable[[float], float], low: float, high: float, width: float, rtol: float = 0.0
+) -> tuple[float, float]:
+    """Minimum of a function by golden sections: its place, within `width`, and its value.
+
+    With `rtol` the search ends before, where the function is flat to this share of itself; the ends count as well.
+    """
     share = (math.sqrt(5) - 1) / 2
     left, right = high - share * (high - low), low + share * (high - low)
     at_left, at_right = function(left), function(right)
-    while high - low > width:
+    at_low, at_high = (function(low), function(high)) if rtol else (math.inf, math.inf)
+    lowest = min((at_low, low), (at_high, high))
+    while high - low > width and max(at_low, at_high) > (1 + rtol) * min(at_left, at_right):
         if at_left <= at_right:
-            high, right, at_right = right, left, at_left
+            high, at_high = right, at_right
+            right, at_right = left, at_left
             left = high - share * (high - low)
             at_left = function(left)
         else:
-            low, left, at_left = left, right, at_right
+            low, at_low = left, at_left
+            left, at_left = right, at_right
             right = low + share * (high - low)
             at_right = function(right)
-    return (left, at_left) if at_left <= at_right else (right, at_right)
+    value, place = min(lowest, (at_left, left), (at_right, right))
+    return place, value
 
 
 def least_scale(

@@ -132,7 +132,9 @@ def one_direction(
         found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
         gain, best = best - found, min(best, found)
         settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
-        if best <= floor or (settled and (t * best > _KINKED or (fine < 1 and gain < _GAIN * best))):
+        if best <= floor or (
+            settled and (t * best > _KINKED or (fine < 1 and gain < _GAIN * max(best, 0.01 / steepness)))
+        ):
             break
         fine /= 8 if settled else 1
         about, slope = best, steepness
@@ -161,7 +163,7 @@ def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, fl
     t, target = aim.tilt, math.log(delta - infinite) - 2 * ULP
     spacing = 2 * math.pi / aim.period
     # the mu^2 of a Gaussian costs about mu^2 (1 + slope) / 2: none is added where there is enough
-    added = max(2 * _SMOOTH_ERROR * aim.fine * aim.epsilon / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
+    added = max(2 * _SMOOTH_ERROR * aim.fine * aim.scale / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
     gaussian = base.gaussian + (added if base.gaussian < added else 0.0)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)

@@ -129,6 +129,11 @@ class Aim:
     period: float
     fine: float = 1.0
 
+    @property
+    def scale(self) -> float:
+        """The epsilon that errors are relative to: one that is next to 0 counts as a hundredth of log delta."""
+        return max(self.epsilon, 0.01 / self.slope)
+
     def importance(self, loss: Array) -> tuple[Array, Array]:
         """Relative error of delta if one step's loss is put on the ends of a cell of width h, over h^2 / 12: log; t'.
 
@@ -184,7 +189,7 @@ def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
     integral = bulk.sum(axis=1) * spacing[:, 0]
     share = np.cbrt(base.steps)
     error = _CELL_ERROR if len(share) < _MANY_KINDS else _MANY_CELL_ERROR
-    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.fine * aim.epsilon * aim.slope))
+    counts = share * math.sqrt(float(share @ integral) / (12 * error * aim.fine * aim.scale * aim.slope))
     counts = np.minimum(counts, _MAX_CELLS / np.maximum(integral, 1e-300))
     live = np.exp(np.minimum(0.0, (log_weight - log_weight.max(axis=1, keepdims=True)) / 12))
     change = np.where(base.loss > aim.epsilon, aim.tilt, tilts * np.maximum(live, 0.05))

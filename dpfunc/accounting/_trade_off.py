@@ -2,13 +2,14 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpfunc._utils.validation import expect, non_negative, open_unit, real
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
+from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._search import falling_root, least
-from dpfunc.accounting.accountant import all_take_part
+from dpfunc.accounting.accountant import ROUNDING, all_take_part, largest_loss
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
@@ -17,8 +18,8 @@ RATES = (0.001, 0.01, 0.1)  # false positives at which the page says how many tr
 
 _DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
 _WIDTH = 1.0  # of log delta, where the bound on true positives is least
-_FINE = 5e-3  # the same for `TradeOff`: the bound is flat there, and a millionth above its least value
-_LARGEST = 700.0  # e^700 fits into float64
+_GRID = 16  # parts of log delta
+_FINE, _FLAT = 1e-7, 5e-6  # the same for `TradeOff`, unless the bound is flat to this share of itself
 _SMALLEST = -460.0  # log of the least delta of `tilted`
 
 Point = tuple[float, float]  # delta, epsilon
@@ -36,13 +37,15 @@ def delta(ledger: Ledger, epsilon: float) -> float:
 
     Returns:
         delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else as far
-        above the truth as `tilted` is. 0 stands for less than 1e-199; 1 if `tilted` says nothing.
+        above the truth as `tilted` is. 0 stands for less than 1e-199, or for nothing: a pure release at its epsilon; 1
+        if `tilted` says nothing.
 
     Raises:
         InvalidArgument: epsilon outside its domain.
 
     Guarantees:
-        tests/accounting/test_trade_off.py::test_delta_is_the_inverse_of_epsilon, ::test_delta_against_integration.
+        tests/accounting/test_trade_off.py::test_delta_is_the_inverse_of_epsilon, ::test_delta_against_integration,
+        ::test_ends_of_pure_releases.
 
     >>> print(f"{delta(Ledger((Event(1.0, 1.0, 1),)), 1.0):.9f}")
     0.126936738
@@ -55,8 +58,13 @@ def delta(ledger: Ledger, epsilon: float) -> float:
     if tight_method(ledger) == "gaussian":
         return gaussian_delta(target, gaussian_mu(ledger.law))
 
+    lost, worst = largest_loss(ledger.law, ledger.adjacency)
+    if target >= worst * (1 - ROUNDING):
+        return lost
+
     def excess(log_delta: float) -> float:
-        return min(_epsilon(ledger, math.exp(log_delta)), 1e9) - target
+        found = min(_epsilon(ledger, math.exp(log_delta)), 1e9)
+        return found - target if found > 0 else -1.0  # not 0 where all epsilons are 0: roots would be slow
 
     high, low = -1e-12, -3.0
     if excess(high) > 0:
@@ -91,7 +99,8 @@ class TradeOff:
         InvalidArgument: not a ledger, or an argument outside its domain.
 
     Guarantees:
-        tests/accounting/test_trade_off.py::test_a_gaussian_has_its_own_curve, ::test_no_test_does_better.
+        tests/accounting/test_trade_off.py::test_a_gaussian_has_its_own_curve, ::test_no_test_does_better,
+        ::test_pure_releases_have_their_own_curve.
 
     >>> from dpfunc.types import Event
     >>> limits = TradeOff(Ledger((Event(1.0, 1.0, 1),)))
@@ -112,16 +121,29 @@ class TradeOff:
         rate = open_unit("false_positives", false_positives)
         if not self.ledger.events:
             return rate
+        lost, worst = largest_loss(self.ledger.law, self.ledger.adjacency)
+        # a smaller delta adds 2e-6 of the bound; below the probability of infinite losses there is no epsilon
+        lowest = max(math.log(rate) - 13, math.log(max(lost, 1e-300)))
+        grid = [lowest * (1 - i / _GRID) - 1e-12 for i in range(_GRID + 1)]
 
-        def bound(log_delta: float) -> float:
+        def point(log_delta: float) -> Point:
             at = math.exp(log_delta)
-            return true_positives([(at, _epsilon(self.ledger, at))], rate)
+            return at, min(_epsilon(self.ledger, at), LARGEST_LOSS)
 
-        most = delta(self.ledger, 0.0)
-        if most >= 1:
-            return 1.0
-        lowest = math.log(min(most, rate)) - 13  # a smaller delta adds 2e-6 of the bound
-        return min(least(bound, lowest, math.log(most), _FINE)[1], rate + most, 1.0)
+        def at_point(bound: Callable[[Point, float], float], log_delta: float) -> float:
+            return bound(point(log_delta), rate)
+
+        points = [point(log_delta) for log_delta in grid]
+        found = true_positives([(lost, worst), *points], rate)
+        # delta is convex in e^epsilon, so each of both bounds has one minimum; the smaller one of them may have two
+        for bound in (_by_false_positives, _by_false_negatives):
+            values = [bound(each, rate) for each in points]
+            best = values.index(min(values))
+            before, after = max(0, best - 1), min(len(grid) - 1, best + 1)
+            if bound((points[before][0], points[after][1]), rate) < found:  # else nothing between them is less
+                near = least(functools.partial(at_point, bound), grid[before], grid[after], _FINE, _FLAT)
+                found = min(found, near[1])
+        return found
 
     def false_negatives(self, false_positives: float) -> float:
         """Least share of false negatives of a test with at most this share of false positives: the trade-off curve."""
@@ -172,6 +194,15 @@ def true_positives(points: Sequence[Point], rate: float) -> float:
     `min over (delta, epsilon) of e^epsilon rate + delta and 1 - e^-epsilon (1 - delta - rate)`: Wasserman and Zhou
     2010, Theorem 2.4, for both orders of the neighbours.
     """
-    known = [(delta, min(epsilon, _LARGEST)) for delta, epsilon in points]
-    one = min(math.exp(epsilon) * rate + delta for delta, epsilon in known)
-    return min(1.0, one, *(1 - math.exp(-epsilon) * max(0.0, 1 - delta - rate) for delta, epsilon in known))
+    known = [(delta, min(epsilon, LARGEST_LOSS)) for delta, epsilon in points]
+    return min(1.0, *(bound(point, rate) for point in known for bound in (_by_false_positives, _by_false_negatives)))
+
+
+def _by_false_positives(point: Point, rate: float) -> float:
+    delta, epsilon = point
+    return math.exp(epsilon) * rate + delta
+
+
+def _by_false_negatives(point: Point, rate: float) -> float:
+    delta, epsilon = point
+    return 1 - math.exp(-epsilon) * max(0.0, 1 - delta - rate)

@@ -13,18 +13,24 @@ from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting.events import ZCDP, canonical, divided, law_of
+from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, canonical, divided, extremes, law_kind, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
 
 Method = Literal["tilted", "prv", "rdp", "gaussian", "gdp-approximation"]
 METHODS: tuple[str, ...] = ("auto", *get_args(Method))
+# The laws of events that each method takes, see `events.law_kind`; those of `gaussian` without sampling.
+_TAKEN: dict[str, tuple[str, ...]] = {
+    "gaussian": (GAUSSIAN,), "gdp-approximation": (GAUSSIAN,), "prv": (GAUSSIAN,), "tilted": (GAUSSIAN, LOSSES),
+    "rdp": (GAUSSIAN, LOSSES, RENYI), "auto": (GAUSSIAN, LOSSES, RENYI),
+}  # fmt: skip
 BOUNDS = tuple(method for method in METHODS if method != "gdp-approximation")
 # Of a plan: `gaussian` refuses sampled batches, and `auto` takes it where it is exact.
 ACCOUNTANTS = tuple(method for method in BOUNDS if method != "gaussian")
 MAX_KINDS, _FEW_KINDS = 32, 8  # of a Renyi curve
 _FINEST = 1.002  # cells of `fewer_kinds`
 _TILTED_KINDS = 4000  # more are rounded to so many: a thousand take two seconds
+ROUNDING = 1e-14  # of float64, relative, in a sum of largest losses, and in a product of probabilities
 _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
@@ -59,12 +65,14 @@ class Guarantee:
 
 @functools.lru_cache(maxsize=4096)
 def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
-    """Compute the epsilon of Poisson-sampled Gaussian steps, from arguments that were validated."""
-    _, special = divided(events)
-    if special and method in ("gdp-approximation", "gaussian", "prv"):
-        raise InvalidArgument(
-            f"Expected Poisson-sampled Gaussian steps for method {method!r}, got {special[0]!r}. Use method 'auto'."
-        )
+    """Compute the epsilon of events that are laws, from arguments that were validated; 0 <= delta < 1."""
+    for event in events:
+        if (law := law_kind(event)) not in _TAKEN[method]:
+            able = " or ".join(repr(name) for name, taken in _TAKEN.items() if law in taken)
+            raise InvalidArgument(
+                f"Expected {' or '.join(_TAKEN[method])} for method {method!r}, got {law}, {event!r}. "
+                f"Use method {able}."
+            )
     if method == "gdp-approximation":
         expect(
             adjacency != "replace_one", "adjacency add_remove or zero_out for the GDP approximation", "adjacency",
@@ -94,6 +102,13 @@ def all_take_part(events: tuple[Event, ...]) -> bool:
     return all(type(event) is Event and event.sampling_prob == 1 for event in events)
 
 
+def largest_loss(events: tuple[Event, ...], adjacency: Adjacency) -> tuple[float, float]:
+    """The delta at which epsilon is the largest finite loss of a ledger's law, and this epsilon, or inf."""
+    plain, special = divided(events)
+    lost, worst = extremes(special, DIRECTIONS[adjacency])
+    return lost, math.inf if plain else worst
+
+
 def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
     least = min((event.sampling_prob for event in events), default=1.0)
     if least < 1:
@@ -108,15 +123,21 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
     if not events:
         return 0.0, named, "nothing spent"
-    plain, special = divided(events)
+    plain, _ = divided(events)
     if any(event.noise_multiplier == 0 for event in plain):
         return math.inf, named, "a step without noise"
-    delta -= max(  # the delta of infinite losses, which no epsilon makes smaller
-        math.fsum(e.num_steps * float(law_of(e, direction).infinite) for e in special if not isinstance(e, ZCDP))
-        for direction in DIRECTIONS[adjacency]
-    )
-    if delta <= 0:
+    lost, worst = largest_loss(events, adjacency)
+    if delta < lost * (1 - ROUNDING):
         return math.inf, named, "releases that give all away with a larger probability"
+    delta -= lost  # no epsilon makes it smaller
+    if delta <= lost * ROUNDING or worst == 0:
+        return worst, named, "the largest loss that can be"
+    found = _numerically(events, adjacency, delta, method)
+    return (worst, named, "the largest loss that can be") if worst < found[0] else found
+
+
+def _numerically(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
+    """Epsilon of the finite losses, at a delta > 0."""
     if method == "rdp":
         return _by_renyi(events, adjacency, delta, "Renyi bound")
     if method == "prv":

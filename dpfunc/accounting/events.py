@@ -5,19 +5,19 @@ that differ in `num_steps` only are one, so n steps must cost what n times one s
 over many steps of a run, is one step of a kind whose fields describe all of it.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpfunc._utils.validation import apart, expect, fail, positive, real, set_fields
+from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
-from dpfunc.accounting._pairs import allocated, capped, laplace, stated
+from dpfunc.accounting._pairs import LARGEST_LOSS, allocated, capped, laplace, stated
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
-
-_LARGEST = 700.0  # e^700 fits into float64
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +63,7 @@ class Opaque(Event):
         super().__post_init__()
         set_fields(self, {
             "epsilon": real(
-                "epsilon", self.epsilon, f"0 <= epsilon <= {_LARGEST:g}", inside=lambda x: 0 <= x <= _LARGEST
+                "epsilon", self.epsilon, f"0 <= epsilon <= {LARGEST_LOSS:g}", inside=lambda x: 0 <= x <= LARGEST_LOSS
             ),
             "delta": real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1),
         })  # fmt: skip
@@ -113,36 +113,69 @@ OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: b
 _Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fields -> an event, number of steps
 
 
-# Class of an event -> law of the loss of one step, for neighbours in one order.
-_LAWS: Mapping[type, Callable[[Any, Direction], Atoms]] = {
-    Allocated: lambda e, d: allocated(e.num_batches, e.noise_multiplier, d),
-    Capped: lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d),
-    Laplace: lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d),
-    Opaque: lambda e, d: stated(e.epsilon, e.delta),
+class Losses(NamedTuple):
+    """A law of losses: of one step, for neighbours in one order; the finite ones of a pure release are bounded."""
+
+    of: Callable[[Any, Direction], Atoms]
+    pure: bool = False
+
+
+_LOSSES: Mapping[type, Losses] = {
+    Allocated: Losses(lambda e, d: allocated(e.num_batches, e.noise_multiplier, d)),
+    Capped: Losses(lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d)),
+    Laplace: Losses(lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d), pure=True),
+    Opaque: Losses(lambda e, _: stated(e.epsilon, e.delta), pure=True),
 }
+_CURVES: Mapping[type, Callable[[Any, Array], Array]] = {ZCDP: lambda e, orders: e.rho * orders}
+
+GAUSSIAN, LOSSES, RENYI = "a Gaussian step", "a law of losses", "a Renyi curve"
+
+
+def law_kind(event: Event) -> str:
+    """How the law of an event is given."""
+    if type(event) is Event:
+        return GAUSSIAN
+    expect(type(event) in {*_LOSSES, *_CURVES}, "a law of events that accountants know", "event", event)
+    return LOSSES if type(event) in _LOSSES else RENYI
 
 
 def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """Plain Poisson-sampled Gaussian steps of a law, and those of the kinds of this file."""
     found: tuple[list[Event], list[Event]] = [], []
     for event in events:
-        expect(type(event) in (Event, ZCDP, *_LAWS), "a law of events that accountants know", "event", event)
-        found[type(event) is not Event].append(event)
+        found[law_kind(event) != GAUSSIAN].append(event)
     return tuple(found[0]), tuple(found[1])
 
 
 def law_of(event: Event, direction: Direction) -> Atoms:
-    """Losses that dominate those of one step; of zCDP none are known."""
-    if isinstance(event, ZCDP):
-        raise TiltedUnavailable("zCDP bounds Renyi divergences, and no law of losses. Use method 'rdp'.")
-    without_noise = event.noise_multiplier == 0 and not isinstance(event, Opaque)
-    return Atoms(np.zeros(0), np.zeros(0), np.array(1.0)) if without_noise else _LAWS[type(event)](event, direction)
+    """Losses that dominate those of one step."""
+    if law_kind(event) == RENYI:
+        raise TiltedUnavailable(f"Expected a law of losses, got a Renyi curve, {event!r}. Use method 'rdp'.")
+    if event.noise_multiplier == 0 and not isinstance(event, Opaque):
+        return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
+    return _LOSSES[type(event)].of(event, direction)
+
+
+def extremes(special: tuple[Event, ...], directions: tuple[Direction, ...]) -> tuple[float, float]:
+    """Probability of an infinite loss of all events together, and the largest finite one, of the costlier order.
+
+    The largest loss is infinite where a kind is not pure. Both are rounded.
+    """
+    given = [event for event in special if law_kind(event) == LOSSES]
+    pure = len(given) == len(special) and all(_LOSSES[type(event)].pure for event in given)
+    lost, worst = 0.0, 0.0
+    for direction in directions:
+        laws = [(as_float(event.num_steps), law_of(event, direction)) for event in given]
+        with np.errstate(divide="ignore"):
+            lost = max(lost, -math.expm1(math.fsum(steps * float(np.log1p(-law.infinite)) for steps, law in laws)))
+        worst = max(worst, math.fsum(steps * float(np.max(law.loss, initial=0.0)) for steps, law in laws))
+    return lost, worst if pure else math.inf
 
 
 def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Array:
     """The Renyi curve of one step, apart from infinite losses, at orders > 1; rounded up."""
-    if isinstance(event, ZCDP):
-        return event.rho * orders
+    if type(event) in _CURVES:
+        return _CURVES[type(event)](event, orders)
     laws = [law_of(event, direction) for direction in directions]
     if not all(law.mass.any() for law in laws):
         return np.full(len(orders), np.inf)

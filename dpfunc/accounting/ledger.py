@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from dpfunc._utils.validation import expect, fail, integer, one_of, open_unit, signed, unique_json, unsigned
+from dpfunc._utils.validation import expect, fail, integer, one_of, real, signed, unique_json, unsigned
 from dpfunc.accounting.accountant import METHODS, Guarantee, cached_epsilon
 from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, surplus, to_values
 from dpfunc.errors import InvalidArgument, LedgerConflict
@@ -59,7 +59,7 @@ class Ledger:
 
     @functools.cached_property
     def law(self) -> tuple[Event, ...]:
-        """Poisson-sampled Gaussian steps that cost at least as much as all events: what accountants read."""
+        """Events that cost at least as much as all, each with a law that accountants know: what they read."""
         return canonical(step for event in self.events for step in event.law())
 
     def record(self, event: Event) -> Ledger:
@@ -160,7 +160,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
 
     Args:
         ledger: what was released.
-        delta: 0 < delta < 1; choose it below 1 / number of records.
+        delta: 0 <= delta < 1; choose it below 1 / number of records. At 0 only pure events have a finite epsilon.
         method: `auto`: exact where every record is in every batch, else the smaller of `tilted` and `rdp`.
             `tilted`: numerical composition, within 1e-3 of the truth (relative), nearly always 1e-4, for delta >=
             1e-200 and noise multipliers >= 0.05. `prv`: numerical composition, about 0.01 (or 2 %) above the truth;
@@ -186,7 +186,8 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto") -> Guarantee:
     """
     expect(isinstance(ledger, Ledger), "a Ledger", "ledger", ledger, "Use Ledger((Event(...), ...)).")
     one_of("method", method, METHODS)
-    return cached_epsilon(ledger.law, ledger.adjacency, open_unit("delta", delta), method)
+    at = real("delta", delta, "0 <= delta < 1", inside=lambda at: 0 <= at < 1)
+    return cached_epsilon(ledger.law, ledger.adjacency, at, method)
 
 
 def schedule_ledger(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, open_unit, positive, real
+from dpfunc._utils.validation import expect, open_unit, positive, real, wrong_type
 from dpfunc.accounting._losses import Array
 from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
 from dpfunc.accounting._search import MOST_NOISE, falling_root, least_scale
@@ -132,6 +132,8 @@ def selection_epsilon(
     >>> print(f"one run {run.epsilon(1e-5).epsilon:.2f}, a search {search.epsilon:.2f}")
     one run 0.62, a search 1.44
     """
+    if isinstance(one_run, Ledger):
+        raise wrong_type("a list of ledgers of a run", "one_run", one_run, "Pass [ledger].")
     if not one_run:
         raise InvalidArgument("Expected at least one ledger of a run, got none.")
     before = Ledger(adjacency=one_run[0].adjacency) if spent is None else spent

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc.accounting import Ledger, epsilon
+from dpfunc.accounting import ZCDP, Laplace, Ledger, epsilon
 from dpfunc.accounting.accountant import MAX_KINDS, METHODS, cached_epsilon, fewer_kinds
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
@@ -74,11 +74,42 @@ def test_museum_gdp_under_reports_and_says_so():
     assert epsilon(worst, 1e-10).epsilon >= 1.94
 
 
-@pytest.mark.parametrize("delta", [0, 0.0, 1, 1.0, 2, -1e-5, math.nan, math.inf, True, "1e-5", None])
+@pytest.mark.parametrize("delta", [1, 1.0, 2, -1e-5, math.nan, math.inf, True, "1e-5", None])
 @pytest.mark.parametrize("method", METHODS)
 def test_bad_deltas_are_refused(delta, method):
     with pytest.raises(InvalidArgument, match="delta"):
         epsilon(Ledger((GOOD,)), delta, method)
+
+
+def test_delta_zero_has_an_answer():
+    """No finite epsilon where losses have no bound; and the largest loss where they have one."""
+    plain, full = Ledger((GOOD,)), Ledger((Event(1.0, 1.0, 1),))
+    assert [epsilon(plain, 0.0, method).epsilon for method in ("auto", "tilted", "rdp")] == [math.inf] * 3
+    assert [epsilon(full, 0, method).epsilon for method in ("auto", "gaussian")] == [math.inf] * 2
+    assert epsilon(Ledger(), 0.0).epsilon == 0
+    assert epsilon(Ledger((Laplace(1.0, 0.5, 3),)), 0.0).epsilon == 6.0
+
+
+def test_a_step_without_records_costs_nothing():
+    assert Ledger((Event(0.0, 1.0, 5),)).law == ()
+    for method in METHODS:
+        assert epsilon(Ledger((Event(0.0, 1.0, 5), Event(0, 0.0, 2))), 1e-5, method).epsilon == 0
+    both = Ledger((Event(0.0, 1.0, 5), GOOD))
+    assert epsilon(both, 1e-5) == epsilon(Ledger((GOOD,)), 1e-5)
+    assert Ledger.from_json(both.to_json()) == both
+
+
+def test_a_method_says_which_laws_it_takes():
+    """The error names the law and a method that takes it; that one answers."""
+    renyi, losses = Ledger((ZCDP(1, rho=0.1),)), Ledger((Laplace(1.0, 0.01, 1),))
+    for ledger, kind, refusing, answering in (
+        (renyi, "a Renyi curve", ("tilted", "prv", "gaussian", "gdp-approximation"), ("rdp", "auto")),
+        (losses, "a law of losses", ("prv", "gaussian", "gdp-approximation"), ("tilted", "rdp", "auto")),
+    ):
+        for method in refusing:
+            with pytest.raises(InvalidArgument, match=f"for method '{method}', got {kind}.*Use method .*'rdp'"):
+                epsilon(ledger, 1e-5, method)
+        assert all(math.isfinite(epsilon(ledger, 1e-5, method).epsilon) for method in answering)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpfunc.accounting import ZCDP, Allocated, Capped, Laplace, Ledger, Opaque, delta, epsilon
+from dpfunc.accounting import ZCDP, Allocated, Capped, Laplace, Ledger, Opaque, TradeOff, delta, epsilon
 from dpfunc.accounting._losses import DIRECTIONS
 from dpfunc.accounting.events import law_of
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import Event
+from dpfunc.types import ADJACENCIES, Event
 
 WIDTH = 5e-3
 GRID = np.arange(-11.0, 11.0, WIDTH)  # outputs of one step with noise of standard deviation 1
@@ -226,11 +226,50 @@ def test_more_costs_more(first, second, steps):
     assert costs[2] <= both.epsilon(1e-5, "rdp").epsilon * (1 + 1e-9)
 
 
+def test_stated_deltas_compose():
+    """Independent failures multiply: 1 - .9 * .8, and 1 - .999^10; exact ends, in every way to ask."""
+    two = Ledger((Opaque(1, epsilon=1.0, delta=0.1), Opaque(1, epsilon=2.0, delta=0.2)))
+    assert delta(two, 3.0) == pytest.approx(0.28, rel=1e-12)
+    for method in ("auto", "tilted", "rdp"):
+        assert epsilon(two, 0.28, method).epsilon == 3.0
+        assert epsilon(two, 0.2799999, method).epsilon == math.inf
+    assert TradeOff(two).true_positives(0.1) == pytest.approx(0.919399, abs=2e-6)
+    lost = Ledger((Opaque(10, epsilon=0.0, delta=0.001),))
+    assert delta(lost, 0.0) == pytest.approx(1 - 0.999**10, rel=1e-12)
+    assert epsilon(lost, 0.00996).epsilon == 0.0
+    assert epsilon(lost, 0.00995).epsilon == math.inf
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_pure_releases_end_at_their_epsilon(steps):
+    for event, largest in ((Opaque(steps, epsilon=1.0, delta=0.0), 1.0), (Laplace(1.0, 0.5, steps), 2.0)):
+        ledger = Ledger((event,))
+        assert delta(ledger, steps * largest) == 0
+        assert delta(ledger, 0.99 * steps * largest) > 1e-9
+        assert epsilon(ledger, 1e-300).epsilon <= steps * largest
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.03, 0.01, 1e-3])
+def test_little_laplace_noise(scale):
+    """It was refused: e^(1/scale) in float64 lost the masses. Exact: `1 - e^((epsilon - 1/scale) / 2)` of a release."""
+    for adjacency in ("add_remove", "replace_one"):
+        ledger = Ledger((Laplace(1.0, scale, 1),), adjacency)
+        truth = 1 / scale + 2 * math.log1p(-1e-6)
+        for method in ("auto", "tilted", "rdp"):
+            assert truth - 1e-9 <= epsilon(ledger, 1e-6, method).epsilon <= 1 / scale
+    sampled = epsilon(Ledger((Laplace(0.3, scale, 1),)), 1e-6).epsilon
+    assert math.log1p(0.3 * math.expm1(min(1 / scale, 700.0))) - 1e-4 <= sampled <= 1 / scale
+
+
 def test_limits_of_each_kind():
     """All records without replacement are one release; a replaced record of an epoch has no amplification."""
     for adjacency in ("zero_out", "replace_one"):
         part, whole = (Ledger((Capped(1.0, 1.0, 20, 1000, cap),), adjacency).epsilon(1e-5) for cap in (500, 1000))
         assert part.epsilon < whole.epsilon == Ledger((Event(1.0, 1.0, 20),), adjacency).epsilon(1e-5).epsilon
+    for adjacency, cap in itertools.product(ADJACENCIES, (1000, 2000)):  # no batch is ever cut
+        for q in (1.0, 0.3):
+            found = Ledger((Capped(q, 1.0, 20, 1000, cap),), adjacency).epsilon(1e-5)
+            assert found == Ledger((Event(q, 1.0, 20),), adjacency).epsilon(1e-5)
     epoch, plain = (Ledger((e,), "replace_one") for e in (Allocated(1.0, 3, num_batches=50), Event(1.0, 1.0, 3)))
     assert epoch.epsilon(1e-5).epsilon == pytest.approx(plain.epsilon(1e-5).epsilon, rel=1e-4)
 

@@ -161,7 +161,7 @@ def test_wrong_questions_are_refused():
     runs, ledger = RunCount(8.0, 1.0), Ledger((Event(1.0, 6.0, 1),))
     other = Ledger((Event(1.0, 6.0, 1),), "replace_one")
     for ledgers, delta, spent in (
-        ([], 1e-5, None), ([ledger], 0.0, None), ([ledger], 1e-5, other), ([ledger, other], 1e-5, None),
+        ([], 1e-5, None), (ledger, 1e-5, None), ([ledger], 0.0, None), ([ledger], 1e-5, other), ([ledger, other], 1e-5, None),
     ):  # fmt: skip
         with pytest.raises(DPFuncError, match="Expected"):
             selection_epsilon(runs, ledgers, delta, spent=spent)

@@ -1,5 +1,6 @@
 """delta, and what an attacker can reach: exact for Gaussians, and never below tests that are known."""
 
+import functools
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dpfunc.accounting import Ledger, Opaque, TradeOff, delta, epsilon
+from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, delta, epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -70,6 +71,52 @@ def test_no_test_does_better():
     assert reached - slack <= found <= max(reached + slack, rate) * 1.3
     gain = max(np.mean(total[1] > c) - np.mean(total[0] > c) for c in np.linspace(-1, 4, 50))
     assert gain - 0.01 <= limits.advantage() <= gain + 0.05
+
+
+def composed_pure(eps, steps, at):
+    """delta of randomised responses, as a sum over outcomes."""
+    share = 1 / (1 + math.exp(-eps))
+    chances = [math.comb(steps, k) * share**k * (1 - share) ** (steps - k) for k in range(steps + 1)]
+    return sum(chance * max(0.0, 1 - math.exp(at - (2 * k - steps) * eps)) for k, chance in enumerate(chances))
+
+
+@functools.lru_cache
+def laplace_law(steps, width=1 / 1024):
+    """Losses of Laplace releases of scale 1, by convolution: of one they are 2 x - 1 between the two modes."""
+    loss = np.arange(-1.0, 1.0 + width / 2, width)
+    inside = np.diff(np.exp((loss - 1) / 2) / 2)
+    mass = np.append(inside, 0.0) / 2 + np.append(0.0, inside) / 2
+    mass[[0, -1]] += math.exp(-1) / 2, 0.5
+    total = mass
+    for _ in range(steps - 1):
+        total = np.convolve(total, mass)
+    return total, np.arange(len(total)) * width - steps
+
+
+def composed_laplace(steps, at):
+    mass, loss = laplace_law(steps)
+    return float(mass @ np.maximum(0.0, -np.expm1(at - loss)))
+
+
+@pytest.mark.parametrize(
+    ("ledger", "largest", "exact", "rate"),
+    [(Ledger((Opaque(5, epsilon=1.0, delta=0.0),)), 5.0, lambda at: composed_pure(1.0, 5, at), rate) for rate in (0.01, 0.3)]
+    + [(Ledger((Laplace(1.0, 1.0, 3),)), 3.0, lambda at: composed_laplace(3, at), rate) for rate in (0.01, 0.1)],
+    ids=["randomised 0.01", "randomised 0.3", "Laplace 0.01", "Laplace 0.1"],
+)  # fmt: skip
+def test_pure_releases_have_their_own_curve(ledger, largest, exact, rate):
+    """Both bounds count, each with its own minimum: five responses of epsilon 1 reach .382 at .01, and not .761."""
+    at = np.linspace(0.0, largest, 301)
+    deltas = np.array([exact(each) for each in at])
+    bounds = np.append(np.exp(at) * rate + deltas, 1 - np.exp(-at) * (1 - deltas - rate))
+    truth = float(bounds.min())
+    assert truth * (1 - 1e-4) <= TradeOff(ledger).true_positives(rate) <= truth * (1 + 1e-3)
+
+
+def test_ends_of_pure_releases():
+    for event, largest in ((Opaque(2, epsilon=1.0, delta=0.0), 2.0), (Laplace(1.0, 1.0, 3), 3.0)):
+        assert delta(Ledger((event,)), largest) == delta(Ledger((event,)), 2 * largest) == 0
+        assert TradeOff(Ledger((event,))).true_positives(1e-6) == pytest.approx(1e-6 * math.exp(largest), rel=1e-9)
 
 
 def test_ends():
