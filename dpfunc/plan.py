@@ -308,11 +308,22 @@ class Plan:
         """
         if self.telemetry is None:
             return {}
-        deviation = getattr(self.noise, "deviation", None)
-        if deviation is None:
-            raise wrong_type("noise that says its deviation", "noise", self.noise)
-        noise = deviation(self.run, step) * (2 if self.adjacency == "replace_one" else 1)
+        noise = self.deviation(step) * (2 if self.adjacency == "replace_one" else 1)
         return self.telemetry.errors(noise, self.sampler.expected_batch_size(step))
+
+    def deviation(self, step: int) -> float:
+        """Standard deviation of the noise in what a step releases, relative to its sensitivity.
+
+        Args:
+            step: number of the step, from 0.
+
+        Raises:
+            InvalidArgument: noise of a user that does not say it, see `Noise`.
+        """
+        known = getattr(self.noise, "deviation", None)
+        if known is None:
+            raise wrong_type("noise that says its deviation", "noise", self.noise)
+        return float(known(self.run, step))
 
     def step_limit(self, spent: Ledger) -> int:
         """Number of steps that fit into the budget after `spent`; at most `num_steps`."""

@@ -17,7 +17,7 @@ from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
 from dpfunc.clipped import RULE_LEAF, ClippedGrad, StepClip, check_mask, make_clipped_grad
-from dpfunc.clipping.rules import of_run
+from dpfunc.clipping.rules import group_sensitivities, of_run, partition
 from dpfunc.clipping.telemetry import LEAF
 from dpfunc.distributed._agreement import UNABLE, Rows, agree, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
@@ -27,6 +27,7 @@ from dpfunc.engines._guards.several_rows import look_at_rows
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
+from dpfunc.noise.gaussian import noise_std
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import Calls, StepState
@@ -220,10 +221,35 @@ class DPStep:
         self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
 
     def _divide(self, released: dict[str, Tensor], params: Params, step: int, clip: StepClip) -> dict[str, Tensor]:
-        # The expected size, never the drawn one, which is private; and after the noise, which fits the undivided sum.
-        size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
-        size *= clip.whole if self.unit == "clip_norm" else 1.0
+        size = self._divisor(step, clip)  # after the noise, which fits the undivided sum
         return {name: (value / size).to(params[name].dtype) for name, value in released.items() if name in params}
+
+    def _divisor(self, step: int, clip: StepClip) -> float:
+        # the expected size, never the drawn one, which is private
+        size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
+        return size * (clip.whole if self.unit == "clip_norm" else 1.0)
+
+    def noise_std(self, params: Params, state: StepState) -> dict[str, float]:
+        """Standard deviation of the noise in the gradient that the step from `state` releases, by parameter. Public.
+
+        Args:
+            params: of the run; only their names and shapes count.
+            state: of the run; with `clipping.Adaptive`, or a schedule, each step has another one.
+
+        Raises:
+            InvalidArgument: noise of a user that does not say its deviation.
+
+        Guarantees:
+            tests/updates/test_adamw_bc.py::test_the_noise_of_a_step.
+        """
+        clip = self.clipped_grad.at(state.step, state.clip_state)
+        parts = partition(clip.rule.groups, tuple(params))
+        shapes = {name: torch.empty(param.shape, device="meta") for name, param in params.items()}
+        bounds = group_sensitivities(clip.bounds(parts.group_names), self.plan.adjacency)
+        deviation = self.plan.deviation(state.step)
+        of_group = noise_std(ClippedSum(shapes, parts.group_of, bounds), deviation, self.plan.allocation)
+        divisor = self._divisor(state.step, clip)
+        return {name: of_group[group] / divisor for name, group in parts.group_of.items()}
 
     @property
     def decision(self) -> Decision | None:

@@ -86,7 +86,7 @@ def test_recipes(toy, tmp_path):
 
 def test_recipes_views_and_averages(toy):
     """Views of images that are flipped at random; the average of a run on the same plan."""
-    views, averages = blocks("recipes.md")[2:]
+    views, averages, adam, scaled = blocks("recipes.md")[2:]
     plan = dpfunc.Plan(dpfunc.sampling.Poisson(200, 0.1), clipping.Flat(1.0), 1.0, num_steps=5, delta=1e-3)
     facts = {"dpfunc": dpfunc, "torch": torch, "plan": plan}
     images, labels = torch.randn(200, 1, 2, 2), torch.randint(0, 2, (200,))
@@ -98,6 +98,14 @@ def test_recipes_views_and_averages(toy):
     state = dp_step.init(params, dpfunc.insecure_key(0))
     run(averages, dp_step=dp_step, state=state, params=params, data=toy.data, evaluate=seen.append, **facts)
     assert seen[0].keys() == params.keys()
+    values = {name: value.detach().clone() for name, value in params.items()}
+    given = {"params": values, "data": toy.data, "loss_fn": toy.loss_fn}
+    dp_step = dpfunc.make_dp_step(toy.loss_fn, plan)
+    names = run(adam, dp_step=dp_step, state=dp_step.init(values, dpfunc.insecure_key(1)), **given, **facts)
+    assert names["optimizer"].param_groups[0]["noise_std"] == 1.0 / 20  # z C / b
+    after = run(scaled, state=names["state"], **given, **facts)
+    assert after["state"].ledger.num_steps == 10
+    assert all(torch.isfinite(value).all() for value in values.values())
 
 
 def test_padding(capsys):

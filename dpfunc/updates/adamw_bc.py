@@ -1,0 +1,93 @@
+"""AdamW that takes the noise of released gradients out of its second moment."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfunc._utils.validation import named, non_negative, positive, real
+
+
+@named
+class AdamWBC(torch.optim.Optimizer):
+    """AdamW whose second moment is that of the gradient without its noise, as far as that is known.
+
+        m   <- b1 m + (1 - b1) g
+        v   <- b2 v + (1 - b2) g^2
+        phi <- b2 phi + (1 - b2) noise_std^2
+        u   =  v - phi where that is positive, else v
+        w   <- (1 - lr weight_decay) w - lr m_hat / (sqrt(u_hat) + eps)
+
+    with m_hat = m / (1 - b1^t) and u_hat = u / (1 - b2^t). The noise adds its variance to v, so that where it is larger
+    than the gradient Adam takes steps of one length in each coordinate. phi is that part of v; it follows the noise
+    where that changes. Released gradients go in, and nothing is paid. Chooi et al. 2025, DP-AdamW, arXiv 2511.07843
+    (DP-AdamW-BC; they found it less accurate than AdamW on their tasks: measure it); Tang et al. 2024, arXiv
+    2312.14334, for Adam.
+
+    Args:
+        params: tensors to train, or groups of them, as of `torch.optim.AdamW`; `.grad` is the released gradient.
+        lr: > 0. betas: (b1, b2), each in [0, 1). eps: > 0. weight_decay: >= 0, decoupled.
+        noise_std: standard deviation of the noise in each coordinate of a gradient, >= 0: a value of
+            `dp_step.noise_std(params, state)`. Where it changes, write it before each step, as a learning rate:
+            `group["noise_std"] = ...` for each of `optimizer.param_groups`.
+
+    Guarantees:
+        tests/updates/test_adamw_bc.py: AdamW of torch without noise (test_without_noise_it_is_adamw), the formulas
+        (test_the_formulas_of_the_paper), the second moment of the gradient alone
+        (test_the_noise_is_taken_out), and the same steps after a checkpoint (test_its_state_goes_on).
+
+    >>> w = torch.zeros(2, requires_grad=True)
+    >>> optimizer = AdamWBC([w], lr=0.1, noise_std=0.5)
+    >>> w.sum().backward()
+    >>> optimizer.step()
+    >>> w.detach()  # g = 1: u = 1 - 0.25
+    tensor([-0.1155, -0.1155])
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, noise_std: float = 0.0,
+    ) -> None:  # fmt: skip
+        first, second = (real("betas", b, "each of betas in [0, 1)", inside=lambda b: 0 <= b < 1) for b in betas)
+        defaults = {
+            "lr": positive("lr", lr), "betas": (first, second), "eps": positive("eps", eps),
+            "weight_decay": non_negative("weight_decay", weight_decay),
+            "noise_std": non_negative("noise_std", noise_std),
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step by the gradients in `.grad`.
+
+        Args:
+            closure: as of optimizers of torch; evaluated first.
+
+        Returns:
+            What the closure returns; None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            noise = non_negative("noise_std", group["noise_std"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group, noise)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], noise_std: float) -> None:
+        state = self.state[param]
+        if not state:
+            state.update(step=0, phi=0.0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        first, second = group["betas"]
+        step = state["step"] + 1
+        phi = second * state["phi"] + (1 - second) * noise_std**2
+        state.update(step=step, phi=phi)
+        state["exp_avg"].lerp_(grad, 1 - first)
+        v = state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
+        moment = torch.where(v > phi, v - phi, v) / (1 - second**step)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.addcdiv_(state["exp_avg"], moment.sqrt_().add_(group["eps"]), value=-group["lr"] / (1 - first**step))
