@@ -24,10 +24,12 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines import vmap
 from dpfunc.engines.microbatches import Microbatches
 from dpfunc.errors import InvalidArgument, OutOfMemory
+from dpfunc.noise import noise_std
 from dpfunc.rng import Key
 from dpfunc.types import (
     ADJACENCIES,
     Adjacency,
+    Allocation,
     Batch,
     ClippedSum,
     ClipRule,
@@ -111,6 +113,14 @@ class ClippedGrad:
         rule = own.at(step, clip_state)
         beside = {LEAF: self.telemetry, RULE_LEAF: own.released(clip_state)}
         return StepClip(rule, {leaf: each for leaf, each in beside.items() if each is not None})
+
+    def deviations(self, params: Params, clip: StepClip, deviation: float, allocation: Allocation) -> dict[str, float]:
+        """Standard deviation of the noise in the sum of each parameter; `deviation` is relative to the sensitivity."""
+        parts = partition(clip.rule.groups, tuple(params))
+        sensitivities = group_sensitivities(clip.bounds(parts.group_names), self.adjacency)
+        shapes = {name: torch.empty(param.shape, device="meta") for name, param in params.items()}
+        of_group = noise_std(ClippedSum(shapes, parts.group_of, sensitivities), deviation, allocation)
+        return {name: of_group[group] for name, group in parts.group_of.items()}
 
     @cached_property
     def _microbatches(self) -> Microbatches:

@@ -17,7 +17,7 @@ from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
 from dpfunc.clipped import RULE_LEAF, ClippedGrad, StepClip, check_mask, make_clipped_grad
-from dpfunc.clipping.rules import group_sensitivities, of_run, partition
+from dpfunc.clipping.rules import of_run
 from dpfunc.clipping.telemetry import LEAF
 from dpfunc.distributed._agreement import UNABLE, Rows, agree, digest_of_all, padded, summarize
 from dpfunc.distributed._object_collectives import together
@@ -27,7 +27,6 @@ from dpfunc.engines._guards.several_rows import look_at_rows
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
-from dpfunc.noise.gaussian import noise_std
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import Calls, StepState
@@ -229,7 +228,7 @@ class DPStep:
         size = self.plan.sampler.expected_batch_size(step) if self.reduction == "mean" else 1.0
         return size * (clip.whole if self.unit == "clip_norm" else 1.0)
 
-    def noise_std(self, params: Params, state: StepState) -> dict[str, float]:
+    def gradient_noise(self, params: Params, state: StepState) -> dict[str, float]:
         """Standard deviation of the noise in the gradient that the step from `state` releases, by parameter. Public.
 
         Args:
@@ -242,14 +241,10 @@ class DPStep:
         Guarantees:
             tests/updates/test_adamw_bc.py::test_the_noise_of_a_step.
         """
-        clip = self.clipped_grad.at(state.step, state.clip_state)
-        parts = partition(clip.rule.groups, tuple(params))
-        shapes = {name: torch.empty(param.shape, device="meta") for name, param in params.items()}
-        bounds = group_sensitivities(clip.bounds(parts.group_names), self.plan.adjacency)
-        deviation = self.plan.deviation(state.step)
-        of_group = noise_std(ClippedSum(shapes, parts.group_of, bounds), deviation, self.plan.allocation)
+        clip, deviation = self.clipped_grad.at(state.step, state.clip_state), self.plan.deviation(state.step)
+        found = self.clipped_grad.deviations(params, clip, deviation, self.plan.allocation)
         divisor = self._divisor(state.step, clip)
-        return {name: of_group[group] / divisor for name, group in parts.group_of.items()}
+        return {name: value / divisor for name, value in found.items()}
 
     @property
     def decision(self) -> Decision | None:

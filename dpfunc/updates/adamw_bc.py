@@ -29,7 +29,7 @@ class AdamWBC(torch.optim.Optimizer):
         params: tensors to train, or groups of them, as of `torch.optim.AdamW`; `.grad` is the released gradient.
         lr: > 0. betas: (b1, b2), each in [0, 1). eps: > 0. weight_decay: >= 0, decoupled.
         noise_std: standard deviation of the noise in each coordinate of a gradient, >= 0: a value of
-            `dp_step.noise_std(params, state)`. Where it changes, write it before each step, as a learning rate:
+            `dp_step.gradient_noise(params, state)`. Where it changes, write it before each step, as a learning rate:
             `group["noise_std"] = ...` for each of `optimizer.param_groups`.
 
     Guarantees:

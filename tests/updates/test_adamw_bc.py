@@ -105,7 +105,7 @@ def test_a_run_with_a_checkpoint(tmp_path):
     dp_step = dpfunc.make_dp_step(linear_loss, plan, journal=checkpoint.Journal(path, plan))
     state, optimizer, seen = dp_step.init(current, dpfunc.secure_key()), AdamWBC(current.values(), lr=0.1), []
     for indices in plan.batches(state):
-        seen.append(dp_step.noise_std(current, state)["head.weight"])
+        seen.append(dp_step.gradient_noise(current, state)["head.weight"])
         for group in optimizer.param_groups:
             group["noise_std"] = seen[-1]
         detached = {name: value.detach() for name, value in current.items()}
@@ -151,7 +151,7 @@ def test_the_noise_of_a_step(case):
     dp_step = dpfunc.make_dp_step(loss, plan, **options)
     state = replay(dp_step.init(wide, insecure_key(5)))
     for indices in plan.batches(state):
-        said = dp_step.noise_std(wide, state)
+        said = dp_step.gradient_noise(wide, state)
         grads, state, _ = dp_step(wide, {name: 1e-15 + value[indices] for name, value in zero.items()}, state)
         for name, grad in grads.items():
             tails = [
@@ -168,7 +168,7 @@ def test_other_noise_does_not_say_its_scale():
     dp_step = dpfunc.make_dp_step(linear_loss, plan)
     state = dp_step.init(params(), insecure_key(1))
     with pytest.raises(InvalidArgument, match="noise that says its deviation"):
-        dp_step.noise_std(params(), state)
+        dp_step.gradient_noise(params(), state)
 
 
 @pytest.mark.parametrize(
