@@ -298,7 +298,7 @@ class Plan:
             step: number of the step, from 0.
 
         Raises:
-            InvalidArgument: noise of a user that does not say its deviation, see `Noise`.
+            InvalidArgument: noise of a user that does not say its weights, see `Noise`.
 
         >>> from dpfunc import clipping
         >>> telemetry = clipping.Telemetry((clipping.Statistic("loss", high=4.0),), share=0.04)
@@ -320,10 +320,10 @@ class Plan:
         Raises:
             InvalidArgument: noise of a user that does not say it, see `Noise`.
         """
-        known = getattr(self.noise, "deviation", None)
-        if known is None:
-            raise wrong_type("noise that says its deviation", "noise", self.noise)
-        return float(known(self.run, step))
+        weights = getattr(self.noise, "weights", None)
+        if weights is None:
+            raise wrong_type("noise that says its weights", "noise", self.noise)
+        return math.hypot(*weights(self.run, step))
 
     def step_limit(self, spent: Ledger) -> int:
         """Number of steps that fit into the budget after `spent`; at most `num_steps`."""

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from dpfunc import errors
 from dpfunc._utils.memory import in_use
-from dpfunc._utils.processes import digest, local
+from dpfunc._utils.processes import checksum, digest, is_dtensor, local, shard_dims
 from dpfunc._utils.validation import expect, integer, refuse, shorten, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range
@@ -188,6 +189,18 @@ def turn_of(state: StepState) -> Turn:
         return fold_in(fold_in(state.key, "step", integer("step", step)), "release")
 
     return Turn(state.step, key_of(state.step), key_of)
+
+
+def noise_digest(noise_state: Any) -> str:
+    """A digest of the state of the noise, which all processes hold alike; of tensors in parts their layout only."""
+    leaves = pytree.tree_leaves_with_path(noise_state)
+    whole = [(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and not is_dtensor(leaf)]
+    others = [
+        (pytree.keystr(path), shard_dims(leaf) if isinstance(leaf, Tensor) else leaf)
+        for path, leaf in leaves
+        if not isinstance(leaf, Tensor) or is_dtensor(leaf)
+    ]
+    return f"{checksum(whole)} {others}"
 
 
 def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Event, ...]:

@@ -167,7 +167,7 @@ class DPStep:
             self._plan_digest, self.reduction, self.unit, self.noise_source, clipped.engine, clipped.microbatch_size,
             self.verify_batch, self.journal is None, *installed().values(),
         )  # fmt: skip
-        released = (state.ledger.to_json(), state.clip_state)
+        released = (state.ledger.to_json(), state.clip_state, states.noise_digest(state.noise_state))
         place = (state.step, state.limit, state.charged, fingerprint(state.key), *released)
         # Machines whose libraries round differently could draw different records.
         drawn = self.plan.draw(state, state.step) if self.verify_batch else torch.zeros(0, device="cpu")

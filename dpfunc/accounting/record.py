@@ -59,6 +59,9 @@ ROWS = (
 MECHANISMS = ("Gaussian", "Gaussian, scaled by group")
 """What is known of noise and rows; other noise is the claim of who wrote it."""
 
+STRATEGIES = ("LambdaCGD", "BSR", "BISR", "BandMF", "BLT")
+"""Matrices of correlated noise whose sensitivity is proven."""
+
 CHANGING = ("Adaptive", "Scheduled")
 """Rules whose bound differs between steps."""
 
@@ -71,6 +74,9 @@ LAWS = {
     "CappedPoisson": "as Poisson; if there are more units than the cap, a random subset of that size",
     "RandomAllocation": "each unit in one batch of an epoch, drawn independently of all others",
     "Shuffled": "a new permutation each epoch, in batches; no amplification is claimed",
+    "ShuffledOnce": "a permutation, in batches that come again each epoch; no amplification is claimed",
+    "CyclicPoisson": "each unit in one of some groups that take turns, drawn independently of all others; of the group "
+    "of a step each unit is in the batch with the probability of the event, independently",
     "InOrder": "each unit in one batch of an epoch, in the order of the data set; no amplification is claimed",
 }
 """Class of a sampler -> its law. That of another class is the claim of who wrote it."""
@@ -276,9 +282,14 @@ def refuse_replaced(name: str, adjacency: Adjacency) -> None:
     )  # fmt: skip
 
 
+def is_proven(mechanism: str) -> bool:
+    """True of the noise of dpfunc: a name of `MECHANISMS`, or correlated noise by one of its strategies."""
+    return mechanism in MECHANISMS or mechanism.startswith(tuple(f"Correlated(strategy={each}(" for each in STRATEGIES))
+
+
 def claims_law(sampler: str, events: Iterable[Event]) -> bool:
     """True if some events are those of a sampler of dpfunc, or of batches of all records, which each may claim."""
-    own = (_SAMPLED.get(sampler, Event), 0 if sampler in ("Poisson", "CappedPoisson") else 1)
+    own = (_SAMPLED.get(sampler, Event), 0 if sampler in ("Poisson", "CappedPoisson", "CyclicPoisson") else 1)
     kinds = {(type(event), least) for event in events for least in {0, int(event.sampling_prob)}}
     return sampler in LAWS and bool(kinds & {own, (Event, 1)})
 

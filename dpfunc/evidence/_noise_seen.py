@@ -1,6 +1,7 @@
 """The noise of an audited run: what was added to each clipped sum, against the normal law that the plan claims."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dpfunc.evidence._watch import Add, WatchedNoise
-from dpfunc.noise import Gaussian, Run, Turn
+from dpfunc.noise import Run, Turn
 from dpfunc.noise.gaussian import noise_std
 from dpfunc.plan import Plan
-from dpfunc.types import ClippedSum, schedule_at
+from dpfunc.types import ClippedSum
 
 _CELLS = 16  # of equal probability, by which the law is compared
 _LOOKED_AT = 2**16  # numbers of one parameter and step
@@ -24,18 +25,23 @@ class _Seen:
 
     cells: Tensor = field(default_factory=lambda: torch.zeros(_CELLS, dtype=torch.float64, device="cpu"))
     squares: float = 0.0
-    before: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64, device="cpu"))
+    earlier: list[Tensor] = field(default_factory=list)  # independent normals of the last steps, the newest first
     products: float = 0.0
     pairs: int = 0
 
-    def add(self, normal_P: Tensor) -> None:
+    def add(self, noise_P: Tensor, weights: Sequence[float]) -> None:
+        """Note the noise of a step, from which that of earlier steps is taken, with their weights."""
+        drawn_P = noise_P.clone()
+        for weight, other_P in zip(weights[1:], self.earlier, strict=False):
+            drawn_P -= weight * other_P
+        normal_P = drawn_P / weights[0]
         share_P = torch.special.ndtr(normal_P).clamp(0, 1 - 1e-12)
         self.cells += torch.bincount((share_P * _CELLS).long(), minlength=_CELLS)
         self.squares += float(normal_P.square().sum())
-        if len(self.before) == len(normal_P):
-            self.products += float(normal_P @ self.before)
+        if self.earlier:
+            self.products += float(normal_P @ self.earlier[0])
             self.pairs += len(normal_P)
-        self.before = normal_P
+        self.earlier = [normal_P, *self.earlier][: len(weights)]  # a step has one weight more at most
 
     def found(self, level: float) -> str:
         """The difference of the noise from its claim, in words; empty where there is none at this level."""
@@ -57,8 +63,12 @@ class _Seen:
 
 @dataclass(frozen=True)
 class NoiseSeen:
-    """Noise that is compared with its claim where it is added; of each parameter what was seen."""
+    """Noise that is compared with its claim where it is added; of each parameter what was seen.
 
+    `weights` of the noise: see `Noise`.
+    """
+
+    weights: Callable[[Run, int], Sequence[float]]
     seen: dict[str, _Seen] = field(default_factory=dict)
 
     def around(self, inner: Add, run: Run) -> Add:
@@ -66,11 +76,11 @@ class NoiseSeen:
 
         def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
             sums = {name: _some(value).clone() for name, value in clipped.sums.items()}
-            stds = noise_std(clipped, schedule_at(run.noise_multiplier, turn.step), run.allocation)
+            stds, weights = noise_std(clipped, 1.0, run.allocation), self.weights(run, turn.step)
             values, after = inner(clipped, state, turn)
             for name, before_P in sums.items():
-                if std := stds[clipped.group_of[name]]:
-                    self.seen.setdefault(name, _Seen()).add((_some(values[name]) - before_P) / std)
+                noise_P = (_some(values[name]) - before_P) / stds[clipped.group_of[name]]
+                self.seen.setdefault(name, _Seen()).add(noise_P, weights)
             return values, after
 
         return add
@@ -89,5 +99,6 @@ def _some(value: Tensor) -> Tensor:
 
 
 def seen_noise(plan: Plan) -> Plan:
-    """The plan, by its repr, whose noise is compared with its claim; noise that is not Gaussian has no claim here."""
-    return replace(plan, noise=WatchedNoise(plan.noise, NoiseSeen())) if isinstance(plan.noise, Gaussian) else plan
+    """The plan, by its repr, whose noise is compared with its claim; noise without `weights` has none."""
+    weights = getattr(plan.noise, "weights", None)
+    return plan if weights is None else replace(plan, noise=WatchedNoise(plan.noise, NoiseSeen(weights)))

@@ -26,7 +26,6 @@ from dpfunc.accounting.record import (
     COVERED,
     EXACT_SIZE,
     LAWS,
-    MECHANISMS,
     NEIGHBOURS,
     NOT_COVERED,
     RECORD_FILE,
@@ -36,6 +35,7 @@ from dpfunc.accounting.record import (
     Record,
     check_field,
     claims_law,
+    is_proven,
     recorded,
 )  # fmt: skip
 from dpfunc.checkpoint import _chain as chain
@@ -394,7 +394,7 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     met = {
         "The key of the noise is secret.": how["noise_key"] == SECRET,
         "Noise comes from a cryptographic stream.": how["noise_source"] in SOURCES.values(),
-        "The mechanism of the noise is one that is proven.": how["mechanism"] in MECHANISMS,
+        "The mechanism of the noise is one that is proven.": is_proven(how["mechanism"]),
         "The rule that bounds gradients is one that is proven.": how["clip"] in CLIPS,
         "Batches are the draws of the sampler: each was compared.": how["batches"] == COMPARED,
         "The law of the sampler is one that is proven.": claims_law(how["sampler"], ledger.events),

@@ -1,5 +1,6 @@
 """Noise: from a ClippedSum to something that may be published."""
 
+from dpfunc.noise.correlated import Correlated
 from dpfunc.noise.gaussian import Gaussian, add_gaussian, gaussian, noise_std
 from dpfunc.noise.mechanism import Mechanism, Noise, Run, Turn
 from dpfunc.noise.strategies import (
@@ -24,6 +25,7 @@ __all__ = [
     "BLT",
     "BSR",
     "BandMF",
+    "Correlated",
     "Gaussian",
     "LambdaCGD",
     "Mechanism",

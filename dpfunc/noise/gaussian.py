@@ -1,7 +1,7 @@
 """The Gaussian mechanism on clipped sums."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -245,9 +245,9 @@ class Gaussian:
         noise, spans = run.noise_multiplier, stretches(start, stop, run.noise_multiplier)
         return tuple(event for a, b in spans for event in run.sampler.events(a, b, schedule_at(noise, a)))
 
-    def deviation(self, run: Run, step: int) -> float:
+    def weights(self, run: Run, step: int) -> Sequence[float]:
         """The noise multiplier of the step."""
-        return schedule_at(run.noise_multiplier, step)
+        return (schedule_at(run.noise_multiplier, step),)
 
     def mechanism(self, run: Run) -> Mechanism:
         """The Gaussian mechanism of each step, `gaussian` of these values."""

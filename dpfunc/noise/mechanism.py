@@ -81,8 +81,9 @@ class Noise(Protocol):
     """The noise of a plan, e.g. `Gaussian`. Implement these methods to bring your own.
 
     It holds public facts only, beside those of the `Run`. As a frozen dataclass among the public names of
-    `dpfunc.noise` it can be saved in a plan. A further method `deviation(run, step) -> float` may say the standard
-    deviation of the noise in a released sum, relative to its sensitivity; without it a plan has no telemetry errors.
+    `dpfunc.noise` it can be saved in a plan. A further method `weights(run, step) -> Sequence[float]` may say what the
+    noise of a step is, relative to the sensitivity of its sum: weights of the independent standard normals of this
+    step, the one before, .. Without it a plan has no telemetry errors, and an audit does not look at the noise.
     """
 
     def check(self, run: Run) -> None:

@@ -3,18 +3,20 @@
 from dpfunc.batches import deal
 from dpfunc.sampling import users
 from dpfunc.sampling.base import Sampler
-from dpfunc.sampling.fixed import FixedSize, InOrder, RandomAllocation, Shuffled
-from dpfunc.sampling.poisson import CappedPoisson, Poisson
+from dpfunc.sampling.fixed import FixedSize, InOrder, RandomAllocation, Shuffled, ShuffledOnce
+from dpfunc.sampling.poisson import CappedPoisson, CyclicPoisson, Poisson
 from dpfunc.sampling.views import mean_over_views
 
 __all__ = [
     "CappedPoisson",
+    "CyclicPoisson",
     "FixedSize",
     "InOrder",
     "Poisson",
     "RandomAllocation",
     "Sampler",
     "Shuffled",
+    "ShuffledOnce",
     "deal",
     "mean_over_views",
     "users",

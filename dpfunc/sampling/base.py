@@ -12,7 +12,9 @@ class Sampler(Protocol):
     """Sampler of the records of each batch. The probability comes from it, never from the length of a loader.
 
     A sampler holds public facts only; the key is an argument. Implement these methods to bring your own, and claim in
-    `events` no more than its proof gives.
+    `events` no more than its proof gives. A further method `participation(num_steps) -> (separation, participations)`
+    may bound, for correlated noise, how often a record takes part in the first `num_steps` steps: at most so many
+    times, and two of them are at least `separation` steps apart.
     """
 
     @property

@@ -20,6 +20,12 @@ def _begun(start: int, stop: int, length: int) -> int:
     return -(-last // length) - -(-first // length)
 
 
+def _participation(num_steps: int, epoch: int, separation: int) -> tuple[int, int]:
+    """One step an epoch, and the separation between those of two epochs."""
+    epochs = _begun(0, integer("num_steps", num_steps, minimum=1), epoch)
+    return (separation, epochs) if epochs > 1 else (num_steps, 1)
+
+
 @dataclass(frozen=True)
 class _FixedBatches:
     adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")
@@ -51,6 +57,10 @@ class _Epochs(_FixedBatches):
         epoch, number = divmod(integer("step", step), self.steps_per_epoch)
         start = number * self.batch_size
         return epoch, slice(start, min(start + self.batch_size, self.dataset_size))
+
+    def participation(self, num_steps: int) -> tuple[int, int]:
+        """Separation and number of the steps of a record, see `Sampler`: each epoch has another order."""
+        return _participation(num_steps, self.steps_per_epoch, 1)
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
@@ -118,6 +128,34 @@ class Shuffled(_Epochs):
 
 
 @dataclass(frozen=True)
+class ShuffledOnce(_Epochs):
+    """A permutation of the records, divided into batches that come again in each epoch; the last one is smaller.
+
+    Between two steps of a record there is a whole epoch, which correlated noise needs (`noise.Correlated`). No
+    amplification is claimed: an epoch costs one Gaussian release, charged at its first step.
+
+    Args:
+        dataset_size: number of records n, >= 1. batch_size: 1 <= batch_size <= n.
+
+    Guarantees:
+        tests/sampling/test_fixed.py: every record exactly once an epoch (test_an_epoch), at the same place of each
+        (test_records_keep_their_place).
+
+    >>> ShuffledOnce(100, 40).participation(num_steps=8)
+    (3, 3)
+    """
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        """The indices of the batch of a step, in the order of the permutation."""
+        _, places = self._places(step)
+        return torch.from_numpy(_permutation(check_key(key), 0, self.dataset_size)[places].copy())
+
+    def participation(self, num_steps: int) -> tuple[int, int]:
+        """Separation and number of the steps of a record, see `Sampler`."""
+        return _participation(num_steps, self.steps_per_epoch, self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
 class InOrder(_Epochs):
     """Batches of consecutive records, in the order of the data set; the last one of an epoch is smaller, and kept.
 
@@ -144,6 +182,10 @@ class InOrder(_Epochs):
         check_key(key)
         _, places = self._places(step)
         return torch.arange(places.start, places.stop, device="cpu")
+
+    def participation(self, num_steps: int) -> tuple[int, int]:
+        """Separation and number of the steps of a record, see `Sampler`."""
+        return _participation(num_steps, self.steps_per_epoch, self.steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -189,6 +231,10 @@ class RandomAllocation:
         """Mean number of records of a batch, `n / num_batches`."""
         integer("step", step)
         return self.dataset_size / self.num_batches
+
+    def participation(self, num_steps: int) -> tuple[int, int]:
+        """Separation and number of the steps of a record, see `Sampler`."""
+        return _participation(num_steps, self.num_batches, 1)
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """An epoch for each one that starts in start..stop-1."""

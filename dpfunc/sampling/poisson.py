@@ -1,5 +1,6 @@
 """Poisson sampling, also with batches of a largest size: an independent trial for each record."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import integer, named, probability, records, sampling_prob_of, set_fields
+from dpfunc._utils.validation import expect, integer, named, probability, records, sampling_prob_of, set_fields
 from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
 
@@ -99,6 +100,70 @@ class Poisson:
 
 
 @dataclass(frozen=True)
+class CyclicPoisson:
+    """Poisson samples of groups that take turns: step t draws each record of group `t mod cycle` with probability p.
+
+    The key puts each record into one of the groups, independently of all others. It takes part once a cycle at most;
+    `p = cycle sampling_prob` keeps the expected batch of `Poisson`. Whatever the groups are, the cost is that of the
+    first one: a Poisson sample with p each cycle, charged at its first step. For banded noise, see `noise.Correlated`;
+    independent noise costs less with `Poisson`. Choquette-Choo et al. 2023, arXiv 2306.08153.
+
+    Args:
+        dataset_size: number of records n, 1 <= n <= 2**46; or a public number that n cannot exceed.
+        sampling_prob: q of a record in a step, on average over steps, 0 < q <= 1 / cycle.
+        cycle: number of groups b, >= 1.
+
+    Guarantees:
+        tests/sampling/test_poisson.py::test_groups_take_turns.
+
+    >>> CyclicPoisson(1000, 0.01, cycle=8).events(0, 20, noise_multiplier=2.0)
+    (Event(sampling_prob=0.08, noise_multiplier=2.0, num_steps=3),)
+    """
+
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ADJACENCIES
+    """All, since each record is drawn independently."""
+
+    dataset_size: int
+    sampling_prob: float
+    cycle: int
+
+    def __post_init__(self) -> None:
+        cycle = integer("cycle", self.cycle, minimum=1)
+        prob = probability("sampling_prob", self.sampling_prob)
+        expect(
+            cycle * prob <= 1, f"sampling_prob <= 1 / cycle = {1 / cycle:g}", "sampling_prob", prob, "Or fewer groups."
+        )
+        set_fields(self, {"dataset_size": records(self.dataset_size), "sampling_prob": prob, "cycle": cycle})
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which each group has its turn."""
+        return self.cycle
+
+    def indices(self, key: Key, step: int) -> Tensor:
+        """The sorted indices of the batch of a step."""
+        number = integer("step", step)
+        members = np.flatnonzero(_groups(check_key(key), self.dataset_size, self.cycle) == number % self.cycle)
+        drawn = _drawn(key, number, len(members), self.cycle * self.sampling_prob)
+        return torch.from_numpy(members[drawn])
+
+    def expected_batch_size(self, step: int) -> float:
+        """Mean of the number of records, also over the groups: `q n`."""
+        integer("step", step)
+        return self.sampling_prob * self.dataset_size
+
+    def participation(self, num_steps: int) -> tuple[int, int]:
+        """Separation and number of the steps of a record, see `Sampler`."""
+        return self.cycle, -(-integer("num_steps", num_steps, minimum=1) // self.cycle)
+
+    def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
+        """A Poisson sample of the first group for each of its turns."""
+        first, last = check_span(start, stop)
+        turns = -(-last // self.cycle) - -(-first // self.cycle)
+        return (Event(self.cycle * self.sampling_prob, noise_multiplier, turns),) if turns else ()
+
+
+@dataclass(frozen=True)
 class CappedPoisson:
     """A Poisson sample of which at most `cap` records are kept: a random subset if there are more, whatever they say.
 
@@ -152,8 +217,17 @@ class CappedPoisson:
         return (Capped(self.sampling_prob, noise_multiplier, steps, self.dataset_size, self.cap),) if steps else ()
 
 
+@functools.lru_cache(maxsize=1)  # all steps share it
+def _groups(key: Key, size: int, cycle: int) -> npt.NDArray[np.int64]:
+    """The group of each record; those of more records begin with the same ones."""
+    group_N = generator_of(key, "group", 0).integers(cycle, size=size)
+    group_N.setflags(write=False)
+    return group_N
+
+
 def _drawn(key: Key, step: int, size: int, prob: float) -> npt.NDArray[np.int64]:
-    return np.concatenate(list(successes(generator_of(key, "sample", step), size, prob)))
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *successes(generator_of(key, "sample", step), size, prob)])
 
 
 def successes(generator: np.random.Generator, trials: int, prob: float) -> Iterator[npt.NDArray[np.int64]]:

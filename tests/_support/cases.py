@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dpfunc import clipping
-from dpfunc.sampling import CappedPoisson, FixedSize, Poisson, RandomAllocation, Shuffled
+from dpfunc.sampling import CappedPoisson, CyclicPoisson, FixedSize, Poisson, RandomAllocation, Shuffled, ShuffledOnce
 from dpfunc.types import Schedule
 
 NAMES = ("body.a.weight", "body.a.bias", "body.b.weight", "head.weight")
@@ -76,4 +76,6 @@ SAMPLERS = {
     "capped": CappedPoisson(1000, 0.05, 48),
     "random allocation": RandomAllocation(1000, 16),
     "shuffled": Shuffled(1000, 64),
+    "shuffled once": ShuffledOnce(1000, 50),
+    "cyclic": CyclicPoisson(1000, 0.05, 8),
 }

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from dpfunc import Event, Plan, Schedule, clipping, noise
-from dpfunc.sampling import Poisson
+from dpfunc.sampling import CyclicPoisson, InOrder, Poisson, Shuffled, ShuffledOnce
 from dpfunc.types import schedule_at
 
-NUM_RECORDS, STEPS = 12, 5
+NUM_RECORDS, STEPS = 12, 5  # an odd number: half of the records are in one batch more
 ALL_RECORDS = Poisson(NUM_RECORDS, 1.0)
 
 
@@ -71,6 +71,7 @@ class Case:
     inverse: Any = None  # (STEPS, STEPS): what is added, of independent noise; None: that of each step alone
     sampler: Any = ALL_RECORDS
     noise_multiplier: Any = 1.5
+    spare: float = 1e-3  # by how much of itself the squared distance of neighbours is below what the events say
 
     def covariance(self):
         each = np.diag([schedule_at(self.noise_multiplier, step) for step in range(STEPS)])
@@ -82,8 +83,38 @@ class Case:
         return Plan(self.sampler, noise_multiplier=self.noise_multiplier, noise=self.noise, **{**settings, **facts})
 
 
+ONCE = ShuffledOnce(NUM_RECORDS, 6)  # two steps an epoch
+BANDS, BUFFERS = noise.BandMF((0.8, 0.6)), noise.BLT((0.5, 0.2), (0.9, 0.4))
+
+
+def inverse_of(*coefficients):
+    """C^-1 of a Toeplitz matrix with this first column, by solving."""
+    rows = sum(np.eye(STEPS, k=-place) * value for place, value in enumerate(coefficients[:STEPS]))
+    return np.linalg.inv(rows)
+
+
+def lambda_cgd(decay):
+    left = STEPS - np.arange(STEPS)
+    scales = np.sqrt((1 - decay ** (2 * left)) / (1 - decay**2))
+    return np.diag(scales) @ (np.eye(STEPS) - decay * np.eye(STEPS, k=-1))
+
+
+ROOT = [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128]
+GEOMETRIC = [1, *(0.5 * 0.9**k + 0.2 * 0.4**k for k in range(STEPS - 1))]
 MECHANISMS = {
     "gaussian": Case(noise.Gaussian()),
     "gaussian of a schedule": Case(noise.Gaussian(), noise_multiplier=Schedule(((2, 1.0), (1, 2.0)))),
     "lagged, of a user": Case(Lagged(), np.eye(STEPS) - 0.5 * np.eye(STEPS, k=-1)),
+    "lambda-CGD": Case(noise.Correlated(noise.LambdaCGD(0.7)), lambda_cgd(0.7), ONCE),
+    "BISR": Case(
+        noise.Correlated(noise.BISR(3)), sum(np.eye(STEPS, k=-k) * w for k, w in enumerate((1, -1 / 2, -1 / 8))), ONCE
+    ),
+    "BSR, in one epoch": Case(noise.Correlated(noise.BSR()), inverse_of(*ROOT), Shuffled(NUM_RECORDS, 2)),
+    "BandMF": Case(noise.Correlated(BANDS), inverse_of(0.8, 0.6), ONCE),
+    "BandMF, buffers": Case(noise.Correlated(BANDS, "state"), inverse_of(0.8, 0.6), ONCE),
+    "BandMF, of cycles": Case(
+        noise.Correlated(BANDS), inverse_of(0.8, 0.6), CyclicPoisson(NUM_RECORDS, 0.5, 2), spare=0.13
+    ),
+    "BLT": Case(noise.Correlated(BUFFERS), inverse_of(*GEOMETRIC), InOrder(NUM_RECORDS, 6)),
+    "BLT, buffers": Case(noise.Correlated(BUFFERS, "state"), inverse_of(*GEOMETRIC), InOrder(NUM_RECORDS, 6)),
 }

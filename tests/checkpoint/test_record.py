@@ -8,10 +8,12 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from dpfunc import Ledger, Plan, Schedule, clipping, insecure_key, make_dp_step, noise, sampling, secure_key
 from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
 from dpfunc.checkpoint import make_record
+from dpfunc.cli.main import main
 from dpfunc.errors import InvalidArgument, StateReused
 
 
@@ -70,6 +72,20 @@ def test_noise_of_a_user_is_named_with_its_own_scale():
     record = make_record(*run(plan(noise=Louder()), secure_key()), unit="one patient")
     assert (record.mechanism, record.noise_multiplier) == ("Louder(factor=3.0)", 6.0)
     assert {event.noise_multiplier for event in record.ledger.events} == {6.0}
+
+
+@pytest.mark.parametrize("sampler", [sampling.ShuffledOnce(100, 25), sampling.CyclicPoisson(100, 0.1, 4)], ids=repr)
+def test_correlated_noise_is_recorded_and_checked(sampler, tmp_path):
+    """By its strategy, with the noise multiplier of its event; `dpfunc ledger check` computes it again."""
+    own = plan(noise=noise.Correlated(noise.BandMF((1.0, 0.5))), sampler=sampler, adjacency="zero_out", epsilon=None)
+    dp_step, state = run(own, secure_key())
+    record = make_record(dp_step, state, unit="one row")
+    assert record.mechanism.startswith("Correlated(strategy=BandMF(")
+    assert record.noise_multiplier == own.events(0, 1)[0].noise_multiplier
+    assert record.ledger == own.ledger()
+    (tmp_path / "privacy_accounting.json").write_text(record.to_json())
+    result = CliRunner().invoke(main, ["ledger", "check", str(tmp_path / "privacy_accounting.json")])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_record_is_of_the_newest_state_and_of_its_plan():

@@ -194,7 +194,7 @@ def test_correlated_noise():
     assert all(math.isfinite(state.telemetry["clipped"]) for state in states)
     assert set(states[-1].noise_state["previous"]) == {*params(), _LEAF}
     other = dataclasses.replace(plan, noise=SimpleNamespace(**{m: getattr(Correlated(), m) for m in PARTS_OF_NOISE}))
-    with pytest.raises(InvalidArgument, match="noise that says its deviation"):
+    with pytest.raises(InvalidArgument, match="noise that says its weights"):
         other.telemetry_errors()
 
 

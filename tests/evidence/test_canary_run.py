@@ -1,6 +1,7 @@
 """Loops of files: both forms are read, the loop sees its own records only, and what is planted is found or not."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -11,7 +12,7 @@ import dpfunc
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import largest_bound, replay
 from dpfunc.evidence._canary_run import Planted, audit_loop, read_script
-from dpfunc.noise import Gaussian
+from dpfunc.noise import BLT, Correlated, Gaussian, LambdaCGD
 
 HEAD = """
 import torch
@@ -120,6 +121,30 @@ def test_noise_that_is_not_claimed_is_found(tmp_path, name):
         assert words in found.noise, found
         assert bool(words) == bool(found.noise) == found.exceeds, found
         assert found.noise in repr(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(Correlated):
+    """It takes nothing back of earlier noise, at the deviation that is claimed for each step."""
+
+    def mechanism(self, run):
+        deviations = tuple((1, math.hypot(*self.weights(run, step))) for step in range(run.num_steps))
+        return Gaussian().mechanism(run._replace(noise_multiplier=dpfunc.Schedule(deviations)))
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Correlated, ""), (Forgetful, "of what is claimed")])
+@pytest.mark.parametrize("strategy", [LambdaCGD(0.5), BLT((0.5, 0.2), (0.9, 0.4))], ids=["lambda-CGD", "BLT"])
+def test_correlated_noise_is_compared_with_its_weights(tmp_path, kind, words, strategy):
+    """Independent noise, taken out of that of all steps: correlation that is missing is found."""
+    own = script(tmp_path, LOOP + IN_DATA)
+    sampler = dpfunc.sampling.ShuffledOnce(60, 30)
+    plan = dataclasses.replace(own.dp_step.plan, noise=kind(strategy), sampler=sampler, adjacency="zero_out")
+    own = dataclasses.replace(own, dp_step=dataclasses.replace(own.dp_step, plan=plan))
+    place = 10 * len(words) + len(strategy.row(9, 8))  # a key of its own for each case
+    for seed in range(2):
+        found, *_ = audited(own, 2000 + 1000 * seed + place)
+        assert words in found.noise, found
+        assert bool(words) == bool(found.noise) == found.exceeds, found
 
 
 def test_what_canaries_can_show_is_said_before(tmp_path, caplog):

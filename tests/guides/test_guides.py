@@ -25,6 +25,7 @@ from dpfunc import sampling
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli._train import tune
+from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 
@@ -256,6 +257,20 @@ def test_clipping():
     scheduled = execute(adapts + others[0])
     assert scheduled["schedule"].at(59) == 0.25
     assert execute(adapts + others[1])["state"].ledger == names["state"].ledger == scheduled["state"].ledger
+
+
+def test_noise(capsys):
+    """Each run costs its budget; the strategies have less noise in sums; samples in cycles are amplified."""
+    names = execute("\n".join(blocks("noise.md")))
+    shown = capsys.readouterr().out.splitlines()
+    shares = [float(line.split()[1]) for line in shown if "squared error" in line]
+    assert len(shares) == 4
+    assert max(shares) < 0.6
+    (event,) = names["state"].ledger.events
+    assert (event.sampling_prob, event.num_steps) == (0.2, 15)
+    assert names["state"].ledger == names["plan"].ledger()
+    with pytest.raises(InvalidArgument, match="bounds how often a record takes part"):
+        names["plan_of"](names["plan"].noise, sampling.Poisson(2000, 0.05))
 
 
 def test_telemetry(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import noise_jobs
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cases import SIZE, as_batch, flat, linear_loss, random_rows
 from cases import params as zeros
 from noise_cases import MECHANISMS, NUM_RECORDS, STEPS, Case, Lagged
 from scipy import stats
+from workers import run
 
 from dpfunc import Journal, Ledger, Plan, clipping, load, make_dp_step, noise, sampling, save, take
 from dpfunc.checkpoint import _format as format
@@ -25,6 +27,7 @@ from dpfunc.types import ClippedSum
 
 DATA = as_batch(random_rows(3, NUM_RECORDS, scale=20.0))
 BOUNDS = {"a": 2.0, "b": 0.5}
+LAYOUTS = ("replicas", "rows")
 
 
 def turn_of(key, step, noise_state):
@@ -99,13 +102,14 @@ def test_neighbours_are_as_far_apart_as_the_events_say(case):
     found, state = stepped(case, DATA, insecure_key(1))
     inverse = np.linalg.inv(case.covariance())
     most = 0.0
-    for record in range(3):
+    first, last = (int(case.plan().draw(state, step)[0]) for step in (0, STEPS - 1))  # the first is in most batches
+    for record in (first, last):
         without = {name: rows.clone().index_fill_(0, torch.tensor([record]), 0.0) for name, rows in DATA.items()}
         moved = (found - stepped(case, without, insecure_key(1))[0]).numpy()
         most = max(most, float(np.einsum("sp,st,tp->", moved, inverse, moved)))
     claimed = distance(state.ledger.events)
     assert most <= claimed * (1 + 1e-3)
-    assert most >= claimed * (1 - 1e-3)
+    assert most >= claimed * (1 - case.spare)
     assert state.ledger == case.plan().ledger()
 
 
@@ -130,7 +134,7 @@ def test_shares_add_up_to_the_noise_of_one_process(case):
     for step in (0, 3) if mechanism.add_share else ():
         turn = turn_of(insecure_key(11), step, state)
         expected, after = mechanism.add(made(), state, turn)
-        assert after == state
+        assert after == state  # a share leaves it as it is
         terms = [made() for _ in range(3)]
         for rank, term in enumerate(terms):
             mechanism.add_share(term, noise_windows(shapes, rank, 3), turn)
@@ -226,6 +230,41 @@ def test_budgets(case):
         assert plan.step_limit(spent) == 0
         with pytest.raises(BudgetExhausted, match="does not allow one more step"):
             make_dp_step(linear_loss, plan).init(zeros(), secure_key(), ledger=spent)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return noise_jobs.all_stepped("alone")
+
+
+SEVERAL = [(2, "replicas"), (2, "rows"), *(pytest.param(4, kind, marks=pytest.mark.slow) for kind in LAYOUTS)]
+
+
+@pytest.mark.parametrize(("size", "kind"), SEVERAL)
+def test_several_processes_release_what_one_does(alone, size, kind):
+    """With the parameters whole, or in parts; the noise, which is thousands of roundings larger, is the same."""
+    found = run(size, "noise_jobs:all_stepped", kind)
+    assert all(torch.equal(each[name], found[0][name]) for each in found for name in MECHANISMS)
+    for name, values in alone.items():
+        assert torch.allclose(found[0][name], values, atol=2e-5), name
+
+
+@pytest.mark.parametrize("kinds", [("rows", "alone"), ("alone", "rows")], ids=repr)
+def test_a_run_goes_on_in_another_layout(alone, tmp_path, kinds):
+    """Saved by two with parts of the parameters and of the buffers, loaded by one with all; and the other way round."""
+
+    def taken(kind, job, *args):
+        return getattr(noise_jobs, job)(kind, *args) if kind == "alone" else run(2, f"noise_jobs:{job}", kind, *args)[0]
+
+    first, then = kinds
+    taken(first, "stopped", tmp_path, 3)
+    for name, values in taken(then, "resumed", tmp_path, 3).items():
+        assert torch.allclose(values, alone[name][3:], atol=2e-5), name
+
+
+def test_processes_agree_about_the_state_of_the_noise():
+    """Of one that has other buffers the others would not hear: each adds all noise to the sum of all."""
+    assert run(2, "noise_jobs:other_buffers") == ["RankMismatch", "RankMismatch"]
 
 
 def test_earlier_keys_need_a_state():

@@ -54,7 +54,7 @@ def test_public_facts_only(sampler):
     """A sampler is frozen, hashable, and holds no key: it can be published."""
     assert hash(sampler) == hash(dataclasses.replace(sampler))
     names = {field.name for field in dataclasses.fields(sampler)}
-    assert names <= {"dataset_size", "sampling_prob", "batch_size", "cap", "num_batches"}
+    assert names <= {"dataset_size", "sampling_prob", "batch_size", "cap", "num_batches", "cycle"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         sampler.dataset_size = 1
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.sampling import FixedSize, InOrder, RandomAllocation, Shuffled
+from dpfunc.sampling import FixedSize, InOrder, RandomAllocation, Shuffled, ShuffledOnce
 
 KEY = insecure_key(0)
 
@@ -28,7 +28,7 @@ def test_fixed_size_subsets_are_uniform():
     assert ((tails > 1e-6) & (tails < 1 - 1e-6)).all()
 
 
-@pytest.mark.parametrize("kind", [Shuffled, InOrder])
+@pytest.mark.parametrize("kind", [Shuffled, ShuffledOnce, InOrder])
 @given(size=st.integers(1, 500), data=st.data(), epoch=st.integers(0, 5))
 def test_an_epoch(kind, size, data, epoch):
     """Every record exactly once an epoch, in order if it is `InOrder`; only the last batch is smaller, and it is kept."""
@@ -41,6 +41,19 @@ def test_an_epoch(kind, size, data, epoch):
     assert all(len(batch) == sampler.batch_size for batch in batches[:-1])
     assert len(batches[-1]) == size - sampler.batch_size * (steps - 1)
     assert order.dtype == torch.int64
+
+
+def test_records_keep_their_place():
+    """In each epoch the batches of the first one; keys have orders of their own."""
+    sampler = ShuffledOnce(20, 6)
+    first = [sampler.indices(KEY, step) for step in range(4)]
+    for step in range(4, 20):
+        assert torch.equal(sampler.indices(KEY, step), first[step % 4])
+    places = np.array([
+        np.concatenate([sampler.indices(insecure_key(seed), step).numpy() for step in range(4)]) for seed in range(2000)
+    ])  # fmt: skip
+    counts = np.bincount(np.flatnonzero(places == 7) % 20, minlength=20)
+    assert stats.chisquare(counts).pvalue > 1e-6
 
 
 def test_shuffled_positions_are_uniform():

@@ -13,7 +13,7 @@ from scipy import stats
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, stream
-from dpfunc.sampling import CappedPoisson, Poisson, poisson
+from dpfunc.sampling import CappedPoisson, CyclicPoisson, Poisson, poisson
 from dpfunc.types import Event, Schedule
 
 KEY = insecure_key(0)
@@ -171,6 +171,32 @@ def test_the_memory_is_that_of_the_batch():
     for size in (10**7, 10**9, 10**12):
         assert peak_bytes(Poisson.of_batch_size(size, 4096)) < 2**20
     assert peak_bytes(Poisson(10**8, 0.01)) < 2 * 8 * 1.1e6 + 2**23
+
+
+def test_groups_take_turns():
+    """A record is drawn in the steps of its group alone, there with `cycle q`; groups are independent and as likely."""
+    sampler = CyclicPoisson(5, 0.25, cycle=3)
+    groups, taken = np.zeros((1000, 5), int), 0
+    for seed in range(1000):
+        steps = np.zeros((9, 5), bool)
+        for step in range(9):
+            steps[step, sampler.indices(insecure_key(seed), step).numpy()] = True
+        for record in range(5):
+            own = {int(step) % 3 for step in np.flatnonzero(steps[:, record])}
+            assert len(own) <= 1
+            groups[seed, record] = own.pop() if own else -1
+        taken += int(steps.sum())
+    assert between(taken, 1000 * 5 * 3, 0.75)
+    assert not between(taken, 1000 * 5 * 3, 0.72)
+    seen = groups[(groups >= 0).all(1)]  # in three turns at least once: 98.4 %
+    assert all(stats.chisquare(np.bincount(seen[:, record], minlength=3)).pvalue > 1e-6 for record in range(5))
+    pairs = np.bincount(3 * seen[:, 0] + seen[:, 1], minlength=9)
+    assert stats.chisquare(pairs).pvalue > 1e-6
+    assert np.array_equal(poisson._groups(KEY, 5, 3), poisson._groups(KEY, 50, 3)[:5])  # whoever else is there
+    assert sampler.expected_batch_size(4) == 1.25
+    assert CyclicPoisson(1, 0.25, 4).indices(KEY, 1 + int(poisson._groups(KEY, 1, 4)[0])).tolist() == []
+    with pytest.raises(InvalidArgument, match=r"sampling_prob <= 1 / cycle = 0.25"):
+        CyclicPoisson(50, 0.3, cycle=4)
 
 
 def test_every_cut_subset_at_its_probability():

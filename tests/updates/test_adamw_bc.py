@@ -167,7 +167,7 @@ def test_other_noise_does_not_say_its_scale():
     plan = dpfunc.Plan(sampling.Poisson(12, 1.0), clipping.Flat(1.0), 1.0, 2, 1e-3, noise=Lagged())
     dp_step = dpfunc.make_dp_step(linear_loss, plan)
     state = dp_step.init(params(), insecure_key(1))
-    with pytest.raises(InvalidArgument, match="noise that says its deviation"):
+    with pytest.raises(InvalidArgument, match="noise that says its weights"):
         dp_step.gradient_noise(params(), state)
 
 
