@@ -42,16 +42,26 @@ class Tables:
             return
         longest = self.positions
         long = longest is not None and ids.dim() > 1 and ids.shape[-1] > longest
-        if not (long and "size" in str(error)) and "index out of range" not in str(error):
-            return
+        if (long and "size" in str(error)) or "index out of range" in str(error):
+            raise InvalidArgument(self._refusal("", "Nothing was spent by this step.")) from error
+
+    def refuse(self, *, known: bool, length: int, where: str) -> None:
+        """Raise an error if not all token ids are known, or a row has more tokens than there are positions."""
+        if not known or (self.positions is not None and length > self.positions):
+            raise InvalidArgument(self._refusal(f" {where}", "Nothing was spent."))
+
+    def _refusal(self, where: str, spent: str) -> str:
+        longest = self.positions
         most = "" if longest is None else f" and rows of at most {longest} tokens"
-        cut = "" if longest is None else f", and truncate: tokenizer(..., truncation=True, max_length={longest})"
-        raise InvalidArgument(
-            f"Expected token ids 0 <= id < {self.tokens}{most}, as the tables of this model have them; got others in "
-            "at least one record, which is private and not shown. Use the tokenizer that belongs to the model, or call "
-            f"model.resize_token_embeddings(len(tokenizer)) before its parameters are taken{cut}. Nothing was spent by "
-            "this step."
-        ) from error
+        cut = "" if longest is None else (
+            f"; and truncate: tokenizer(..., truncation=True, max_length={longest}), or data.max_length in a job"
+        )  # fmt: skip
+        return (
+            f"Expected token ids 0 <= id < {self.tokens}{most}{where}, as the tables of this model have them; got "
+            "others in at least one record, which is private and not shown. Use the tokenizer that belongs to the "
+            "model (model.tokenizer in a job), or call model.resize_token_embeddings(len(tokenizer)) before its "
+            f"parameters are taken, and save it for a job{cut}. {spent}"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dpfunc.train._frozen import kept_bytes
 from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job
 from dpfunc.train.config import Job
-from dpfunc.train.run import Prepared, check_job, loss_of_job, prepare, training_arguments
+from dpfunc.train.run import Prepared, check_job, loss_of_job, prepare, rehearse
 
 _MIB = 2**20
 # Numbers of float32 that optimizers keep for each trained parameter; most of the others are of Adam's kind.
@@ -25,7 +25,7 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     check_job(job, resume, insecure_seed)
     job = recorded_job(job) if resume else job
     missing, prepared = job.training.missing, prepare(job)
-    training_arguments(prepared)
+    rehearse(prepared)
     job, records = prepared.job, prepared.records
     plan, n = prepared.plan, job.privacy.public_size(len(records.units))
     total = sum(p.numel() for p in prepared.model.parameters())

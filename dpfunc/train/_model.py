@@ -11,7 +11,7 @@ from torch import nn
 
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf._facts import quantised_layers
+from dpfunc.hf._facts import facts_of_model, quantised_layers
 from dpfunc.hf.models import four_bit
 from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
 from dpfunc.hf.vision_language._strategies import prepare
@@ -103,10 +103,12 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     with _loading(f"a model for {job.task}", job, path), torch_seed(key_of(job, "model")):
         config = transformers.AutoConfig.from_pretrained(path, **options, **_changes(job, processing))
         if job.task != "vqa":
-            _check_length(job, config, processing)
+            _check_length(job, getattr(config, "max_position_embeddings", None), processing)
         if getattr(config, "quantization_config", None) is not None:
             packed = {}  # the weights in the folder are packed already
         model = _read(job, config, {**options, **packed})
+        if job.task != "vqa":  # RoBERTa and its like have fewer positions than their configuration says
+            _check_length(job, facts_of_model(model).tables.positions, processing)
     quantised = quantised_layers(model)
     if bool(quantised) != (job.strategy == "qlora"):
         raise UnsupportedModel(
@@ -116,9 +118,8 @@ def load_base(job: Job, processing: Any) -> nn.Module:
     return model if quantised else model.float()
 
 
-def _check_length(job: Job, config: Any, processing: Any) -> None:
+def _check_length(job: Job, positions: object, processing: Any) -> None:
     """Check that the model has a position for each token: a long record would end the run in the midst of it."""
-    positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return
     most = min(positions, getattr(processing, "model_max_length", positions))

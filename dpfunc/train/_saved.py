@@ -27,7 +27,30 @@ _KEPT = (
 _DECIMALS = 2e-2  # of losses, which may be computed on two devices, or in bfloat16; weights are compared bit for bit
 
 
-def save_model(folder: Path, job: Job, model: Any, processing: Any) -> None:
+def rehearse_saving(job: Job, model: Any, processing: Any) -> None:
+    """Save the model before its first step, read it back with another seed, and compare: as at the end of a run.
+
+    Meanwhile trained parameters are larger by 1/128: those that begin at zero would not be missed.
+    """
+    if job.strategy == "qlora" and not torch.accelerator.is_available():
+        return  # bitsandbytes packs the weights of a model that is evaluated, and gradients no longer pass
+    trained = {parameter: parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad}
+    try:
+        _set({parameter: value + 2**-7 for parameter, value in trained.items()})
+        with TemporaryDirectory() as name:
+            save_model(Path(name) / "model", job, model, processing, kept="Nothing was spent")
+    finally:
+        _set(trained)
+
+
+def _set(values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Give parameters these values."""
+    with torch.no_grad():
+        for parameter, value in values.items():
+            parameter.copy_(value)
+
+
+def save_model(folder: Path, job: Job, model: Any, processing: Any, kept: str = _KEPT) -> None:
     """Save the model with its tokenizer or processor, for from_pretrained, and compare it with what is read back.
 
     An adapter gets what the folder of its base lacks, which the seed of the job has drawn: a new pooler, e.g.
@@ -45,7 +68,7 @@ def save_model(folder: Path, job: Job, model: Any, processing: Any) -> None:
     else:
         processing.save_pretrained(folder)
     other = dataclasses.replace(job, training=dataclasses.replace(job.training, seed=job.training.seed + 1))
-    with one_line(f"a model in {str(folder)!r} that can be read back. {_KEPT}"):
+    with one_line(f"a model in {str(folder)!r} that can be read back. {kept}"):
         again, processing_again = load_trained(other, folder, processing)
         if job.strategy in ADAPTERS and (lacking := _different(model, again)):
             path = folder / "adapter_model.safetensors"  # PEFT gives each tensor in it to the place of its name
@@ -59,7 +82,7 @@ def save_model(folder: Path, job: Job, model: Any, processing: Any) -> None:
     if differ:
         raise CheckpointError(
             f"Expected the model in {str(folder)!r} to be the trained one when it is read back, got others for "
-            f"{shorten(differ)}. Do not use it. {_KEPT}."
+            f"{shorten(differ)}. Do not use it. {kept}."
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from dpfunc.train._dataset import Records, collator, read_records, seen_lines
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
-from dpfunc.train._saved import made_up_batch, save_model
+from dpfunc.train._saved import made_up_batch, rehearse_saving, save_model
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, LOSSES, Job
 from dpfunc.train.tables import json_values
 
@@ -137,6 +138,9 @@ def run_job(
         prepared = replace(prepared, records=records)
         trainer = make_trainer(prepared, None if insecure_seed is None else insecure_key(insecure_seed))
         if not resume:
+            distributed.once(
+                ranks, lambda: rehearse_saving(prepared.job, prepared.model, prepared.processing)
+            )  # which writes nothing into the folder
             reasons = {} if prepared.recipe is None else prepared.recipe.reasons()
             distributed.once(ranks, lambda: folders.write_job(job, prepared.job, reasons, folder, insecure_seed))
         # A private run always has a checkpoint to go on from. A twin may have saved none: it then starts at its begin.
@@ -199,6 +203,16 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
         compute_metrics=_MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
     )  # fmt: skip
+
+
+def rehearse(prepared: Prepared) -> None:
+    """Look at every record, evaluate, save and read back as the run will, in a folder that is removed."""
+    with TemporaryDirectory() as folder:
+        quiet = replace(prepared.job, output_dir=folder, training=replace(prepared.job.training, report_to=None))
+        trainer = make_trainer(replace(prepared, job=quiet, budget=None), None)
+        if prepared.plan is not None:
+            trainer.rehearse()
+    rehearse_saving(prepared.job, prepared.model, prepared.processing)
 
 
 def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
@@ -287,7 +301,7 @@ def classification(prediction: Any) -> dict[str, float]:
     known = labels != IGNORED
     if not known.any():
         return {}
-    right = prediction.predictions.argmax(-1)[known] == labels[known]
+    right = _scores(prediction).argmax(-1)[known] == labels[known]
     classes, counts = np.unique(labels[known], return_counts=True)
     shares = counts / counts.sum()
     return {
@@ -297,10 +311,16 @@ def classification(prediction: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _scores(prediction: Any) -> Any:
+    """The outputs for the labels; T5 and BART give hidden states after them."""
+    found = prediction.predictions
+    return found[0] if isinstance(found, tuple) else found
+
+
 def _regression(prediction: Any) -> dict[str, float]:
     """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all."""
     labels = np.asarray(prediction.label_ids, dtype=np.float64)
-    errors = np.asarray(prediction.predictions, dtype=np.float64).reshape(labels.shape) - labels
+    errors = np.asarray(_scores(prediction), dtype=np.float64).reshape(labels.shape) - labels
     return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
 
 

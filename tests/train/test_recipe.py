@@ -168,7 +168,11 @@ def test_mistakes_in_the_tables_are_told_before_anything_is_spent(here):
     rows = [json.loads(line) for line in table.splitlines()]
     Path("mails.jsonl").write_text("".join(json.dumps({**row, "label": "sport"}) + "\n" for row in rows))
     assert "of two classes or more to train on in 'mails.jsonl', got one class alone" in train("--dry-run").stderr
-    for label, hint in {" Sport": "which differs in capitals", "": "got an empty one.", "eggs": "got another."}.items():
+    for label, hint in {
+        " Sport": "which differs in capitals",
+        "": "got none. It is empty, null or NaN",
+        "eggs": "got another.",
+    }.items():
         Path("mails.jsonl").write_text(table + json.dumps({**rows[0], "label": label}) + "\n")
         assert hint in train("--dry-run").stderr
 

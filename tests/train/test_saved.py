@@ -12,8 +12,9 @@ import pytest
 import torch
 from feature_jobs import write_job as write_feature_job
 from safetensors.torch import load_file, save_file
-from text_job import at_events, train, write_job
+from text_job import MODES, at_events, train, write_job
 
+from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.train import _saved as saved
 from dpfunc.train._config_file import read_job
@@ -143,7 +144,8 @@ def turned(folder):
 def test_what_is_lost_is_named_before_the_run_says_saved(tmp_path, monkeypatch, lose):
     write_feature_job(tmp_path, "table")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(saved, "save_features", lambda folder, front: lose(folder))
+    saves = iter(range(9))  # the first is that of the rehearsal
+    monkeypatch.setattr(saved, "save_features", lambda folder, front: next(saves) and lose(folder))
     result = train()
     assert result.exit_code == 1
     named = "classifier.weight" if lose is zeroed else "inputs.features"
@@ -152,3 +154,21 @@ def test_what_is_lost_is_named_before_the_run_says_saved(tmp_path, monkeypatch, 
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "Saved" in train("--resume").stdout
+
+
+@MODES
+@pytest.mark.parametrize("lose", [zeroed, turned], ids=["a weight", "the order of columns"])
+def test_what_will_be_lost_is_named_before_the_first_step(tmp_path, monkeypatch, lose, mode):
+    """Also a weight that begins at zero."""
+    write_feature_job(tmp_path, "table")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(saved, "save_features", lambda folder, front: lose(folder))
+    result = train(*mode)
+    assert result.exit_code == 1
+    named = "classifier.weight" if lose is zeroed else "inputs.features"
+    assert f"got others for {named}" in result.stderr.replace("\n", " ")
+    assert "Do not use it. Nothing was spent." in result.stderr
+    assert count_steps(Path("run/privacy_journal.jsonl")) == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert "Saved" in train().stdout

@@ -50,6 +50,12 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
         given = getattr(base.config, "problem_type", None)
         problem = CLASSES if task == "token_classification" else problem_of(given, classes, seen)
         column = _column_of(sample, seen)
+        if problem == "multi_label_classification" and not seen.is_floating_point():
+            raise InvalidArgument(
+                f"Expected floats in {column or 'labels'!r} of each record of train_dataset, for several labels, got "
+                f"{seen.dtype}: the model's own loss, with which the Trainer evaluates, takes no others. Make them "
+                "labels.float(). Nothing was spent."
+            )
         found: set[float] = set()
         for labels in [seen] if column is None else _labels(dataset, column):
             _check(_flat(labels), column or "labels", problem, classes)

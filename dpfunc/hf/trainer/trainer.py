@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
+from dpfunc.hf.trainer._rehearsal import check_read_back, refuse_records, rehearse_evaluation
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.hf.vision_language._strategies import image_text_loss
@@ -269,7 +271,33 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             with writing(self._folder / RECORD_FILE, record.ledger, self.plan):
                 files.write_accounting(self._folder, record)
 
+    def rehearse(self) -> None:
+        """Look for what would end a private run in the midst of it; nothing is trained, logged, kept or spent.
+
+        Every record is collated, and its token ids, length and label are held against the model; a few records are
+        evaluated, with metrics; the weights are saved, into a folder that is removed, and read back. `train` does the
+        same before its first step, and `dp_dry_run` in its place.
+
+        Raises:
+            InvalidArgument, UnsupportedModel, CheckpointError: what the run would fail with, and what to do.
+
+        Guarantees:
+            tests/hf/trainer/test_rehearsal.py: test_one_record_in_the_midst_of_many,
+            test_an_evaluation_that_fails_is_found_before_the_first_step,
+            test_adapters_are_read_back_before_the_first_step, test_a_rehearsal_changes_no_bit_of_the_run.
+        """
+        settings.refuse_model(self.model)
+        settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
+        self._check_data()
+        if self._division is not None:
+            return
+        self._warn(rehearse_evaluation(self, self.model))
+        with TemporaryDirectory() as folder:
+            self._save(folder)
+            self._warn(check_read_back(self, Path(folder), runs.trainable(self.model)))
+
     def _dry_run(self) -> TrainOutput:
+        self.rehearse()
         if distributed.is_writer(self._ranks):
             print(runs.plan_text(self.plan, self.physical_batch_size))
             self._warn(self._noise_advice())
@@ -332,10 +360,19 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         return short_way(self.model, self.args, dataset_size=n, num_steps=steps, epsilon=left, delta=delta)
 
     def _described_data(self) -> str:
+        self._check_data()
+        check_repeatable(self.train_dataset, self._collator())
+        return self._data_name or data_name(self.train_dataset)
+
+    def _check_data(self) -> None:
+        """Check each record to train on and to evaluate on, as far as the model says what it takes."""
         collate = self._collator()
         self._warn(refuse_labels(self.train_dataset, collate, self.model, self._task))
-        check_repeatable(self.train_dataset, collate)
-        return self._data_name or data_name(self.train_dataset)
+        refuse_records(self.train_dataset, collate, self.model, self._task, "train_dataset")
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
+        for name, dataset in evaluated.items():
+            if hasattr(dataset, "__len__"):
+                refuse_records(dataset, collate, self.model, self._task, name)
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
         """The checkpoint from which a run goes on; None if none was saved because nothing was released."""
@@ -452,6 +489,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         before = run.at(self.state.global_step)
         if before.step == 0 and run.start.resumed is None and self._saves_states():
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
+            if self._division is None:
+                written = self._folder / f"checkpoint-{self.state.global_step}"
+                self._warn(check_read_back(self, written, run.params))
+        if before.step == 0 and run.start.resumed is None and self._division is None:
+            self._warn(rehearse_evaluation(self, model))
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         with fsdp.settled(self.model):

@@ -1,0 +1,169 @@
+"""What would end a private run in the midst of it, found before its first step: records that the model cannot take, an
+evaluation that fails, and weights that are not read back as they were written."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_numpify
+
+from dpfunc._utils.validation import shorten
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf._facts import Facts, base_model, facts_of_model, quantised_layers
+from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
+from dpfunc.sampling._records import read, spread
+from dpfunc.types import Params
+
+_AT_ONCE = 64  # records that are collated together
+_READ = 1024  # records of images, sound and others whose batches hold floats, which are slow to make
+_EVALUATED = 16
+_LEARN_TOKENS = ("causal_lm", "masked_lm", "seq2seq", "vqa")  # tasks whose labels are token ids
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")  # may be in no table
+_NOTHING = "Nothing was spent."
+# Errors of a metric that is wrong for every record; others may come of how few records a rehearsal has.
+_ALWAYS_WRONG = (AttributeError, TypeError, KeyError, NameError)
+
+
+def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any, task: object, name: str) -> None:
+    """Refuse token ids outside of the tables of a model, and records with more tokens than it has positions.
+
+    Every record of a text data set is collated, and 1024 of one whose batches hold floats, e.g. pixels
+    (tests/hf/trainer/test_rehearsal.py::test_one_record_in_the_midst_of_many). No value is in a message.
+    """
+    facts = facts_of_model(model)
+    if facts.tables.tokens is None:
+        return
+    config = getattr(base_model(model), "config", None)
+    elsewhere = [getattr(config, token) for token in _IMAGE_TOKENS if isinstance(getattr(config, token, None), int)]
+    labels = ("labels",) if task in _LEARN_TOKENS else ()
+    with cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
+        for batch in _batches(dataset, collate):
+            for key in ("input_ids", "decoder_input_ids", *labels):
+                ids = batch.get(key)
+                if isinstance(ids, Tensor) and not ids.is_floating_point():
+                    _check_tokens(ids, key, batch, facts, elsewhere, name)
+
+
+def _batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Mapping[str, Any]]:
+    """All records, collated, of a data set of texts, and some of any other; none where collating makes no mapping."""
+    indices: Any = range(len(dataset))
+    start = 0
+    while start < len(indices):
+        batch = collate(read(dataset, indices[start : start + _AT_ONCE]))
+        if not isinstance(batch, Mapping):
+            return
+        yield batch
+        start += _AT_ONCE
+        tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1]
+        if len(indices) > _READ and any(value.is_floating_point() for value in tensors):
+            indices = spread(len(dataset), _READ)
+
+
+def _check_tokens(
+    ids: Tensor, key: str, batch: Mapping[str, Any], facts: Facts, elsewhere: list[int], name: str
+) -> None:  # fmt: skip
+    tables = facts.tables
+    known = (ids >= 0) & (ids < (tables.tokens or 0)) | torch.isin(ids, torch.tensor(elsewhere, dtype=ids.dtype))
+    if key == "labels":
+        used = ids >= 0  # others have no loss
+        known |= ~used
+    else:
+        mask = batch.get("attention_mask" if key == "input_ids" else "decoder_attention_mask")
+        used = mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else ids == ids
+    length = facts.soft_prompt + int(used.sum(-1).max()) if used.numel() and used.dim() > 1 else 0
+    tables.refuse(known=bool(known.all()), length=length, where=f"in {key!r} of each record of {name}")
+
+
+def rehearse_evaluation(trainer: Any, model: Any) -> str | None:
+    """Evaluate up to 16 records of each data set as the run will: loss, outputs and metrics; nothing is logged.
+
+    Returns a warning where a metric fails in a way that may come of their number.
+    """
+    if quantised_layers(trainer.model) and not torch.accelerator.is_available():
+        return None  # bitsandbytes packs the weights of a model that is evaluated, and gradients no longer pass
+    several = isinstance(trainer.eval_dataset, Mapping)
+    warning = None
+    for dataset in trainer.eval_dataset.values() if several else [trainer.eval_dataset]:
+        if not hasattr(dataset, "__len__") or not len(dataset):
+            continue
+        names, found = _rehearsed(trainer, model, dataset)
+        warning = found or warning
+        best = trainer.args.metric_for_best_model
+        wanted = None if best is None or several or found else best.removeprefix("eval_")
+        if wanted is not None and wanted not in names | {"runtime", "samples_per_second", "steps_per_second"}:
+            raise InvalidArgument(
+                f"Expected metric_for_best_model to be a metric of the evaluation, got {best!r}, and metrics "
+                f"{', '.join(sorted(names))}. The first evaluation would end the run. {_NOTHING}"
+            )
+    return warning
+
+
+def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | None]:
+    """Names of the metrics of a few records, and a warning."""
+    training = model.training
+    model.train(False)
+    try:
+        with cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
+            records = read(dataset, spread(len(dataset), _EVALUATED))
+            batch = next(iter(trainer.get_eval_dataloader(records)))
+            alone = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+            loss, predictions, labels = trainer.prediction_step(model, batch, alone)
+            if not alone and predictions is not None and trainer.preprocess_logits_for_metrics is not None:
+                predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
+    except Exception as error:
+        raise InvalidArgument(
+            f"Expected eval_dataset to be evaluated as the run will, got {type(error).__name__}: {error} It would have "
+            f"ended the run at its first evaluation. {_NOTHING}"
+        ) from error
+    finally:
+        model.train(training)
+    names = set() if loss is None else {"loss"}
+    if alone or predictions is None or labels is None or trainer.args.batch_eval_metrics:
+        return names, None
+    told = {"loss": ("losses", loss), "inputs": ("inputs", batch.get(trainer.model.main_input_name))}
+    more = dict(told[name] for name in trainer.args.include_for_metrics)
+    try:
+        metrics = trainer.compute_metrics(
+            EvalPrediction(*nested_numpify((predictions, labels)), **nested_numpify(more))
+        )
+    except Exception as error:
+        wrong = f"compute_metrics to take what the model predicts, got {type(error).__name__}: {error}"
+        if isinstance(error, _ALWAYS_WRONG):
+            raise InvalidArgument(
+                f"Expected {wrong}. It was given predictions of type {type(predictions).__name__} and would have ended "
+                "the run at its first evaluation. Of a tuple take the first, or give preprocess_logits_for_metrics. "
+                f"{_NOTHING}"
+            ) from error
+        return names, f"Expected {wrong}, for {len(records)} records: if it fails for all of them too, it ends the run."
+    return names | {name.removeprefix("eval_") for name in metrics}, None
+
+
+def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
+    """Read the weights of a checkpoint back as `load_best_model_at_end` and a resumed run do; nothing is changed.
+
+    Returns a warning where they cannot be read, and it is an error if the run will need them. PEFT writes what p-tuning
+    gives, not what it trains: read back it is another model, which a resumed run alone gets from elsewhere.
+    """
+    before = {name: param.detach().clone() for name, param in params.items()}
+    try:
+        trainer._load_from_checkpoint(str(folder), trainer.model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    else:
+        lost = [name for name, value in before.items() if not torch.equal(params[name].detach(), value)]
+        reason = f"others for {shorten(lost)}" if lost else ""
+        if not trainer.args.load_best_model_at_end:
+            reason = ""
+    finally:
+        with torch.no_grad():
+            for name, value in before.items():
+                params[name].copy_(value)
+    if not reason:
+        return None
+    told = f"Expected weights that are read back as they were written, got {reason}."
+    if trainer.args.load_best_model_at_end:
+        raise CheckpointError(f"{told} Leave load_best_model_at_end out: it would end the run. {_NOTHING}")
+    return f"{told} The run cannot be resumed after an interruption."

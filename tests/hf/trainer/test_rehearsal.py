@@ -1,0 +1,241 @@
+"""What would end a run in the midst of it is found before its first step: one record among many, an evaluation, weights
+that are not read back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from trainer_cases import NOISY, again, classifier, labelled, language_model, pad, texts, trained, training_arguments
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
+
+from dpfunc import insecure_key
+from dpfunc.checkpoint.journal import count_steps
+from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf.trainer.trainer import DPTrainer
+
+KEY = insecure_key(77)
+STEPS = {"max_steps": 4, "per_device_train_batch_size": 4}
+
+
+def trainer_of(folder, model, data, **options):
+    changes = {**STEPS, "save_strategy": "steps", "save_steps": 2, **options.pop("changes", {})}
+    return DPTrainer(model, training_arguments(folder, **changes), privacy=NOISY, train_dataset=data, **options)
+
+
+def refused(folder, trainer, message, kind=InvalidArgument):
+    """The run ends before its first step, with a message that shows nothing of a record."""
+    with pytest.raises(kind, match=message) as caught:
+        trainer.train()
+    assert count_steps(folder / "privacy_journal.jsonl") == 0
+    assert trainer.ledger.num_steps == 0
+    assert "Nothing was spent" in str(caught.value)
+
+
+def roberta(**more):
+    torch.manual_seed(0)
+    return RobertaForSequenceClassification(RobertaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=18, pad_token_id=1, **more,
+    ))  # fmt: skip
+
+
+def t5(kind=T5ForSequenceClassification, **more):
+    torch.manual_seed(0)
+    return kind(T5Config(
+        vocab_size=50, d_model=16, d_ff=24, d_kv=8, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=2,
+        decoder_start_token_id=0, **more,
+    ))  # fmt: skip
+
+
+def bart(**more):
+    torch.manual_seed(0)
+    return BartForSequenceClassification(BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, pad_token_id=1,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=16, eos_token_id=2,
+        **more,
+    ))  # fmt: skip
+
+
+def ended(num_records=60, **change):
+    """Token lists that end with the token 2, which is nowhere else; one of them in the midst has other values."""
+    found = []
+    for i, record in enumerate(labelled(num_records)):
+        ids = [*record["input_ids"].clamp(min=3).tolist()[:5], 2]
+        found.append({"input_ids": ids, "attention_mask": [1] * 6, "labels": i % 2})
+    if change:
+        found[37] |= {**change, "attention_mask": [1] * len(change["input_ids"])}
+    return found
+
+
+def lists(ids):
+    data = texts()
+    data[37] = {"input_ids": ids}
+    return data
+
+
+def answers(labels):
+    return [
+        {"input_ids": [3, 4, 2], "attention_mask": [1, 1, 1], "labels": labels if i == 37 else [5, 2]}
+        for i in range(60)
+    ]
+
+
+RECORDS = {  # model, data, collator, message
+    "a token beyond the table": (roberta, ended(input_ids=[4, 50, 2]), None, "0 <= id < 50"),
+    "a negative token": (roberta, ended(input_ids=[4, -7, 2]), None, "0 <= id < 50"),
+    "more tokens than RoBERTa has positions": (roberta, ended(input_ids=[4] * 17), None, "rows of at most 16 tokens"),
+    "more tokens than BERT has positions": (classifier, ended(input_ids=[4] * 17), None, "rows of at most 16 tokens"),
+    "a token beyond a language model": (language_model, lists([4, 40, 2]), pad, "0 <= id < 40 .*'input_ids'"),
+    "more tokens than GPT-2 has positions": (language_model, lists([4] * 17), pad, "rows of at most 16 tokens"),
+    "an answer beyond the table": (lambda: t5(T5ForConditionalGeneration), answers([50, 2]), None, "in 'labels' of each record of train_dataset"),
+}  # fmt: skip
+
+
+def padded(records):
+    """A collator of token lists for models whose padding is 1."""
+    longest = max(len(record["input_ids"]) for record in records)
+    rows = {
+        name: torch.tensor([[*record[name], *[fill] * (longest - len(record[name]))] for record in records])
+        for name, fill in (("input_ids", 1), ("attention_mask", 0))
+    }
+    labels = [record["labels"] for record in records]
+    if isinstance(labels[0], list):
+        width = max(map(len, labels))
+        labels = [[*each, *[-100] * (width - len(each))] for each in labels]
+    return {**rows, "labels": torch.tensor(labels)}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_one_record_in_the_midst_of_many(tmp_path, name):
+    make, data, collate, message = RECORDS[name]
+    trainer = trainer_of(tmp_path, make(), data, data_collator=collate or padded)
+    refused(tmp_path, trainer, message)
+    trainer = trainer_of(tmp_path / "eval", make(), data[:30], eval_dataset=data, data_collator=collate or padded)
+    refused(tmp_path / "eval", trainer, message.replace("train_dataset", "eval_dataset"))
+
+
+@pytest.mark.parametrize("make", [roberta, classifier])
+def test_the_longest_record_that_fits_is_trained_on(tmp_path, make):
+    """Padding takes no position of RoBERTa, and 16 tokens fit."""
+    trainer = trainer_of(tmp_path, make(), ended(input_ids=[4] * 16), data_collator=padded)
+    trainer.train()
+    assert trainer.ledger.num_steps == 4
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+EVALUATIONS = {  # model, options, message
+    "T5 gives hidden states after its logits": (t5, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'.* Of a tuple take the first"),
+    "so does BART": (bart, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'"),
+    "a metric of another name": (classifier, {"compute_metrics": accuracy, "changes": {"metric_for_best_model": "acuracy"}}, "got 'acuracy', and metrics accuracy, loss"),
+    "a metric without metrics": (classifier, {"changes": {"metric_for_best_model": "f1"}}, "got 'f1', and metrics loss"),
+    "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821
+    "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_that_fails_is_found_before_the_first_step(tmp_path, name):
+    make, options, message = EVALUATIONS[name]
+    trainer = trainer_of(tmp_path, make(), ended(), eval_dataset=ended(20), data_collator=padded, **options)
+    refused(tmp_path, trainer, message)
+
+
+def test_labels_of_several_classes_are_floats(tmp_path):
+    data = [{**record, "labels": [i % 2, 1, 0]} for i, record in enumerate(ended())]
+    model = roberta(problem_type="multi_label_classification", num_labels=3)
+    refused(tmp_path, trainer_of(tmp_path, model, data, eval_dataset=data, data_collator=padded), "labels.float")
+
+
+def test_a_metric_that_needs_more_records_is_warned_of(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+
+    def needs_many(prediction):
+        if len(prediction.label_ids) < 17:
+            raise ValueError("Expected more records.")
+        return {"many": 1.0}
+
+    trainer = trainer_of(
+        tmp_path, classifier(), ended(), eval_dataset=ended(), compute_metrics=needs_many, data_collator=padded
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_many"] == 1.0
+    assert "ValueError: Expected more records., for 16 records" in caplog.text
+
+
+def test_a_rehearsal_changes_no_bit_of_the_run(tmp_path):
+    """Of a model with dropout; and what it evaluates is not logged."""
+    found = []
+    for name, held_out in (("with", ended(20)), ("without", None)):
+        trainer = trainer_of(
+            tmp_path / name, classifier(), ended(), eval_dataset=held_out, data_collator=padded, key=KEY,
+            compute_metrics=accuracy,
+        )  # fmt: skip
+        again(KEY)
+        trainer.train()
+        assert not any("eval_loss" in line for line in trainer.state.log_history)
+        found.append(trained(trainer.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+LORA = ("LoraConfig", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True})
+ADAPTERS = {
+    "LoRA": LORA,
+    "DoRA": (LORA[0], {**LORA[1], "use_dora": True}),
+    "modules_to_save": (LORA[0], {**LORA[1], "modules_to_save": ["ln_f"]}),
+    "embeddings": (LORA[0], {**LORA[1], "target_modules": ["wte"], "fan_in_fan_out": False}),
+    "new tokens": (LORA[0], {**LORA[1], "trainable_token_indices": [8, 31]}),
+    "IA3": ("IA3Config", {"target_modules": ["c_attn"], "feedforward_modules": [], "fan_in_fan_out": True}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    "prefix with projection": ("PrefixTuningConfig", {"num_virtual_tokens": 3, "prefix_projection": True}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 8}),
+}  # fmt: skip
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_read_back_before_the_first_step(tmp_path, caplog, name):
+    """What PEFT cannot read back is refused where the run needs it; all others are trained after it, as before."""
+    import peft
+
+    kind, options = ADAPTERS[name]
+
+    def made():
+        torch.manual_seed(5)
+        return peft.get_peft_model(language_model(), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+
+    best = trainer_of(tmp_path / "best", made(), texts(), eval_dataset=texts(8), data_collator=pad, changes=BEST)
+    if name in ("prefix with projection", "p-tuning"):
+        refused(tmp_path / "best", best, "Leave load_best_model_at_end out", CheckpointError)
+    else:
+        best.train()
+    found = []
+    for save in ("steps", "no"):
+        trainer = trainer_of(
+            tmp_path / save,
+            made(),
+            texts(),
+            data_collator=pad,
+            key=KEY,
+            changes={"max_steps": 1, "save_strategy": save},
+        )
+        again(KEY)
+        trainer.train()
+        found.append(trained(trainer.model))
+    assert all(torch.equal(found[0][each], found[1][each]) for each in found[1])
+    assert ("cannot be resumed after an interruption" in caplog.text) == (name == "prefix with projection")
