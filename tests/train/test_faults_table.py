@@ -19,8 +19,10 @@ import torch
 from feature_jobs import people, write_csv, write_photos
 from PIL import Image
 from text_job import rows, train, write_rows
+from transformers import BartConfig, BertConfig, LlamaConfig, RobertaConfig, T5Config
 
 from dpfunc import Event, Ledger
+from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.vision_language._images import opened
 from dpfunc.train._config_file import read_job
@@ -382,3 +384,98 @@ def test_what_will_not_be_learnt_is_said_before_the_first_step(job, monkeypatch,
     result = train(*flags, "--dp_epsilon", budget, *mode)
     assert message in result.output + caplog.text  # of the Trainer, by its logger
     assert mode or "nothing was spent" in result.output
+
+
+# The model of a job, its records and its settings
+
+
+def model_of(kind):
+    """A model of this kind in the folder of the job, in which the tokenizer's words are."""
+
+    return lambda: MODELS[kind]().save_pretrained("tiny")
+
+
+IDS = {"vocab_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}  # fmt: skip
+T5 = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODELS = {
+    "t5": lambda: T5Config(**IDS, **T5, decoder_start_token_id=0),
+    "bart": lambda: BartConfig(**IDS, **BART, max_position_embeddings=64),
+    "roberta": lambda: RobertaConfig(**IDS, **ENCODER, max_position_embeddings=18),
+    "small llama": lambda: LlamaConfig(**{**IDS, "vocab_size": 20}, **ENCODER, max_position_embeddings=64),
+    "bert": lambda: BertConfig(**IDS, **ENCODER, max_position_embeddings=64),
+    "small bert": lambda: BertConfig(**{**IDS, "vocab_size": 20}, **ENCODER, max_position_embeddings=64),
+}
+
+
+def unknown_word():
+    """One record in the midst has a word beyond the tables of the model; the others have few words."""
+
+    def write():
+        table = [{"label": row["label"], "text": f"the a was mail{i}"} for i, row in enumerate(rows(60))]
+        table[41]["text"] = "the profit market"  # the last words of the tokenizer
+        write_rows("mails.jsonl", table)
+
+    return write
+
+
+def both(*changes):
+    def write():
+        for change in changes:
+            change()
+
+    return write
+
+
+HEAD = ["--init", "random", "--pooling", "model"]
+TABLES = "as the tables of this model have them; got others in at least one record, which is private and not shown"
+JOBS = {
+    "a token beyond the table": ("texts", both(model_of("small bert"), unknown_word()), HEAD, TABLES),
+    "a token beyond the table of a language model": ("prompts", both(model_of("small llama"), unknown_word()), ["--prompt_template", "null"], TABLES),
+    "more tokens than RoBERTa has positions": ("texts", model_of("roberta"), [*HEAD, "--max_length", 18], "Expected data.max_length <= 17"),
+    "more tokens than BERT has positions": ("texts", model_of("bert"), [*HEAD, "--max_length", 65], "Expected data.max_length <= 64"),
+}  # fmt: skip
+
+
+@text_job.MODES
+@pytest.mark.parametrize("name", JOBS)
+def test_what_a_model_cannot_take_costs_nothing(job, name, mode):
+    kind, change, flags, message = JOBS[name]
+    job(kind)
+    change()
+    result = train("--output_dir", "other", *flags, *mode)
+    assert result.exit_code == 1, result.output
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.output
+    assert count_steps(Path("other/privacy_journal.jsonl")) == 0
+
+
+def ending():
+    """The tokenizer puts an end token behind each text, as those of T5 and BART do; labels are numbers in half of them."""
+    tokenizer = json.loads(Path("tiny/tokenizer.json").read_text())
+    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text, end], "pair": [text, end],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [2], "tokens": ["</s>"]}},
+    }  # fmt: skip
+    Path("tiny/tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("task", ["texts", "numbers"])
+@pytest.mark.parametrize("kind", ["t5", "bart", "roberta"])
+def test_classifiers_of_every_kind_end_with_their_metrics(job, task, kind):
+    """T5 and BART give hidden states after their logits; RoBERTa has fewer positions than its configuration says."""
+    job(task)
+    model_of(kind)()
+    ending()
+    if task == "numbers":
+        write_rows("mails.jsonl", [{**row, "label": i % 2} for i, row in enumerate(rows(60))])
+    result = train(
+        *HEAD, "--strategy", "full", "--steps", 1, "--batch_size", 8, "--dp_delta", "0.01", "--max_length", 16
+    )
+    assert result.exit_code == 0, result.output
+    measured = json.loads(Path("run/metrics.json").read_text())
+    assert ("eval_accuracy" if task == "texts" else "eval_rmse") in measured
