@@ -23,6 +23,9 @@ _EVALUATED = 16
 _LEARN_TOKENS = ("causal_lm", "masked_lm", "seq2seq", "vqa")  # tasks whose labels are token ids
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")  # may be in no table
 _NOTHING = "Nothing was spent."
+# What code of others raises; not Ctrl-C, nor the end of the process.
+FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
+            TypeError, ValueError)  # fmt: skip
 # Errors of a metric that is wrong for every record; others may come of how few records a rehearsal has.
 _ALWAYS_WRONG = (AttributeError, TypeError, KeyError, NameError)
 
@@ -113,7 +116,7 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
             loss, predictions, labels = trainer.prediction_step(model, batch, alone)
             if not alone and predictions is not None and trainer.preprocess_logits_for_metrics is not None:
                 predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
-    except Exception as error:
+    except FAILURES as error:
         raise InvalidArgument(
             f"Expected eval_dataset to be evaluated as the run will, got {type(error).__name__}: {error} It would have "
             f"ended the run at its first evaluation. {_NOTHING}"
@@ -129,7 +132,7 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
         metrics = trainer.compute_metrics(
             EvalPrediction(*nested_numpify((predictions, labels)), **nested_numpify(more))
         )
-    except Exception as error:
+    except FAILURES as error:
         wrong = f"compute_metrics to take what the model predicts, got {type(error).__name__}: {error}"
         if isinstance(error, _ALWAYS_WRONG):
             raise InvalidArgument(
@@ -150,7 +153,7 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
     before = {name: param.detach().clone() for name, param in params.items()}
     try:
         trainer._load_from_checkpoint(str(folder), trainer.model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except FAILURES as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     else:
         lost = [name for name, value in before.items() if not torch.equal(params[name].detach(), value)]
