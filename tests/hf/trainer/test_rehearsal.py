@@ -141,7 +141,7 @@ EVALUATIONS = {  # model, options, message
     "so does BART": (bart, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'"),
     "a metric of another name": (classifier, {"compute_metrics": accuracy, "changes": {"metric_for_best_model": "acuracy"}}, "got 'acuracy', and metrics accuracy, loss"),
     "a metric without metrics": (classifier, {"changes": {"metric_for_best_model": "f1"}}, "got 'f1', and metrics loss"),
-    "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821
+    "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821  (as it is meant)
     "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
 }  # fmt: skip
 
