@@ -288,6 +288,9 @@ def _rules_of_strategy(job: Job) -> _Rules:
         (job.privacy.dp_recipe is not None,
          fail("no dp_recipe in a job", "privacy.dp_recipe", job.privacy.dp_recipe,
               "What the section training leaves out comes from the recipe of the strategy.")),
+        (job.privacy.dp_views > 1,
+         fail("privacy.dp_views=1 in a job", "privacy.dp_views", job.privacy.dp_views,
+              "No task reads its records at random, so that views would be copies. Augment in a script of your own.")),
         (head_rate is not None and not (job.task in NEW_HEAD and adapts),
          fail("no head_rate without a new head beside adapters", "training.head_rate", head_rate)),
     )  # fmt: skip

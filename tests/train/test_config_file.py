@@ -221,7 +221,10 @@ BAD_VALUES_OF_FLAGS = {
     "integer": (["--steps", "ten"], "Expected an integer, got --steps='ten'"),
     "number": (["--dp-delta", "small"], "Expected a finite number, got --dp_delta='small'"),
     "true": (["--bf16", "maybe"], "Expected true or false, got --bf16='maybe'"),
-    "one of": (["--dp-clip", "soft"], "Expected --dp_clip to be one of 'flat' or 'automatic', got --dp_clip='soft'"),
+    "one of": (
+        ["--dp-clip", "soft"],
+        "Expected --dp_clip to be one of 'flat', 'automatic' or 'adaptive', got --dp_clip='soft'",
+    ),
     "an empty text in a list": (["--labels", "a,,b"], "Expected text, got data.labels.1=''"),
     "no opposite": (["--disable_dp", "maybe"], "Expected true or false, got --disable_dp='maybe'"),
 }

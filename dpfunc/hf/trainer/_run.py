@@ -4,12 +4,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.trainer_callback import ProgressCallback, tqdm
+from transformers.trainer_callback import ProgressCallback, TrainerCallback, tqdm
 
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
@@ -32,6 +33,7 @@ from dpfunc.rng import Key
 from dpfunc.state import StepState
 from dpfunc.step import DPStep
 from dpfunc.types import Engine, Params, schedule_at
+from dpfunc.updates.averages import Average
 
 Loss = str | Callable[..., Tensor]
 
@@ -100,6 +102,28 @@ class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
         self.current_step = 0
 
     on_train_begin = _begin
+
+
+class Averaging(TrainerCallback):  # type: ignore[misc]  # has no types
+    """The average of trained parameters over the steps of a run."""
+
+    def __init__(self, average: Average, params: Params) -> None:
+        self.average, self.params, self.state = average, params, average.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Add the parameters, which the optimizer has changed."""
+        self.state = self.average.add(self.state, self.params)
+
+    def load(self, file: Path) -> None:
+        """Go on with the average of a checkpoint."""
+        device = next(iter(self.params.values())).device
+        self.state = torch.load(file, map_location=device, weights_only=True)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Write the average into the parameters."""
+        for name, value in self.state["params"].items():
+            self.params[name].copy_(value)
 
 
 def hide_times(trainer: Any) -> None:

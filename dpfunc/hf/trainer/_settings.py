@@ -292,6 +292,18 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
         _logger.warning("%s changes nothing: the plan draws the batches, and no step of Trainer is taken.", setting)
 
 
+def refuse_averages(args: Any, privacy: PrivacyArguments, *, sharded: bool) -> None:
+    """Check that views and averages fit the other arguments of a run."""
+    both = privacy.dp_views > 1 or privacy.dp_average is not None
+    checks.refuse(
+        (both and sharded, f"Expected one view and no average of a sharded model, got dp_views={privacy.dp_views} and "
+         f"dp_average={privacy.dp_average!r}. Leave them out, or fsdp."),
+        (privacy.dp_average is not None and args.load_best_model_at_end,
+         f"Expected one model at the end, got dp_average={privacy.dp_average!r} and load_best_model_at_end=True. Leave "
+         "one of them out."),
+    )  # fmt: skip
+
+
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
     """Check the variables that `accelerate launch` sets; with `fsdp` those about FSDP are followed, see `_fsdp.py`."""
     refuse(LAUNCHER, {**environment, **({SWITCH: ""} if fsdp else {})}.get, " in the environment")

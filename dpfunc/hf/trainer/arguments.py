@@ -20,23 +20,25 @@ from dpfunc._utils.validation import (
 )
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
-from dpfunc.clipping import Automatic, Flat, Statistic, Telemetry
+from dpfunc.clipping import Adaptive, Automatic, Flat, Statistic, Telemetry
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
+from dpfunc.updates import Ema, LastSteps
+from dpfunc.updates.averages import Average
 
 # Of each argument, where it is given.
 _DOMAINS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
     "dp_delta": open_unit,
     "dp_warn_at": probability,
-    **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size"), partial(integer, minimum=1)),
+    **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size", "dp_views"), partial(integer, minimum=1)),
     "dp_engine": partial(one_of, allowed=ENGINES),
     "dp_accountant": partial(one_of, allowed=ACCOUNTANTS, hint="The GDP approximation under-reports: no budget."),
-    "dp_clip": partial(one_of, allowed=("flat", "automatic")),
+    "dp_clip": partial(one_of, allowed=("flat", "automatic", "adaptive")),
     "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
     "dp_recipe": partial(one_of, allowed=STRATEGIES),
 }
@@ -66,7 +68,8 @@ class PrivacyArguments:
     Args, beside what the text of each field says:
         dp_enabled: without it the other arguments change nothing.
         dp_epsilon, dp_noise_multiplier: > 0, exactly one of them. dp_delta: 0 < delta < 1, required.
-        dp_max_grad_norm: > 0. Required for dp_clip="flat"; 1 for "automatic", where it acts like a learning rate.
+        dp_max_grad_norm: > 0. Required for dp_clip="flat"; 1 for "automatic", where it acts like a learning rate; with
+            "adaptive" the first bound, 0.1 where none is given.
         dp_recipe: take batch size, steps, rate, schedule and optimizer from `dpfunc.recipes.recipe`: `head`, `lora`,
             `projector`, `full` or `pretrained`; the clip rule too, where neither it nor a bound is given. Those of
             TrainingArguments are then left at their defaults.
@@ -76,6 +79,9 @@ class PrivacyArguments:
         dp_telemetry: `loss`, `accuracy`, `clipped`, `norm`, or a key of the aux of a loss; with its largest value
             after a colon, `loss:4` (by default 10, and 1 for the accuracy). See docs/guides/telemetry.md.
         dp_telemetry_share: share of the squared bound that they take from the gradient, 0 < share < 1.
+        dp_views: >= 1, see `sampling.mean_over_views`. Augment with torch's generator, in the data set.
+        dp_average: `ema:DECAY` or `last:COUNT`, see `updates.Ema` and `updates.LastSteps`. Evaluations and checkpoints
+            during training have the parameters of their step.
 
     Raises:
         InvalidArgument: a value outside its domain, missing, or contradicting another.
@@ -96,8 +102,10 @@ class PrivacyArguments:
         True, "Noise of an AES stream from the CPU; False: on a GPU, of a ChaCha20 stream from there."
     )
     dp_physical_batch_size: int | None = _option(None, "Samples differentiated at once; memory only.")
-    dp_clip: Literal["flat", "automatic"] | None = _option(
-        None, "Clip to a ball (flat), or normalise every gradient (automatic); flat where a norm is given."
+    dp_clip: Literal["flat", "automatic", "adaptive"] | None = _option(
+        None,
+        "Clip to a ball (flat), to one whose bound follows the median norm (adaptive), or normalise every gradient "
+        "(automatic); flat where a norm is given.",
     )
     dp_engine: str = _option("auto", "How per-sample gradients are found: auto, ghost, vmap, loop.")
     dp_accountant: Literal["auto", "tilted", "prv", "rdp"] = _option("auto", "How epsilon is found.")
@@ -111,6 +119,8 @@ class PrivacyArguments:
         None, "Statistics to release with the gradient, e.g. loss accuracy."
     )
     dp_telemetry_share: float = _option(0.05, "Share of the squared bound that they take from the gradient.")
+    dp_views: int = _option(1, "Times that a step reads each record, to average its gradients before the clip.")
+    dp_average: str | None = _option(None, "Average over steps that the model has at the end: ema:0.99 or last:20.")
     dp_recipe: Literal["head", "lora", "projector", "full", "pretrained"] | None = _option(
         None, "Take batch size, steps and learning rate from a recipe."
     )
@@ -123,6 +133,7 @@ class PrivacyArguments:
             elif option.name in _DOMAINS and value is not None:
                 _DOMAINS[option.name](option.name, value)
         self.telemetry()
+        self.average(2**62)
         if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
             raise InvalidArgument(
                 f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and dp_delta="
@@ -171,10 +182,25 @@ class PrivacyArguments:
         return self.dp_adjacency or ("add_remove" if self.dp_poisson_sampling else "zero_out")
 
     def clip(self) -> ClipRule:
-        """Clip rule named by `dp_clip`; flat where only a norm is given, automatic with a bound of 1 without."""
-        if self.dp_max_grad_norm is None:
+        """Clip rule named by `dp_clip`; flat where only a norm is given, automatic with a bound of 1 without one."""
+        norm = self.dp_max_grad_norm
+        if self.dp_clip == "adaptive":
+            return Adaptive() if norm is None else Adaptive(norm)
+        if norm is None:
             return Automatic()
-        return (Automatic if self.dp_clip == "automatic" else Flat)(self.dp_max_grad_norm)
+        return Automatic(norm) if self.dp_clip == "automatic" else Flat(norm)
+
+    def average(self, num_steps: int) -> Average | None:
+        """The average that `dp_average` names, over a run of so many steps; None without one."""
+        if self.dp_average is None:
+            return None
+        kind, _, value = self.dp_average.partition(":")
+        decimal = value.replace(".", "", 1).isdecimal()
+        if kind == "ema" and decimal:
+            return Ema(float(value))
+        if kind == "last" and value.isdecimal():
+            return LastSteps(min(int(value), num_steps), num_steps)
+        raise fail("ema:DECAY, or last:COUNT", "dp_average", self.dp_average, "For example ema:0.99, or last:20.")
 
     def telemetry(self) -> Telemetry | None:
         """Statistics of `dp_telemetry`. A histogram of norms has edges at 1/4, 1/2, 1, 2 and 4 times the bound."""

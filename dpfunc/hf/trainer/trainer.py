@@ -46,6 +46,7 @@ from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
+from dpfunc.sampling import mean_over_views
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling._records import check_repeatable, data_name
 from dpfunc.state import StepState
@@ -55,6 +56,7 @@ _logger = logging.getLogger(__name__)
 
 _NOT_RESUMED = "Nothing was resumed"
 _SCHEDULER = "scheduler.pt"  # of the Trainer
+_AVERAGE = "average.pt"
 _PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
 _TIMES = ("_runtime", "_per_second")  # of steps, which take as long as their draws are large
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
@@ -130,6 +132,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at, self._warned_of_one_class = math.inf, False
         self._told: list[Any] = []  # telemetry since the last line of the log
+        self._averaging: runs.Averaging | None = None
         self._division: fsdp.Division | None = None
         self._whole: dict[str, Tensor] | None = None
         settings.refuse_arguments(args, privacy)
@@ -137,6 +140,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
             args = settings.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
             self._division, args = fsdp.shard(model, args, privacy, optimizers)
+            settings.refuse_averages(args, privacy, sharded=self._division is not None)
         self._ranks = runs.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -250,6 +254,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
                     self._write_accounting(ended=False)
+        if self._averaging is not None:
+            self._averaging.finish()
         distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
         distributed.once(self._ranks, self._settle)
         return output._replace(training_loss=math.nan)
@@ -423,8 +429,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         args, (rank, size) = self.args, rank_and_size(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
-        draws = Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records())
-        collate = Collate(self._collator(), size == 1, *deal)  # of several, one without records runs a row of weight 0
+        views = self.privacy.dp_views
+        draws = Draws(self.plan.sampler, start.key, steps, epoch, *read, self._num_records(), views)
+        # of several processes, one without records runs a row of weight 0
+        collate = Collate(self._collator(), size == 1, *deal, views=views)
         return data_loader(
             self.train_dataset, draws, collate, num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -447,6 +455,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         loss_fn = make_loss_fn(forward, runs.with_accuracy(self._task, self.plan.telemetry))
         if self._division is None:  # else each process would need the others for a forward pass
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
+        if privacy.dp_views > 1:
+            loss_fn = mean_over_views(loss_fn)
+        if (average := privacy.average(start.limit)) is not None:
+            self.pop_callback(runs.Averaging)
+            self._averaging = runs.Averaging(average, params)
+            self.add_callback(self._averaging)
         dp_step = make_dp_step(
             loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, ranks=ranks,
             noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure",
@@ -622,9 +636,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+        if self._averaging is not None and self.args.should_save:
+            torch.save(self._averaging.state, Path(output_dir) / _AVERAGE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         saved = None if self._run is None else self._run.start.resumed
+        if saved is not None and self._averaging is not None:
+            self._averaging.load(Path(saved.path).parents[1] / _AVERAGE)
         if saved is None or saved.optimizer_state is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
