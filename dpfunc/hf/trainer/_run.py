@@ -110,9 +110,10 @@ class Averaging(TrainerCallback):  # type: ignore[misc]  # has no types
     def __init__(self, average: Average, params: Params) -> None:
         self.average, self.params, self.state = average, params, average.begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Add the parameters, which the optimizer has changed."""
-        self.state = self.average.add(self.state, self.params)
+    def _add(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.state = self.average.add(self.state, self.params)  # which the optimizer has changed
+
+    on_step_end = _add
 
     def load(self, file: Path) -> None:
         """Go on with the average of a checkpoint."""
