@@ -84,6 +84,7 @@ def test_the_page_adds_one_of_each(page):
         _, state = page.one_step(**part)
         assert state.step == 1
     assert state.noise_state == {"count": 1}
+    assert page.one_step(clip=page.Decay(1e3))[1].clip_state == 500.0  # no row is as long
 
 
 def test_a_task_of_the_page(page):
