@@ -252,8 +252,12 @@ class Plan:
         """A sentence with the number of records that would help, where noise leaves room for few parameters; else None.
 
         With b_t records expected in step t, d parameters have noise-to-signal `sqrt(d) / sqrt(sum_t (b_t / sigma_t)^2)`
-        (sigma_t twice with replace_one). Few: less than 100 of them have at most 0.25, see docs/recipes.md.
+        (sigma_t twice with replace_one). Few: less than 100 of them have at most 0.25, see docs/recipes.md. None where
+        the noise of steps is correlated, of which sums have less.
         """
+        weights = getattr(self.noise, "weights", None)
+        if weights is not None and len(weights(self.run, self.num_steps - 1)) > 1:
+            return None
         sigmas = [schedule_at(self.noise_multiplier, step) for step in range(self.num_steps)]
         signal = sum((self.sampler.expected_batch_size(step) / sigma) ** 2 for step, sigma in enumerate(sigmas))
         room = 0.25**2 * signal / (4 if self.adjacency == "replace_one" else 1)

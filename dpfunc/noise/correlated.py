@@ -98,7 +98,7 @@ class Correlated:
     def weights(self, run: Run, step: int) -> Sequence[float]:
         """Weights of the standard normals of this step, the one before, .. relative to the sensitivity of the sum."""
         row = self.strategy.row(run.num_steps, step) * _multiplier(run)
-        return [float(weight) for weight in row]
+        return tuple(row.tolist())
 
     def mechanism(self, run: Run) -> Mechanism:
         """The mechanism of all steps: with a state that is a word, or buffers."""

@@ -71,6 +71,7 @@ class Case:
     inverse: Any = None  # (STEPS, STEPS): what is added, of independent noise; None: that of each step alone
     sampler: Any = ALL_RECORDS
     noise_multiplier: Any = 1.5
+    slow: bool = False  # a variant of another line
     spare: float = 1e-3  # by how much of itself the squared distance of neighbours is below what the events say
 
     def covariance(self):
@@ -102,19 +103,19 @@ def lambda_cgd(decay):
 ROOT = [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128]
 GEOMETRIC = [1, *(0.5 * 0.9**k + 0.2 * 0.4**k for k in range(STEPS - 1))]
 MECHANISMS = {
-    "gaussian": Case(noise.Gaussian()),
+    "gaussian": Case(noise.Gaussian(), slow=True),
     "gaussian of a schedule": Case(noise.Gaussian(), noise_multiplier=Schedule(((2, 1.0), (1, 2.0)))),
     "lagged, of a user": Case(Lagged(), np.eye(STEPS) - 0.5 * np.eye(STEPS, k=-1)),
     "lambda-CGD": Case(noise.Correlated(noise.LambdaCGD(0.7)), lambda_cgd(0.7), ONCE),
     "BISR": Case(
         noise.Correlated(noise.BISR(3)), sum(np.eye(STEPS, k=-k) * w for k, w in enumerate((1, -1 / 2, -1 / 8))), ONCE
     ),
-    "BSR, in one epoch": Case(noise.Correlated(noise.BSR()), inverse_of(*ROOT), Shuffled(NUM_RECORDS, 2)),
-    "BandMF": Case(noise.Correlated(BANDS), inverse_of(0.8, 0.6), ONCE),
+    "BSR, in one epoch": Case(noise.Correlated(noise.BSR()), inverse_of(*ROOT), Shuffled(NUM_RECORDS, 2), slow=True),
+    "BandMF": Case(noise.Correlated(BANDS), inverse_of(0.8, 0.6), ONCE, slow=True),
     "BandMF, buffers": Case(noise.Correlated(BANDS, "state"), inverse_of(0.8, 0.6), ONCE),
     "BandMF, of cycles": Case(
         noise.Correlated(BANDS), inverse_of(0.8, 0.6), CyclicPoisson(NUM_RECORDS, 0.5, 2), spare=0.13
     ),
-    "BLT": Case(noise.Correlated(BUFFERS), inverse_of(*GEOMETRIC), InOrder(NUM_RECORDS, 6)),
+    "BLT": Case(noise.Correlated(BUFFERS), inverse_of(*GEOMETRIC), InOrder(NUM_RECORDS, 6), slow=True),
     "BLT, buffers": Case(noise.Correlated(BUFFERS, "state"), inverse_of(*GEOMETRIC), InOrder(NUM_RECORDS, 6)),
 }

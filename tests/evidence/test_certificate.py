@@ -39,6 +39,7 @@ from dpfunc.evidence.certificate import (
     ledger_of,
 )
 from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
+from dpfunc.noise import BISR, Correlated
 from dpfunc.types import Event, Schedule
 
 ROOT = Path(dpfunc.__file__).parents[1]
@@ -274,6 +275,26 @@ def test_honest_certificates_of_each_kind_agree(name, tmp_path):
     path = certify(tmp_path / "run")
     assert agrees(path), check(path)
     jsonschema.validate(values_of(path), SCHEMA)
+
+
+def test_correlated_noise_is_certified(tmp_path):
+    """The whole run is paid for in its first row of steps; the law of noise and sampler are among those proven."""
+    sampler = sampling.ShuffledOnce(100, 50)
+    plan = plan_of(sampler, noise=Correlated(BISR(3)))
+    trained(tmp_path / "run", plan)
+    path = certify(tmp_path / "run")
+    assert agrees(path)
+    rows = values_of(path)["steps"]
+    assert [(row["first"], row["last"], len(row["events"])) for row in rows] == [(0, 0, 1), (1, 3, 0)]
+    assert ledger_of(values_of(path)) == plan.ledger()
+    assert not any("mechanism" in words or "sampler" in words for words in unmet(path))
+    own = plan_of(sampler, noise=Correlated(OwnStrategy(3)))
+    trained(tmp_path / "own", own)
+    assert "The mechanism of the noise is one that is proven." in unmet(certify(tmp_path / "own"))
+
+
+class OwnStrategy(BISR):
+    """A matrix of a user, by whose claim its sensitivity holds."""
 
 
 def test_a_certificate_in_which_one_leaf_was_changed_is_refused(whole, tmp_path, keys):

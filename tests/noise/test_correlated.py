@@ -63,13 +63,13 @@ def exact(strategy, steps, size):
 @every_strategy
 def test_rounding(strategy):
     """Within the error that is stated, and with one: the sums are float32; float64 sums have none of it."""
-    weights, normals = exact(strategy, 24, 500)
-    found = released(noise.Correlated(strategy), 24, 500)[0].double().numpy()
+    weights, normals = exact(strategy, 16, 300)
+    found = released(noise.Correlated(strategy), 16, 300)[0].double().numpy()
     bound = (np.count_nonzero(weights, axis=1)[:, None] + 1) * 2.0**-24 * (np.abs(weights) @ np.abs(normals))
     off = np.abs(found - weights @ normals)
     assert (off <= bound).all()
     assert off.max() > 0.01 * bound.max()
-    wide = released(noise.Correlated(strategy), 24, 500, torch.float64)[0]
+    wide = released(noise.Correlated(strategy), 16, 300, torch.float64)[0]
     assert wide.dtype == torch.float64
     assert np.abs(wide.numpy() - weights @ normals).max() < 1e-6  # the normals are not rounded to float32 first
 
@@ -202,6 +202,12 @@ def test_a_budget_has_room_for_all_or_nothing():
     with pytest.raises(BudgetExhausted, match="costs epsilon=.*more than the budget"):  # nobody drew its batch
         make_dp_step(linear_loss, whole)(zeros(), {name: value[None] for name, value in zeros().items()})
     assert whole.sampler.dataset_size == NUM_RECORDS
+
+
+def test_no_advice_is_given_by_the_noise_of_single_steps():
+    """In sums there is less of it; independent noise of this multiplier has room for few parameters."""
+    assert "got room for 0" in plan(noise.Gaussian(), noise_multiplier=30.0).advice()
+    assert plan(LISTED, noise_multiplier=30.0).advice() is None
 
 
 def test_telemetry_errors_are_those_of_the_noise():
