@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -44,19 +44,12 @@ ClipAndSum = Callable[[PerSampleGrads, Tensor], MicrobatchSums]
 
 
 @runtime_checkable
-class RowGrads(Protocol):
-    """Gradients by an engine of dpfunc: `PerSampleGrads` with two more members."""
-
-    @property
-    def alone(self) -> bool: ...  # each row was computed alone, and need not be audited
-
-    @property
-    def repeatable(self) -> bool: ...  # weighted sums can be taken more than once without another pass
-
-
-@runtime_checkable
 class RowEngine(Protocol):
-    """An engine of dpfunc. One of a user is a function, whose rows draw by their microbatch."""
+    """An engine of dpfunc. One of a user is a function, whose rows draw by their microbatch.
+
+    Its gradients have two members more: `alone`, true if each row was computed alone, and need not be audited; and
+    `repeatable`, true if weighted sums can be taken more than once without another pass.
+    """
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> object:
         """Learn what a pass must know of the loss, from public facts alone; kept, and made once for a shape of rows."""
@@ -147,12 +140,16 @@ class Microbatches:
     """A loss with an engine, and the number of rows at once, for many batches. What it keeps changes no result."""
 
     loss_fn: LossFn
-    engine: RowEngine | Engine
+    engine: Engine
     size: int | Literal["auto"] | None
     audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     late_mark: LateMark = field(default_factory=LateMark, repr=False, compare=False)
     _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
     _warmed: Memo[bool] = field(default_factory=Memo, repr=False, compare=False)
+
+    @cached_property
+    def _row_engine(self) -> RowEngine | None:
+        return self.engine if isinstance(self.engine, RowEngine) else None
 
     def sums(
         self, params: Params, batch: Batch, mask_B: Tensor, key: Key | None, clip_and_sum: ClipAndSum
@@ -170,7 +167,7 @@ class Microbatches:
         for number, start in enumerate(range(0, num_samples, size)):
             chunk, chunk_mask_B = _chunk(batch, mask_B, start, size, padded)
             own_key = fold_in(key, "microbatch", number) if key else None
-            seed = fold_in(key, "microbatch", 0) if key and isinstance(self.engine, RowEngine) else own_key
+            seed = fold_in(key, "microbatch", 0) if key and self._row_engine else own_key
             with torch_seed(seed) if seed else nullcontext(), uncompiled(), unfollowed_code_is_an_error():
                 own = self._microbatch(params, chunk, chunk_mask_B, start, own_key, clip_and_sum)
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
@@ -189,8 +186,8 @@ class Microbatches:
     def _prepare(self, params: Params, batch: Batch) -> None:
         """Let the loss build what it keeps for rows of this shape."""
         with uncompiled():
-            if isinstance(self.engine, RowEngine):
-                self.engine.prepare(self.loss_fn, params, batch)
+            if self._row_engine is not None:
+                self._row_engine.prepare(self.loss_fn, params, batch)
             else:
                 self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
 
@@ -208,15 +205,16 @@ class Microbatches:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         generator = torch.default_generator.get_state()
         positions, found, by_row = self._gradients(params, microbatch, _positions(start, len(mask_B)))
-        ours = found if isinstance(found, RowGrads) else None
-        repeatable = ours is not None and ours.repeatable
         with exact(mask_B.device):  # processes in lockstep must take the same way
             if isinstance(found, PerSample) and not in_lockstep():
                 sums = self.late_mark(found, mask_B, clip_and_sum)
             else:
                 sums = clip_and_sum(found, mask_B)
-        chosen = self.audits.choose_rows(key, microbatch, by_row) if ours and not ours.alone else []
+        if getattr(found, "alone", True):
+            return sums
+        chosen = self.audits.choose_rows(key, microbatch, by_row)
         if chosen:
+            repeatable = getattr(found, "repeatable", False)
             given = (self.loss_fn, params, microbatch, found, sums.sq_norms, positions)
             audit(Credited(*given, generator, repeatable), chosen, self.audits)
         return sums
@@ -225,9 +223,9 @@ class Microbatches:
         self, params: Params, microbatch: Batch, positions: Sequence[int]
     ) -> tuple[Sequence[int], PerSampleGrads, Sequence[str]]:
         """Positions of the rows, their gradients, and functions that ran row by row."""
-        engine, loss_fn = self.engine, self.loss_fn
-        if not isinstance(engine, RowEngine):
-            return range(len(positions)), engine(loss_fn, params, microbatch), ()
+        engine, loss_fn = self._row_engine, self.loss_fn
+        if engine is None:
+            return range(len(positions)), self.engine(loss_fn, params, microbatch), ()
         found = engine.rows(loss_fn, params, microbatch, positions)
         return positions, found, getattr(engine.decision(loss_fn), "by_row", ())
 

@@ -37,6 +37,7 @@ from types import (
     FrameType,
     FunctionType,
     GeneratorType,
+    GenericAlias,
     MethodDescriptorType,
     ModuleType,
     TracebackType,
@@ -54,7 +55,8 @@ from dpfunc.engines._levels import inside
 _MAX_OBJECTS = 100_000
 _MANY, _SAMPLE = 65_536, 4_096  # of more numbers or entries than so many, so many at equal distances are compared
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
+# Seen by their elements alone; `Mapping[str, int]`, too, answers with attributes of its class, which is one of them.
+_CONTAINERS = frozenset((dict, list, tuple, set, frozenset, GenericAlias))
 
 # What is left out, and why.
 

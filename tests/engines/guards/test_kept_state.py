@@ -896,6 +896,7 @@ OTHERS = {
     "module that is imported": imported_later,
     "lru_cache of a library": lambda: (fnmatch._compile_pattern, lambda kept: kept("no such text*")),
     "code of a function": lambda: (lambda x: x + 1, exchanged),
+    "annotation": lambda: (Iterable[int], lambda kept: isinstance(type("New", (), {})(), Iterable)),
     "flags": lambda: (FLAG, lambda kept: kept(7) | kept.A),
     "rows of a loader": lambda: (iter(torch.utils.data.DataLoader(torch.arange(4))), lambda kept: None),
 }  # fmt: skip
