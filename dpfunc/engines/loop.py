@@ -58,6 +58,13 @@ class Alone(NamedTuple):
     aux: Any = None
 
 
+class Call(NamedTuple):
+    """What a loss did with a made-up row: it calls `backward()`, which torch refuses inside of levels; or it failed."""
+
+    backward: bool = False
+    failed: bool = False
+
+
 class _Told(BaseException):
     """The loss asks what nobody can answer. No Exception, so that code of the loss that catches all does not."""
 
@@ -138,7 +145,7 @@ def _recurrent(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ten
 class Loop:
     """Engine that `loop` returns."""
 
-    _warmed: Memo[bool] = field(default_factory=Memo, repr=False, compare=False)
+    _warmed: Memo[Call] = field(default_factory=Memo, repr=False, compare=False)
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> None:
         """Let the loss build what it keeps for rows of this shape."""
@@ -299,21 +306,20 @@ def aside() -> Iterator[None]:
         yield
 
 
-def warmed(loss_fn: LossFn, params: Params, batch: Batch) -> bool:
+def warmed(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0) -> Call:
     """Let a loss build what it keeps for rows of a shape (a mask, a table of positions): it is no change later.
 
     It is stopped where it would be told numbers of a made-up row, or ask for more than a few: no loop of it goes on.
-
-    Returns:
-        True if it calls `backward()`, which torch refuses inside of levels.
     """
     if in_lockstep():  # FSDP would communicate
-        return False
+        return Call()
     mode: RowAlone | None = None
-    with aside(), suppress(_Told):
+    ended = False
+    with aside():
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
-        row = made_up_row(batch, 0)
+        row = made_up_row(batch, value)
         mode = RowAlone(row, 0, MOST_TOLD)
-        with _inside(mode):  # what is made of the row is no table of a shape
+        with suppress(_Told), _inside(mode):  # what is made of the row is no table of a shape
             loss_fn(leaves, row)
-    return mode is not None and mode.backward
+        ended = True
+    return Call(mode is not None and mode.backward, not ended)

@@ -28,7 +28,7 @@ from dpfunc.engines._guards.loss import (
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
-from dpfunc.engines.loop import RowAlone, aside, made_up, made_up_row, warmed
+from dpfunc.engines.loop import Call, RowAlone, aside, made_up, made_up_row, warmed
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
 
@@ -145,7 +145,7 @@ class Microbatches:
     audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     late_mark: LateMark = field(default_factory=LateMark, repr=False, compare=False)
     _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
-    _warmed: Memo[bool] = field(default_factory=Memo, repr=False, compare=False)
+    _warmed: Memo[Call] = field(default_factory=Memo, repr=False, compare=False)
 
     @cached_property
     def _row_engine(self) -> RowEngine | None:

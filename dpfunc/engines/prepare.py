@@ -12,7 +12,7 @@ from dpfunc.engines._levels import Alone, FirstRead
 from dpfunc.engines._per_sample import Kept
 from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
 from dpfunc.engines._rules.table import Use
-from dpfunc.engines.loop import MOST_TOLD, aside, made_up, made_up_row, warmed
+from dpfunc.engines.loop import MOST_TOLD, Call, aside, made_up, made_up_row, warmed
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,12 @@ def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
     are no row of the loss. With `rows.source`, parameters are the module's own.
     """
     found = PreparedLoss(Settings(rules))
-    if not rows.source and warmed(rows.loss_fn, rows.params, rows.batch):  # a loss may catch torch's error for ever
-        return replace(found, alone="the loss calls backward(), which torch refuses inside of vmap")
-    for value in (1, 0) if not rows.are_split else ():
+    for value in (1, 0):
+        call = Call() if rows.source else warmed(rows.loss_fn, rows.params, rows.batch, value)
+        if call.backward:  # a loss may catch torch's error for ever
+            return replace(found, alone="the loss calls backward(), which torch refuses inside of vmap")
+        if call.failed or rows.are_split:
+            continue
         with aside():
             params = rows.params if rows.source else made_up(rows.params)
             own = replace(rows, params=params, batch=made_up_row(rows.batch, value), positions=range(1))
