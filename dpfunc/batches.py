@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.processes import checksum_and_marks, in_hex, local, on_any_process
+from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
@@ -37,7 +38,7 @@ _TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 def batch_size(batch: Batch) -> int:
     """The length B of axis 0, on which all leaves agree."""
-    values = pytree.tree_leaves(batch)
+    values = tree_leaves(batch)
     sizes = {value.shape[0] if isinstance(value, Tensor) and value.ndim and dense(value) else None for value in values}
     if len(sizes) != 1 or None in sizes:
         _refuse(batch)
@@ -212,7 +213,7 @@ def pad_rows(batch: Batch, size: int) -> Batch:
 
 def signature(batch: Batch) -> tuple[object, ...]:
     """Shapes without their first axis, and dtypes, of all leaves: a key for what was learnt from such batches."""
-    return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in pytree.tree_leaves(batch))
+    return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree_leaves(batch))
 
 
 @dataclass(frozen=True)

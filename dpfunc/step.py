@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
+from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import expect, fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger

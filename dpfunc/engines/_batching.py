@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpfunc._utils.trees import tree_leaves
 from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines._islands import Results, joined
 from dpfunc.engines._levels import Alone, Pass, at_a_level, is_row
@@ -105,7 +106,7 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         given, named_ones = pytree.tree_unflatten(filled, spec)
         with own_only(CollectiveRecorder()):  # a function that communicates would mix the rows of processes
             found = func(*given, **named_ones)
-        results = [value for value in pytree.tree_leaves(found) if isinstance(value, Tensor)]
+        results = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
         written = any(not _unchanged(*pair) for pair in zip(own, given_row, strict=True))
         if written or not all(_plain(value, own) for value in results):
             owner.stop(Alone(f"{why}, and it writes into, or shares memory with, what it is given"))

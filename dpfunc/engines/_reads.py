@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpfunc._utils.trees import tree_leaves
 from dpfunc.engines._levels import Alone, Below, Diverged, Pass, inside, is_row, of_rows
 
 
@@ -280,12 +281,12 @@ def any_row(given: Any) -> bool:
         return is_row(given)
     if isinstance(given, (list, tuple)):
         return any(map(any_row, given))
-    return isinstance(given, (dict, slice)) and any(map(is_row, pytree.tree_leaves(given)))
+    return isinstance(given, (dict, slice)) and any(map(is_row, tree_leaves(given)))
 
 
 def stacked(owner: Pass, given: Any) -> Any:
     """Lists of numbers of a row as one tensor, which `torch.tensor` makes without a graph; read if of several kinds."""
-    leaves = pytree.tree_leaves(given)
+    leaves = tree_leaves(given)
     if isinstance(given, Tensor) or not any(map(is_row, leaves)):
         return given
     same = all(isinstance(leaf, Tensor) and not leaf.ndim and leaf.dtype == leaves[0].dtype for leaf in leaves)
@@ -308,7 +309,7 @@ def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
         return NotImplemented
     return by_row(owner, func, args, kwargs)

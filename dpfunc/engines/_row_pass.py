@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, is_dtensor, on_any_process
+from dpfunc._utils.trees import tree_leaves
 from dpfunc.batches import own_memory, take
 from dpfunc.engines._batching import by_rows, verified
 from dpfunc.engines._composite import COMPOSITES
@@ -187,7 +188,7 @@ class _RowPass(Pass):
     def _anyhow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An answer for a loss that catches every end of its pass and asks again; its results are not used."""
         if func in _NESTED:  # gradients, of which made-up numbers have none
-            return tuple(numbers_of_nobody(pytree.tree_leaves(args[1:2] or kwargs.get("inputs")), self.raised))
+            return tuple(numbers_of_nobody(tree_leaves(args[1:2] or kwargs.get("inputs")), self.raised))
         args, kwargs = numbers_of_nobody((tuple(args), dict(kwargs)), self.raised)
         with below_both():
             return func(*args, **kwargs)
@@ -314,7 +315,7 @@ class _PlainFunctions(_RowPass):
 
     def check_graph(self, given: Any) -> None:
         """End the pass where a custom function has returned a tensor that no operation has made at these levels."""
-        for value in pytree.tree_leaves(given):
+        for value in tree_leaves(given):
             if isinstance(value, Tensor) and not at_a_level(value) and _is_custom(value.grad_fn):
                 self.stop(Alone("a custom function returns a tensor that torch's operations did not make (from_numpy)"))
 
@@ -428,7 +429,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
     num_rows = len(rows.positions)
     forget_gone()
     params = rows.plain_params()
-    for kind in set[Any](map(type, pytree.tree_leaves((params, rows.batch)))):
+    for kind in set[Any](map(type, tree_leaves((params, rows.batch)))):
         if computes_itself(kind):
             raise Alone(f"tensors of the class {kind.__qualname__} compute all rows at once")
     kind = _PlainFunctions if settings.plain_functions else _RowPass

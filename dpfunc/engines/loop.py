@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
+from dpfunc._utils.trees import tree_leaves
 from dpfunc.batches import Memo, batch_size, row_alone, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._guards import loss as checks
@@ -80,7 +80,7 @@ class RowAlone(TorchFunctionMode):
         self.stopped: BaseException | None = None
         self.raised = 0
         self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
-        self.memory.note(pytree.tree_leaves(row))
+        self.memory.note(tree_leaves(row))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
+from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import shorten
 from dpfunc.engines._levels import is_dead, is_row, is_row_of_earlier
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -93,8 +94,8 @@ def joined_aux(parts: Sequence[Any], order: Tensor | None = None) -> Any:
 
 def refuse_reentrant(inputs: object, output: object) -> None:
     """Refuse reentrant checkpoints, which detach parameters, in a graph; torch itself refuses them under torch.func."""
-    visited = {leaf.grad_fn for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
-    todo = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    visited = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)} | {None}
+    todo = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     while todo:
         node = todo.pop()
         if node is None or node in visited:
@@ -329,7 +330,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import shorten, warn
 from dpfunc.batches import take
 from dpfunc.engines._guards.loss import RowMemory, split_aux, uncompiled
@@ -32,7 +32,7 @@ class _Picks(TorchFunctionMode):
     def __init__(self, params: Params, batch: Batch, rows: int, length: int) -> None:
         super().__init__()
         self.memory, self.rows, self.length, self.shapes = RowMemory(), rows, length, list[tuple[int, ...]]()
-        self.memory.note(pytree.tree_leaves(batch))
+        self.memory.note(tree_leaves(batch))
         self.trained = {id(param) for param in params.values()}
 
     def __torch_function__(
@@ -41,7 +41,7 @@ class _Picks(TorchFunctionMode):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         if func in _PICKING and max(args[0].shape, default=0) >= self.length and id(args[0]) not in self.trained:
-            others = pytree.tree_leaves((args[1:], kwargs))
+            others = tree_leaves((args[1:], kwargs))
             if not self.memory.depends(args[0]) and any(map(self._is_own, others)):
                 self.shapes.append(tuple(args[0].shape))
         self.memory.follow(func, args, kwargs, found)

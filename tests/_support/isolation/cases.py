@@ -152,7 +152,7 @@ def table(family, changes, *args, **options):
 def module(make, seed=0):
     """A module with weights of its own, in float64, and the values of the trained ones by name."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         net = make().double()
     return net, {name: value.detach() for name, value in net.named_parameters() if value.requires_grad}
 

@@ -49,7 +49,7 @@ class Outcome:
 def seeded(seed):
     """torch's generator with a seed, and as it was afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would note where it was called
         yield
 
 
