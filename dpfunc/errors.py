@@ -66,7 +66,7 @@ class EngineWarning(UserWarning):
 
 
 class NoiseWarning(UserWarning):
-    """The noise that the budget asks for hides what is to be learnt, as public facts alone say."""
+    """The noise hides what is to be learnt, as public facts alone say; or is all that a parameter without use gets."""
 
 
 class RunWarning(UserWarning):

@@ -24,6 +24,7 @@ from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.ranks import Ranks, check_ranks
 from dpfunc.engines._guards.several_rows import look_at_rows
+from dpfunc.engines.check import warn_of_unused
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
@@ -104,6 +105,7 @@ class DPStep:
         if self.ranks is None and len(unreleased.losses_B) > 1 and self._calls.first_rows():
             real_B = torch.ones(rows.size, dtype=torch.bool, device="cpu") if rows.mask_B is None else rows.mask_B
             num_records = state.num_records or self.plan.sampler.dataset_size
+            warn_of_unused(getattr(self.decision, "unused", ()))
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
         released, noise_state = self._add_noise(clipped, params, state, clip)
         told = clip.read(released, self.plan.sampler.expected_batch_size(state.step))

@@ -30,6 +30,7 @@ from dpfunc.errors import (
     InvalidArgument,
     LedgerConflict,
     NoGradientWarning,
+    NoiseWarning,
     SamplingMismatch,
     StateReused,
     UnsupportedModel,
@@ -579,6 +580,29 @@ def test_labels_out_of_range_are_told(name, engine):
     assert "7" not in str(caught.value)
     if labels is CLASS:
         assert dp_step(values, (torch.ones(4, 2), FLAT_LABELS), state).state.step == 1
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "ghost"])
+def test_parameters_that_the_loss_does_not_use_are_said(engine):
+    """By name, before anything is spent; not where Python reads numbers of rows, by which others may use them."""
+    values, the_plan = {"w": torch.ones(2), "idle": torch.ones(2)}, plan(sampler=sampling.Poisson(4, 1.0))
+    data = torch.ones(4, 2)
+
+    def step_of(loss_fn):
+        dp_step = make_dp_step(loss_fn, the_plan, engine=engine)
+        return dp_step, dp_step.init(values, secure_key())
+
+    dp_step, state = step_of(lambda params, x: x @ params["w"])
+    with pytest.raises(NoiseWarning, match="does not use .idle.*noise alone"):
+        dp_step(values, data, state)
+    with pytest.warns(NoiseWarning, match="idle"):
+        make_dp_step(lambda params, x: x @ params["w"], the_plan, engine=engine)(values, data, state)
+    for uses in (
+        lambda params, x: x @ (params["w"] + params["idle"]),
+        lambda params, x: x @ (params["idle"] if float(x.sum()) > 5 else params["w"]),
+    ):
+        dp_step, state = step_of(uses)
+        assert dp_step(values, data, state).state.step == 1
 
 
 def test_data_that_are_shorter_than_the_plan_says_are_told():

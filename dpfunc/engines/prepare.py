@@ -36,6 +36,11 @@ class PreparedLoss:
     alone: str = ""
     known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters without a use; none where rows may go other ways than made-up ones."""
+        return () if self.reads else tuple(name for name, operations in self.uses.items() if not operations)
+
 
 def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
     """Prepare the loss of these rows, of whose numbers, and number, nothing is used.
