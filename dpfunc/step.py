@@ -11,11 +11,18 @@ from torch import Tensor
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import expect, fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
-from dpfunc.batches import batch_size, check_named, own_digest, ranges_told, refuse_list_of_rows, refuse_narrow_range
+from dpfunc.batches import (
+    batch_size,
+    check_named,
+    own_digest,
+    ranges_told,
+    refuse_list_of_rows,
+    refuse_narrow_range,
+    tree_leaves,
+)
 from dpfunc.clipped import RULE_LEAF, ClippedGrad, StepClip, check_mask, make_clipped_grad
 from dpfunc.clipping.rules import of_run
 from dpfunc.clipping.telemetry import LEAF
@@ -23,8 +30,7 @@ from dpfunc.distributed._agreement import UNABLE, Rows, agree, digest_of_all, pa
 from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.ranks import Ranks, check_ranks
-from dpfunc.engines._guards.several_rows import look_at_rows
-from dpfunc.engines.check import warn_of_unused
+from dpfunc.engines._guards.several_rows import look_at_rows, warn_of_unused
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism

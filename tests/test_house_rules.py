@@ -133,6 +133,36 @@ def test_no_foreign_attribute_is_written():
                     )
 
 
+MEMORIES = {
+    "ContextVar", "WeakIdKeyDictionary", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "RLock", "Lock", "local",
+    "count", "deque", "defaultdict", "OrderedDict", "Counter", "dict", "list", "set",
+}  # fmt: skip
+
+
+def remembers(value):
+    """True for an expression that makes a container that is empty, or one of those that are filled later."""
+    if isinstance(value, ast.Dict | ast.List):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
+    if not isinstance(value, ast.Call):
+        return False
+    function = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in MEMORIES and not (name in ("dict", "list", "set", "deque") and value.args)
+
+
+def test_hidden_memory_is_named():
+    """Modules remember what a decision names, with its reason, and nothing else."""
+    found = {
+        (target.id, str(path.relative_to(ROOT)))
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and remembers(node.value)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    } - {("_NONE", "accounting/_tilted.py")}  # a Mapping that stays empty
+    page = (REPOSITORY / "docs/decisions/0020-what-a-process-remembers.md").read_text()
+    assert found == set(re.findall(r"^\| `(\w+)` \| `([\w/.]+)` \|", page, re.M))
+
+
 def test_public_functions_take_no_unnamed_options():
     for path, node in nodes():
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.args.kwarg:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.trees import tree_leaves
+from dpfunc.batches import tree_leaves
 from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines._islands import Results, joined
 from dpfunc.engines._levels import Alone, Pass, at_a_level, is_row

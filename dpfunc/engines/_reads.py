@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.trees import tree_leaves
+from dpfunc.batches import tree_leaves
 from dpfunc.engines._levels import Alone, Below, Diverged, Pass, inside, is_row, of_rows
 
 

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, is_dtensor, on_any_process
-from dpfunc._utils.trees import tree_leaves
-from dpfunc.batches import own_memory, take
+from dpfunc.batches import own_memory, take, tree_leaves
 from dpfunc.engines._batching import by_rows, verified
 from dpfunc.engines._composite import COMPOSITES
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form

@@ -4,18 +4,17 @@ It runs the nodes that stand on torch's private parts: those of a layer, of a re
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc._utils.validation import shorten, warn
+from dpfunc._utils.validation import warn
 from dpfunc.engines._levels import Stop
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass
-from dpfunc.errors import EngineWarning, NoiseWarning
+from dpfunc.errors import EngineWarning
 from dpfunc.types import Params
 
 _TRIED = "2.13 and 2.14.1"
@@ -100,20 +99,4 @@ def warn_without_rules() -> None:
             f"but a small step takes about 1.5 times as long, and a large one 2 to 30 times the memory. Install a "
             f"version of torch that was tried ({_TRIED}). `dpfunc doctor` looks at the rest.",
             EngineWarning,
-        )
-
-
-def warn_of_unused(names: Sequence[str]) -> None:
-    """Warn of parameters that the loss does not use, before noise is added to them.
-
-    Guarantees:
-        tests/test_step.py::test_parameters_that_the_loss_does_not_use_are_said.
-    """
-    if names:
-        warn(
-            f"Expected a loss that uses each trained parameter, got one that does not use [{shorten(names)}]: what a "
-            "step releases for them is noise alone, which moves them at random. Leave them out of params (freeze them "
-            "with requires_grad_(False) before functionalize), or use them in the loss. If other batches use them, "
-            "filter this warning out. Nothing was spent.",
-            NoiseWarning,
         )

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
-from dpfunc._utils.trees import tree_leaves
-from dpfunc.batches import Memo, batch_size, row_alone, tree_map
+from dpfunc.batches import Memo, batch_size, row_alone, tree_leaves, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only

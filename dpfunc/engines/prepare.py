@@ -26,6 +26,7 @@ class PreparedLoss:
             loss does not use it. Empty if no made-up row could be computed.
         together: parameters with one use by a rule, and others: their gradients are measured together.
         alone: why no rows can be computed together; empty where that is to be tried.
+        unused: parameters without a use; empty where rows may go other ways than made-up ones.
         known: uses of parameters, by their shapes: a memo, which changes no result.
     """
 
@@ -34,12 +35,8 @@ class PreparedLoss:
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     together: frozenset[str] = frozenset()
     alone: str = ""
+    unused: tuple[str, ...] = ()
     known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Parameters without a use; none where rows may go other ways than made-up ones."""
-        return () if self.reads else tuple(name for name, operations in self.uses.items() if not operations)
 
 
 def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
@@ -61,7 +58,8 @@ def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
             found = _prepared_by(own, found)
             if found.uses and not found.reads:
                 break
-    return found
+    unused = () if found.reads else tuple(name for name, operations in found.uses.items() if not operations)
+    return replace(found, unused=unused)
 
 
 def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:

@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, is_dtensor
-from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import shorten
+from dpfunc.batches import tree_leaves
 from dpfunc.engines._levels import is_dead, is_row, is_row_of_earlier
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpfunc._utils.trees import tree_leaves
 from dpfunc._utils.validation import shorten, warn
-from dpfunc.batches import take
+from dpfunc.batches import take, tree_leaves
 from dpfunc.engines._guards.loss import RowMemory, split_aux, uncompiled
-from dpfunc.errors import RecordsWarning
+from dpfunc.errors import NoiseWarning, RecordsWarning
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
@@ -78,6 +77,22 @@ def look_at_rows(
         _warn_of_records(loss_fn, picks.shapes[0], num_records)
     if losses is not None:
         _compare(losses.float(), losses_B[: picks.rows].float())
+
+
+def warn_of_unused(names: Sequence[str]) -> None:
+    """Warn of parameters that the loss does not use, before noise is added to them.
+
+    Guarantees:
+        tests/test_step.py::test_parameters_that_the_loss_does_not_use_are_said.
+    """
+    if names:
+        warn(
+            f"Expected a loss that uses each trained parameter, got one that does not use [{shorten(names)}]: what a "
+            "step releases for them is noise alone, which moves them at random. Leave them out of params (freeze them "
+            "with requires_grad_(False) before functionalize), or use them in the loss. If other batches use them, "
+            "filter this warning out. Nothing was spent.",
+            NoiseWarning,
+        )
 
 
 def _generators() -> tuple[object, ...]:
