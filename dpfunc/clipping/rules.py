@@ -192,13 +192,15 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask
         factor * norm <= C (tests/clipping/test_rules.py::test_factor_times_norm_stays_inside); a rule that looks at
         other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
     """
+    inside = [bound * (1.0 - SLACK) for bound in bounds]
+    most = [max(bound, 1.0) for bound in inside]
+    infinite, none = [math.inf] * len(inside), [0.0] * len(inside)
+    inner_G, most_G, infinite_G, none_G = norms_BG.new_tensor([inside, most, infinite, none])  # sent at once
     usable_B1 = ((norms_BG.abs() < math.inf).all(dim=1) & mask_B)[:, None]  # false for NaN as well
-    safe_norms_BG = torch.where(usable_B1, norms_BG, math.inf)
-    inner_G = norms_BG.new_tensor([bound * (1.0 - SLACK) for bound in bounds])
-    most_G = norms_BG.new_tensor([max(bound * (1.0 - SLACK), 1.0) for bound in bounds])
+    safe_norms_BG = torch.where(usable_B1, norms_BG, infinite_G)
     ceiling_BG = torch.where(safe_norms_BG < _TINY_NORM, most_G, inner_G / safe_norms_BG)
     factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
-    return torch.where(factors_BG >= _TINY_FACTOR, factors_BG, 0.0)  # 0 for NaN, and without a finite norm
+    return torch.where(factors_BG >= _TINY_FACTOR, factors_BG, none_G)  # 0 for NaN, and without a finite norm
 
 
 def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:

@@ -303,6 +303,9 @@ class Passed:
     told: str = ""
 
 
+_ANCHOR = torch.zeros((), device="cpu")
+
+
 class Pass(TorchFunctionMode):
     """One pass over rows: what those know of it who answer the torch functions that the loss calls.
 
@@ -321,8 +324,7 @@ class Pass(TorchFunctionMode):
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
         self.rules, self.allowed = rules, allowed
         self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
-        with Below():
-            self.anchor = over.leaf(torch.zeros((), device="cpu"))
+        self.anchor = over.leaf(_ANCHOR)
         self.noted: list[Use] = []
         self.by_row: dict[str, None] = {}
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}

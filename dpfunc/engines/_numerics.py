@@ -92,7 +92,9 @@ def norms_of_rows(flat_BP: Tensor) -> Tensor:
     if in_pieces <= _PIECE:
         return lengths(flat_BP, 1)
     pieces_BN = lengths(torch.unflatten(flat_BP[:, :in_pieces], 1, (-1, _PIECE)), 2)
-    return lengths(torch.cat([pieces_BN, lengths(flat_BP[:, in_pieces:], 1)[:, None]], 1), 1)
+    if in_pieces < flat_BP.shape[1]:
+        pieces_BN = torch.cat([pieces_BN, lengths(flat_BP[:, in_pieces:], 1)[:, None]], 1)
+    return lengths(pieces_BN, 1)
 
 
 def in_pieces(measure: Callable[..., Measured], numbers: int, *sides: Tensor, limit: int = SCRATCH) -> Measured:
@@ -178,8 +180,10 @@ def _joined(found: Sequence[Measured], name: str) -> Any:
     values = [getattr(each, name) for each in found]
     if len(found) == 1 or all(value is None for value in values):
         return values[0]
-    zero, both = found[0].norms_B.new_zeros(()), zip(found, values, strict=True)
-    return torch.cat([zero.expand_as(each.norms_B) if value is None else value for each, value in both])
+    if any(value is None for value in values):
+        zero, both = found[0].norms_B.new_zeros(()), zip(found, values, strict=True)
+        values = [zero.expand_as(each.norms_B) if value is None else value for each, value in both]
+    return torch.cat(values)
 
 
 def again(measured: Measured, eps: float) -> tuple[Tensor, Tensor]:
