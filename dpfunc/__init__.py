@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dpfunc.functional import count_batchnorm, functionalize, replace_batchnorm, with_params
     from dpfunc.noise import add_gaussian
     from dpfunc.plan import Plan
+    from dpfunc.rehearsal import rehearse
     from dpfunc.release import release_mean
     from dpfunc.rng import Key, fold_in, insecure_key, secure_key
     from dpfunc.state import StepState
@@ -38,8 +39,8 @@ __all__ = [
     "Budget", "BudgetExhausted", "ClippedSum", "DPFuncError", "Event", "Guarantee", "Journal", "Key", "Ledger",
     "Plan", "Schedule", "StepState", "accounting", "add_gaussian", "calibrate_batch_size", "calibrate_noise",
     "calibrate_steps", "clipped_grad", "clipping", "count_batchnorm", "distributed", "engines", "epsilon", "errors",
-    "fold_in", "functionalize", "insecure_key", "load", "lora", "make_dp_step", "noise", "recipes", "release_mean",
-    "remaining", "replace_batchnorm", "sampling", "save", "secure_key", "take", "with_params",
+    "fold_in", "functionalize", "insecure_key", "load", "lora", "make_dp_step", "noise", "recipes", "rehearse",
+    "release_mean", "remaining", "replace_batchnorm", "sampling", "save", "secure_key", "take", "with_params",
 ]  # fmt: skip
 
 _HOMES = {
@@ -52,6 +53,7 @@ _HOMES = {
     "functional": "count_batchnorm functionalize replace_batchnorm with_params",
     "noise": "add_gaussian",
     "plan": "Plan",
+    "rehearsal": "rehearse",
     "release": "release_mean",
     "rng": "Key fold_in insecure_key secure_key",
     "state": "StepState",

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import nested_numpify
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf._facts import Facts, base_model, facts_of_model, quantised_layers
+from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
 from dpfunc.sampling._records import read, spread
 from dpfunc.types import Params
@@ -23,9 +24,6 @@ _EVALUATED = 16
 _LEARN_TOKENS = ("causal_lm", "masked_lm", "seq2seq", "vqa")  # tasks whose labels are token ids
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")  # may be in no table
 _NOTHING = "Nothing was spent."
-# What code of others raises; not Ctrl-C, nor the end of the process.
-FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
-            TypeError, ValueError)  # fmt: skip
 # Errors of a metric that is wrong for every record; others may come of how few records a rehearsal has.
 _ALWAYS_WRONG = (AttributeError, TypeError, KeyError, NameError)
 
