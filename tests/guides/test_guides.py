@@ -120,9 +120,10 @@ def test_distributed(capsys):
 
 
 def test_loop(here, capsys):
-    train, resume, stream, people, several, publish = blocks("loop.md")
+    train, rehearsal, resume, stream, people, several, publish = blocks("loop.md")
     names = execute(train)
     assert "epsilon=2.9" in capsys.readouterr().out
+    assert execute(rehearsal, **names)["warnings"] == ()
     assert names["state"].step == 20
     assert dict(names["trained"].named_parameters()).keys() == names["params"].keys()
     newest = sorted(path for path in (here / "run").iterdir() if path.is_dir())[-1]
