@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.validation import expect, fail, named, one_of, wrong_type
+from dpfunc._utils.validation import fail, named, one_of, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import (
@@ -330,11 +330,6 @@ def make_dp_step(
     one_of("unit", unit, ("gradient", "clip_norm"))
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
-    expect(
-        not plan.share_beside or ranks is None or not ranks.keeps_parts,
-        "no telemetry with a sharded model (fully_shard), nor clipping.Adaptive", "telemetry", plan.telemetry,
-        "Its engine adds up gradients over processes, and no statistics. Use data_parallel().",
-    )  # fmt: skip
     states.check_new_journal(journal, plan)
     prepared = make_clipped_grad(
         loss_fn,

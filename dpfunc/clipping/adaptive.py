@@ -72,7 +72,8 @@ class Adaptive:
         tests/clipping/test_adaptive.py: the algorithm of the paper (test_the_algorithm_of_the_paper), one record moves
         gradient and counts together by at most the sensitivity (test_sensitivity), the noise is that of the plan
         (test_the_noise_of_the_count), C comes to the quantile (test_convergence), and does not depend on engine or
-        microbatches (test_engines_agree), nor on the number of processes (tests/distributed/test_ranks.py).
+        microbatches (test_engines_agree), nor on the number of processes
+        (tests/distributed/test_ranks.py, test_fsdp.py::test_statistics_are_those_of_one_process).
 
     >>> rule = Adaptive(clip_norm=1.0, share=0.19)
     >>> rule.at(0, {"all": 0.9}).clip_norm

@@ -136,9 +136,15 @@ def num_bands(windows: Mapping[str, Window]) -> int:
 def sum_over(ranks: Ranks, sums: Params, params: Params) -> dict[str, Tensor]:
     """Sums over all processes, each with the placements of its parameter. UNRELEASED, like what went in."""
     if ranks.keeps_parts:  # the engine has added over all processes; those of one without records are zeros
-        if own_only := [name for name, value in sums.items() if not is_dtensor(value) and bool(value.any())]:
+        own = {name: value for name, value in sums.items() if not is_dtensor(value)}
+        statistics = {name: value for name, value in own.items() if not is_dtensor(params[name])}  # of no engine
+        if own_only := [name for name, value in own.items() if name not in statistics and bool(value.any())]:
             raise InvalidArgument(f"Expected sums of all processes, got those of one for {shorten(own_only)}.")
-        return {name: s if is_dtensor(s) else distributed(s, params[name]) for name, s in sums.items()}
+        terms: Params = {}
+        if statistics:
+            with _added_up(statistics, ranks) as (terms, _):
+                pass
+        return {name: s if is_dtensor(s) else distributed(terms.get(name, s), params[name]) for name, s in sums.items()}
     with _added_up(_packed(sums, params, ranks), ranks) as (terms, _):
         pass
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -225,6 +226,26 @@ def train_with(way, engine, whole=False, microbatch_size=None, adam=False, **opt
     held = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim]
     sharded = sum(is_dtensor(p) and local(p).shape != p.shape for p in weights.values())
     return distributed.unshard(weights), state.ledger.to_json(), counts, (sharded, sum(v.numel() for v in held))
+
+
+def statistics_with(way, engine, whole=False, **options):
+    """Six noisy steps of which each releases statistics: what it released, and the parameters put together."""
+    mesh = None if whole else mesh_of(options.get("hsdp", False))
+    ranks = None if whole else ranks_of(mesh)
+    if way == "managed":
+        forward, params, engine, ranks = managed(mesh, **options)
+    else:
+        forward, params = built(way, mesh, **options)
+    telemetry = clipping.Telemetry((clipping.Statistic("loss", high=3.0), clipping.Statistic("clipped")), 0.1)
+    the_plan = dataclasses.replace(plan(steps=6), clip=clipping.Adaptive(0.5), telemetry=telemetry)
+    dp_step = make_dp_step(classes(forward), the_plan, engine=engine, ranks=ranks)
+    weights = {name: param.detach().clone() for name, param in params.items()}
+    state, told = replay(dp_step.init(weights, insecure_key(7))), []
+    for indices in the_plan.batches(state, ranks):
+        grads, state, _ = dp_step(weights, take(data(), indices), state)
+        weights = {name: weight - 0.3 * grads[name] for name, weight in weights.items()}
+        told.append((state.clip_state["all"], state.telemetry["loss"], state.telemetry["clipped"], len(indices)))
+    return told, distributed.unshard(weights)
 
 
 def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):

@@ -18,7 +18,6 @@ from dpfunc import checkpoint, clipping, noise, sampling
 from dpfunc.checkpoint._format import state_from_dict, state_to_dict
 from dpfunc.clipped import RULE_LEAF, make_clipped_grad
 from dpfunc.clipping import Adaptive, Statistic, Telemetry, count_share
-from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import replay as replay_neighbours
@@ -320,12 +319,6 @@ BAD = {
     "optimal": (lambda: plan_of(allocation="optimal"), "clipping.Adaptive"),
     "shares": (
         lambda: plan_of(Adaptive(share=0.95), telemetry=LOSSES), "leave a share of the squared bound to the gradient"
-    ),
-    "sharded": (
-        lambda: dpfunc.make_dp_step(
-            linear_loss, plan_of(), ranks=Ranks(None, None, 0, 1, independent=True, keeps_parts=True)
-        ),
-        "sharded model",
     ),
     "a name": (
         lambda: dpfunc.make_dp_step(linear_loss, plan_of()).init({RULE_LEAF: torch.zeros(2)}, dpfunc.secure_key()),

@@ -21,7 +21,6 @@ from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.clipping import Statistic, Telemetry
 from dpfunc.clipping.telemetry import LEAF as _LEAF
-from dpfunc.distributed.ranks import Ranks
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.evidence import replay as replay_neighbours
@@ -263,12 +262,6 @@ def test_a_loss_without_them_spends_nothing():
         )
     with pytest.raises(InvalidArgument, match="no parameter of the name"):
         dpfunc.make_dp_step(loss_with_aux, plan).init({_LEAF: torch.zeros(2)}, dpfunc.secure_key())
-
-
-def test_sharded_models_are_refused():
-    ranks = Ranks(None, None, 0, 1, independent=True, keeps_parts=True)
-    with pytest.raises(InvalidArgument, match="no telemetry with a sharded model"):
-        dpfunc.make_dp_step(loss_with_aux, plan_of(), ranks=ranks)
 
 
 def test_a_replay_on_neighbours_holds():

@@ -39,6 +39,24 @@ def test_a_managed_model_gives_the_same(case):
     assert all(sharded >= len(wanted[0]) - 1 and held < 0.65 * wanted[3][1] for _, _, _, (sharded, held) in found)
 
 
+@pytest.mark.parametrize(
+    ("size", "way", "options"), [(2, "managed", {}), (4, "managed", {"hsdp": True}), (2, "helper", {})]
+)
+def test_statistics_are_those_of_one_process(size, way, options):
+    """Telemetry and the counts of adaptive clipping, also where a process has no records in a step."""
+    [(wanted, params)] = run(1, "fsdp_jobs:statistics_with", "full" if way == "managed" else way, "loop", whole=True)
+    found = run(size, "fsdp_jobs:statistics_with", way, "auto", **options)
+    for told, its_params in found:
+        close(its_params, params, 1e-5)
+        assert [row[:3] for row in told] == [row[:3] for row in found[0][0]]
+        for own, one in zip(told, wanted, strict=True):
+            assert own[:3] == pytest.approx(one[:3], abs=1e-4)
+    assert len({row[0] for row in wanted}) == 6
+    dealt = list(zip(*([row[3] for row in told] for told, _ in found), strict=True))
+    assert [sum(row) for row in dealt] == [row[3] for row in wanted]
+    assert any(0 in row and sum(row) for row in dealt)
+
+
 def test_functions_of_users_with_a_generated_rule_for_vmap_are_computed():
     """A frozen base, where rows go to the loop, and a managed model, where the function is a node of the level."""
     for found in run(2, "fsdp_jobs:functions_of_users"):
