@@ -34,8 +34,8 @@ def called(run):
 
 def test_a_row_goes_the_way_of_the_page():
     forward, params = dpfunc.functionalize(nn.Linear(3, 2))
-    data = {"x": torch.randn(20, 3), "y": torch.randint(2, (20,))}
-    plan = dpfunc.Plan(dpfunc.sampling.Poisson(20, 0.9), dpfunc.clipping.Flat(1.0), 1.0, 10, 1e-2)
+    data = {"x": torch.randn(40, 3), "y": torch.randint(2, (40,))}  # a batch of all of them is improbable
+    plan = dpfunc.Plan(dpfunc.sampling.Poisson(40, 0.5), dpfunc.clipping.Flat(1.0), 1.0, 10, 1e-2)
     dp_step = dpfunc.make_dp_step(
         lambda params, batch: F.cross_entropy(forward(params, batch["x"]), batch["y"], reduction="none"), plan
     )
