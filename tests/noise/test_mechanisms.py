@@ -20,6 +20,8 @@ from dpfunc.checkpoint import _format as format
 from dpfunc.distributed._reduce import noise_windows
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
 from dpfunc.evidence import replay as on_neighbours
+from dpfunc.evidence._noise_seen import NoiseSeen, seen_noise
+from dpfunc.evidence._watch import WatchedNoise
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.state import StepState, replay
 from dpfunc.state import turn_of as turn_after
@@ -213,6 +215,26 @@ def test_replay(case):
     found = on_neighbours(make_dp_step(linear_loss, case.plan()), init, step, DATA, candidates=1)
     assert found.holds, found
     assert found.steps == STEPS
+
+
+def test_audit(case):
+    """An audit takes the noise of earlier steps out by the weights that are claimed, and finds other ones."""
+    claimed = getattr(case.noise, "weights", None)
+    watched = seen_noise(case.plan()).noise
+    assert isinstance(watched, WatchedNoise) == (claimed is not None)
+    if claimed is None:
+        return
+    noise_of(dataclasses.replace(case, noise=watched))
+    assert watched.watch.differs() == ""
+    for change in ((0.1, 0.0), (0.0, 0.1)):  # of the weights of new noise, and of that of the step before
+
+        def others(run, step, change=change):
+            new, before, *rest = (*claimed(run, step), 0.0)
+            return (new * (1 + change[0]), before + new * change[1], *rest)
+
+        other = NoiseSeen(others)
+        noise_of(dataclasses.replace(case, noise=WatchedNoise(case.noise, other)))
+        assert other.differs()
 
 
 def test_budgets(case):
