@@ -93,9 +93,9 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """The table of private records, .jsonl, .csv or .txt, and which column is what."""
+    """The table of private records, .jsonl, .json, .csv or .txt, and which column is what."""
 
-    train: str = _key("Table to train on, .jsonl, .csv or .txt; or a folder of images; private.")
+    train: str = _key("Table to train on, .jsonl, .json, .csv or .txt; or a folder of images; private.")
     eval: str | None = _key("Table to evaluate on; not protected.", None)
     eval_fraction: _Share = _key("Or: the share of `train` that is held out, chosen record by record.", 0.0)
     spent: Texts | None = _key("Journals or ledgers of earlier runs on these records: the budget counts them.", None)

@@ -2,11 +2,13 @@
 
 import codecs
 import csv
+import gzip
 import hashlib
 import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,20 @@ from dpfunc.hf.vision_language._images import is_image
 
 Row = dict[str, str]
 _NO_RECORDS = ("thumbs.db", "desktop.ini")  # files that systems put into folders of images; others begin with a dot
+# Names of columns by which a format of texts is known -> what to write in the section data.
+_FORMATS = {
+    frozenset(("prompt", "completion")): "write prompt_column: prompt and response_column: completion.",
+    frozenset(("instruction", "output")): (
+        "the format of Alpaca. Write prompt_template: '{instruction} {input} ' and text_column: output."
+    ),
+    frozenset(("chosen", "rejected")): "preferences, which no task learns from. Write one text or answer a row.",
+    **dict.fromkeys(
+        (frozenset(("messages",)), frozenset(("conversations",))),
+        "chats, which no task reads yet. Write a row for each answer: all that is before it as a prompt, made by "
+        "tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True), and the answer; then "
+        "prompt_column: prompt and response_column: answer.",
+    ),
+}  # fmt: skip
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -33,10 +49,11 @@ def read_table(
     path: Path | str, columns: Sequence[str], *, deduplicate: bool = True, unit: str | None = None,
     lists: Sequence[str] = (), optional: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """The columns that a job needs, of a .jsonl with an object a line, a .csv with a header, or a .txt; UTF-8.
+    """The columns that a job needs, of a .jsonl with an object a line, a .json, a .csv with a header, or a .txt; UTF-8.
 
     Args:
-        path: of a .txt the column is `text`. Empty lines of a .jsonl or .txt are no records.
+        path: of a .txt the column is `text`; a .json is a list of objects, or as a .jsonl; each may end in .gz. Empty
+            lines of a .jsonl or .txt are no records.
         columns: what each row must have; other columns are not read.
         deduplicate: leave out rows that equal an earlier one in all these columns. A row more or less changes the
             result by at most one row (tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row).
@@ -67,24 +84,34 @@ def _table(found: dict[int, Row], columns: Sequence[str], deduplicate: bool) -> 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
     """The rows of a file with their numbers, not yet checked."""
-    if path.suffix not in (".jsonl", ".csv", ".txt"):
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if kind not in (".jsonl", ".json", ".csv", ".txt"):
         raise InvalidArgument(
-            f"Expected a .jsonl, .csv or .txt file, got {str(path)!r}. Write a line for each object, row or text."
+            f"Expected a .jsonl, .json, .csv or .txt file, or one of them with .gz, got {str(path)!r}. Write a line "
+            "for each object, row or text; of a parquet file: pandas.read_parquet(OLD).to_json(NEW, orient='records', "
+            "lines=True)."
         )
     text = _decoded(path)
-    if path.suffix == ".csv":
+    if kind == ".csv":
         return _rows_of_csv(text, columns, path)
+    if kind == ".json" and text.lstrip().startswith("["):
+        return list(enumerate(_parsed(text, columns, f"a list of JSON objects in {str(path)!r}"), start=1))
     lines = [(number, line) for number, line in enumerate(io.StringIO(text, newline=""), start=1) if line.strip()]
-    return [(number, _object(line, number, columns, path)) for number, line in lines]
+    if kind == ".txt":
+        return [(number, {"text": line.rstrip("\r\n")}) for number, line in lines]
+    where = f"one JSON object a line in {str(path)!r}, got line"
+    return [(number, _parsed(line, columns, f"{where} {number}")) for number, line in lines]
 
 
 def _decoded(path: Path) -> str:
     """The text of a file in UTF-8; an error names the line, and shows no byte of it."""
     try:
         data = path.read_bytes()
-    except OSError as error:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
         raise InvalidArgument(
-            f"Expected a table that can be read, got {str(path)!r}: {error.strerror}. Paths are those of the folder in "
+            f"Expected a table that can be read, got {str(path)!r}: {reason}. Paths are those of the folder in "
             "which the command runs."
         ) from error
     try:
@@ -142,10 +169,8 @@ def _check_width(row: Mapping[Any, Any], names: Sequence[str], columns: Sequence
             )
 
 
-def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
-    """The values in a line of JSON, or of a .txt the line. It is private, and messages do not show it."""
-    if path.suffix == ".txt":
-        return {"text": line.rstrip("\r\n")}
+def _parsed(text: str, columns: Sequence[str], expected: str) -> Any:
+    """The values in a text of JSON. It is private, and messages do not show it."""
     twice: list[str] = []
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,7 +178,7 @@ def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
         return dict(pairs)
 
     try:
-        found = json.loads(line, object_pairs_hook=once)
+        found = json.loads(text, object_pairs_hook=once)
         if not twice:
             return found
         reason = f"it has {twice[0]!r} twice"
@@ -162,9 +187,7 @@ def _object(line: str, number: int, columns: Sequence[str], path: Path) -> Any:
     except (RecursionError, ValueError) as error:
         deep = isinstance(error, RecursionError)
         reason = "its values are nested too deeply" if deep else "a number has too many digits"
-    raise InvalidArgument(
-        f"Expected one JSON object a line in {str(path)!r}, got line {number}, which is none: {reason}."
-    )
+    raise InvalidArgument(f"Expected {expected}, which is none: {reason}.")
 
 
 def _row(
@@ -215,6 +238,9 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
     """Advice about a column. The names in the row are not shown: without a header they are a record."""
     if column in row:
         return "It is empty, null or NaN, or a list or an object: leave the row out, or write its text."
+    for names, advice in _FORMATS.items():
+        if names <= row.keys():
+            return f"The rows have {' and '.join(sorted(names))}: {advice}"
     for name in row:
         if isinstance(name, str) and name.strip().lower() == column.lower():
             return f"There is {name!r}: name it in the section data, e.g. text_column."

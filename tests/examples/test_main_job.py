@@ -108,7 +108,7 @@ def test_csv_and_jsonl(tmp_path):
     (tmp_path / "bad.csv").write_text("text,class\nx,y\n")
     with pytest.raises(DataError, match="Expected a text in the column 'label' in row 1 of bad.csv"):
         read_file(tmp_path / "bad.csv")
-    with pytest.raises(DataError, match=r"Expected a .jsonl, .csv or .txt file"):
+    with pytest.raises(DataError, match=r"Expected a .jsonl, .json, .csv or .txt file"):
         read_file(csv_path.rename(tmp_path / "d.tsv"))
 
 

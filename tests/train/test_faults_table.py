@@ -5,6 +5,7 @@ A row: the job, what is done to its files, its flags, and the message. Each is r
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ from dpfunc.train._dataset import read_records
 from dpfunc.train._features import ScatteringFeatures
 from dpfunc.train._model import load_processing
 from dpfunc.train.predict import _records
-from dpfunc.train.tables import visible_files
+from dpfunc.train.tables import read_table, visible_files
 
 # Places in which a job and its files are made: kind -> a function of the folder.
 KINDS = {
@@ -118,6 +119,12 @@ def damaged(name):
     return write
 
 
+def formatted(name, value, **others):
+    """A table in another format, whose rows have these columns."""
+    return lambda: write_rows("mails.jsonl", [{name: value, **others}] * 3)
+
+
+RAW = ["--prompt_template", "null"]
 GREY = np.random.default_rng(0).integers(0, 256, (16, 16)).astype(np.uint8)
 CSV = ["--data.train", "mails.csv"]
 PEOPLE = ["--data.train", "people.jsonl"]
@@ -155,6 +162,16 @@ FAULTS = {
     "Windows-1252": ("texts", csv("sport,secret \u20ac", encoding="cp1252"), CSV, "iconv -f WINDOWS-1252 -t UTF-8"),
     "UTF-16": ("texts", csv(encoding="utf-16"), CSV, "iconv -f UTF-16 -t UTF-8"),
     "Latin-1 in a jsonl": ("texts", lambda: Path("mails.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n'), [], "in line 2"),
+    # formats
+    "a chat": ("prompts", formatted("messages", [{"role": "user", "content": "secret"}]), RAW, "The rows have messages: chats, which no task reads yet. Write a row for each answer"),
+    "ShareGPT": ("prompts", formatted("conversations", [{"from": "human", "value": "secret"}]), RAW, "The rows have conversations: chats"),
+    "Alpaca": ("prompts", formatted("instruction", "secret", output="a"), RAW, "prompt_template: '{instruction} {input} ' and text_column: output"),
+    "prompts": ("prompts", formatted("prompt", "secret", completion="a"), RAW, "prompt_column: prompt and response_column: completion"),
+    "preferences": ("prompts", formatted("prompt", "secret", chosen="a", rejected="b"), RAW, "The rows have chosen and rejected: preferences"),
+    "parquet": ("texts", lambda: Path("mails.parquet").write_bytes(b"PAR1"), ["--data.train", "mails.parquet"], "pandas.read_parquet(OLD).to_json(NEW"),
+    "a damaged list": ("texts", lambda: Path("mails.json").write_text('[{"text": "secret"'), ["--data.train", "mails.json"], "a list of JSON objects in 'mails.json', which is none"),
+    "a damaged gz": ("texts", lambda: Path("mails.jsonl.gz").write_bytes(gzip.compress(b"secret")[:-9]), ["--data.train", "mails.jsonl.gz"], "a table that can be read, got 'mails.jsonl.gz'"),
+    "no gz": ("texts", lambda: Path("mails.jsonl.gz").write_bytes(b"secret"), ["--data.train", "mails.jsonl.gz"], "Not a gzipped file"),
     # images
     "text among images": ("images", photo("0.txt", b"secret"), [], f"got another in {PLACE} which would be left out"),
     "no suffix": ("images", photo("0", b"secret"), [], f"got another in {PLACE} which would be left out"),
@@ -184,6 +201,25 @@ def test_what_can_be_seen_beforehand_costs_nothing(job, name):
 
 
 # What is missing, and may be
+
+
+def test_the_same_table_in_every_format(job):
+    """And Alpaca's, by the line that its error tells."""
+    job("prompts")
+    text = Path("mails.jsonl").read_text()
+    table = [json.loads(line) for line in text.splitlines()]
+    Path("mails.json").write_text(json.dumps(table, indent=1))
+    Path("lines.json").write_text(text)
+    for name in ("mails.jsonl", "mails.json"):
+        Path(f"{name}.gz").write_bytes(gzip.compress(Path(name).read_bytes()))
+    tables = [
+        read_table(name, ["text", "label"]) for name in ("mails.json", "lines.json", "mails.jsonl.gz", "mails.json.gz")
+    ]
+    assert all(found == read_table("mails.jsonl", ["text", "label"]) for found in tables)
+    alpaca = [{"instruction": row["label"], "input": "", "output": row["text"]} for row in table]
+    write_rows("mails.jsonl", alpaca)
+    asked = read_job("job.yaml", ["--prompt_template", "{instruction} {input} ", "--text_column", "output"])
+    assert len(read_records(asked, load_processing(asked)).train) == 120
 
 
 def test_missing_values_of_a_table_are_one_thing(job):
