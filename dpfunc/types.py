@@ -227,32 +227,48 @@ class Capped(Event):
 class Allocated(Event):
     """Epochs of `num_batches` Gaussian steps; each record is in one batch of an epoch, drawn independently of others.
 
-    Random allocation, or balls in bins; not a permutation, whose batches have fixed sizes (docs/accounting.md).
+    Random allocation, or balls in bins; not a permutation, whose batches have fixed sizes (docs/accounting.md). An
+    epoch is charged as a whole.
 
     Args:
         noise_multiplier: of each step. num_steps: number of epochs. num_batches: steps of an epoch t, >= 1.
+        participations: batches of an epoch that each record is in, 1 <= k <= t: a random set of k.
+        cycles: times that an epoch is repeated with the same batches, >= 1; `num_steps` counts all of them as one.
 
-    With `p = 1 - (1 - 1/t)^t` an epoch costs at most what t Poisson-sampled steps with `q = 1/t` cost, given that the
-    record is in one at least: Feldman and Shenfeld 2025, arXiv 2502.08202. An epoch is charged as a whole.
+    The loss of one participation is known up to the width of a grid: Feldman and Shenfeld 2026, arXiv 2602.17284, see
+    docs/accounting.md. Of k participations each is one of `floor(t / k)` batches: Feldman and Shenfeld 2025, arXiv
+    2502.08202. Batches that are repeated c times tell what their mean tells, whose noise is `1 / sqrt(c)` of one:
+    Choquette-Choo et al. 2025, arXiv 2410.06266.
 
     Guarantees:
-        never below the truth (tests/accounting/test_events.py::test_an_allocated_epoch_against_integration).
+        tests/accounting/test_allocation.py: never below the truth, hardly above it (test_an_epoch_against_integration,
+        ::test_an_epoch_against_samples), and at most the figures of others (test_figures_of_the_field).
 
     >>> from dpfunc.accounting import Ledger
-    >>> print(f"{Ledger((Allocated(1.0, 1, num_batches=100),)).epsilon(1e-5).epsilon:.2f}")
-    1.03
+    >>> print(f"{Ledger((Allocated(1.0, 1, num_batches=100),)).epsilon(1e-5).epsilon:.3f}")
+    0.621
     """
 
     sampling_prob: float = field(default=1.0, init=False)
     num_batches: int
+    participations: int = 1
+    cycles: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer("num_batches", self.num_batches, minimum=1)
+        checks.integer("cycles", self.cycles, minimum=1)
+        times = checks.integer("participations", self.participations, minimum=1)
+        domain = f"at most num_batches={self.num_batches} participations"
+        checks.expect(times <= self.num_batches, domain, "participations", times)
 
     def law(self) -> tuple[Event, ...]:
-        """Itself; plain steps of all records for one batch."""
-        return (self,) if self.num_batches > 1 else (Event(1.0, self.noise_multiplier, self.num_steps),)
+        """Epochs of one participation; plain steps of all records for one batch."""
+        batches = self.num_batches // self.participations
+        noise = self.noise_multiplier / self.cycles**0.5
+        epochs = self.num_steps * self.participations
+        known = batches > 1 and noise >= 0.04  # of less noise float64 cannot hold the losses
+        return (Allocated(noise, epochs, batches) if known else Event(1.0, noise, epochs),)
 
 
 @dataclass(frozen=True)

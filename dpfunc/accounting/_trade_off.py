@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dpfunc._utils.validation import expect, non_negative, open_unit, real
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._search import falling_root, least
-from dpfunc.accounting.accountant import ROUNDING, all_take_part, largest_loss
+from dpfunc.accounting.accountant import ROUNDING, all_take_part, largest_loss, sole_laws
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
@@ -61,6 +63,10 @@ def delta(ledger: Ledger, epsilon: float) -> float:
     lost, worst = largest_loss(ledger.law, ledger.adjacency)
     if target >= worst * (1 - ROUNDING):
         return lost
+
+    if laws := sole_laws(ledger.law, ledger.adjacency):
+        of_each = [float(law.mass @ np.maximum(0.0, -np.expm1(target - law.loss))) + law.infinite for law in laws]
+        return min(1.0, float(max(of_each)) * (1 + 1e-10))
 
     def excess(log_delta: float) -> float:
         found = min(_epsilon(ledger, math.exp(log_delta)), 1e9)

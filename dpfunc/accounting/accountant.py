@@ -6,10 +6,13 @@ import operator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from dpfunc._utils.validation import expect, one_of
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting._losses import DIRECTIONS, Direction, Fixed, Kind, TiltedUnavailable
-from dpfunc.accounting._prv import prv_epsilon
+from dpfunc.accounting._losses import DIRECTIONS, Atoms, Direction, Fixed, Kind, TiltedUnavailable
+from dpfunc.accounting._pairs import LARGEST_LOSS
+from dpfunc.accounting._prv import epsilon_at, prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
@@ -151,6 +154,8 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
     """The bound by tilted composition; if not `alone`, that of Renyi where it is smaller, or the only one."""
     plain, special = divided(events)
     fewer, rounded = fewer_kinds(plain, _TILTED_KINDS)
+    if laws := sole_laws(events, adjacency):
+        return max(_of_one_law(law, delta) for law in laws), "tilted", "the delta of one law of losses"
     try:
         fixed = {direction: _fixed(special, direction) for direction in DIRECTIONS[adjacency]} if special else {}
         tight = tilted_epsilon(_kinds(fewer), DIRECTIONS[adjacency], delta, fixed)
@@ -162,6 +167,19 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
     if alone or tight.epsilon < _NOT_NEAR * tight.renyi:
         return found  # the Renyi bound cannot be smaller: it is not computed
     return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=operator.itemgetter(0))
+
+
+def sole_laws(events: tuple[Event, ...], adjacency: Adjacency) -> list[Atoms]:
+    """The law of losses of a single release, for each order of the neighbours, if float64 holds their exponentials."""
+    if len(events) != 1 or events[0].num_steps > 1 or law_kind(events[0]) != LOSSES:
+        return []
+    laws = [law_of(events[0], direction) for direction in DIRECTIONS[adjacency]]
+    return laws if all(np.max(law.loss, initial=0.0) <= LARGEST_LOSS for law in laws) else []
+
+
+def _of_one_law(law: Atoms, delta: float) -> float:
+    order = np.argsort(law.loss)
+    return epsilon_at(law.loss[order], law.mass[order], delta) * (1 + 1e-10)
 
 
 def _by_renyi(events: tuple[Event, ...], adjacency: Adjacency, delta: float, note: str) -> _Bound:

@@ -7,7 +7,7 @@ over many steps of a run, is one step of a kind whose fields describe all of it.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from dpfunc._utils.validation import apart, expect, fail, positive, real, set_fields
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
-from dpfunc.accounting._pairs import LARGEST_LOSS, allocated, capped, laplace, stated
+from dpfunc.accounting._pairs import LARGEST_LOSS, capped, epoch, laplace, stated
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
 
@@ -121,7 +121,7 @@ class Losses(NamedTuple):
 
 
 _LOSSES: Mapping[type, Losses] = {
-    Allocated: Losses(lambda e, d: allocated(e.num_batches, e.noise_multiplier, d)),
+    Allocated: Losses(lambda e, d: epoch(e.num_batches, e.noise_multiplier, d)),
     Capped: Losses(lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d)),
     Laplace: Losses(lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d), pure=True),
     Opaque: Losses(lambda e, _: stated(e.epsilon, e.delta), pure=True),
@@ -223,8 +223,14 @@ def _values(event: Event) -> dict[str, Any]:
 
 
 def to_values(event: Event) -> dict[str, Any]:
-    name = _name_of(event)
-    return {**({"kind": name} if name else {}), **_values(event)}
+    name, usual = _name_of(event), _defaults(type(event))
+    values = {key: value for key, value in _values(event).items() if key not in usual or value != usual[key]}
+    return {**({"kind": name} if name else {}), **values}
+
+
+def _defaults(kind: type[Event]) -> dict[str, Any]:
+    """Fields that a file need not have, with their values; older files do not have them."""
+    return {each.name: each.default for each in fields(kind) if each.init and each.default is not MISSING}
 
 
 def from_values(values: object) -> Event:
@@ -235,6 +241,7 @@ def from_values(values: object) -> Event:
     if kind is None:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
     given = {name: value for name, value in values.items() if name != "kind"}
+    given = {**_defaults(kind), **given}
     check_fields("an event", given, [each.name for each in fields(kind)])
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})

@@ -204,7 +204,7 @@ class RandomAllocation:
         and independent between records (test_batches_are_drawn_independently).
 
     >>> RandomAllocation(1000, num_batches=20).events(0, 40, noise_multiplier=2.0)
-    (Allocated(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2, num_batches=20),)
+    (Allocated(sampling_prob=1.0, noise_multiplier=2.0, num_steps=2, num_batches=20, participations=1, cycles=1),)
     """
 
     adjacencies: ClassVar[tuple[Adjacency, ...]] = ("add_remove", "zero_out")

@@ -171,36 +171,6 @@ def test_zcdp_is_the_renyi_bound_of_a_gaussian():
             epsilon(stated, 1e-5, method)
 
 
-def epoch_truth(t, sigma, at):
-    """delta of an epoch of 2 batches, by a sum over both outputs; both orders."""
-    x = np.arange(-12.0, 13.0, 0.02)
-    a, b = x[:, None], x[None, :]
-    none = stats.norm.pdf(a, 0, sigma) * stats.norm.pdf(b, 0, sigma) * 0.02**2
-    ratio = (np.exp((a - 0.5) / sigma**2) + np.exp((b - 0.5) / sigma**2)) / 2
-    return max(
-        float(np.sum(none * np.maximum(ratio - math.exp(at), 0))),
-        float(np.sum(none * np.maximum(1 - math.exp(at) * ratio, 0))),
-    )
-
-
-@pytest.mark.parametrize("sigma", [0.7, 1.0, 2.0])
-def test_an_allocated_epoch_against_integration(sigma):
-    event = Allocated(sigma, 1, num_batches=2)
-    for at in (0.0, 0.5, 1.0, 3.0):
-        assert epoch_truth(2, sigma, at) <= of_one_step(event, "zero_out", at) * (1 + 1e-4) + 1e-9
-
-
-@pytest.mark.parametrize(("t", "sigma"), [(10, 0.8), (100, 1.0), (1000, 0.6)])
-def test_an_allocated_epoch_against_its_formula(t, sigma):
-    """`delta(e) = delta_poisson(log(1 + p (e^e - 1))) / p` for a record removed; the sampled steps by the tight accountant."""
-    p = -math.expm1(t * math.log1p(-1 / t))
-    poisson, epoch = Ledger((Event(1 / t, sigma, t),)), Ledger((Allocated(sigma, 1, num_batches=t),))
-    for at in (1e-5, 1e-8):
-        amplified = math.log1p(math.expm1(epsilon(poisson, p * at).epsilon) / p)
-        whole = epsilon(Ledger((Event(1.0, sigma, 1),)), at).epsilon
-        assert epsilon(epoch, at).epsilon == pytest.approx(min(amplified, whole), rel=2e-3)
-
-
 SPECIAL = st.one_of(
     st.builds(Capped, st.floats(0.05, 0.9), st.floats(0.7, 3.0), st.just(1), st.just(50), st.integers(2, 60)),
     st.builds(Laplace, st.floats(0.1, 1.0), st.floats(0.5, 3.0), st.just(1)),
