@@ -32,17 +32,27 @@ def factors(norms: Tensor, bounds: Tensor | float) -> Tensor:
     return (bounds / norms.clamp_min(1e-12)).clamp(max=1.0)
 
 
-def head_sums(weights: Tensor, x: Tensor, y: Tensor, bounds: Tensor) -> Tensor:
-    """Sums (R, classes, k) of clipped gradients of the cross-entropy of `x @ weight.T`, for R weights.
+def head_deltas(weights: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients (B, R, classes) of the cross-entropy for the logits `x @ weight.T` of R weights, and norms (B, R).
 
-    The gradient of one row is `delta x^T`, whose norm is `|delta| |x|`.
+    The gradient of one row for a weight is `delta x^T`, whose norm is `|delta| |x|`.
     """
     runs, classes, k = weights.shape
     logits = (x @ weights.view(-1, k).T).view(-1, runs, classes)
     delta = logits.softmax(2) - F.one_hot(y, classes)[:, None]
-    norms = delta.norm(dim=2) * x.norm(dim=1, keepdim=True)
-    delta *= factors(norms, bounds)[..., None]
-    return (delta.view(-1, runs * classes).T @ x).view(runs, classes, k)
+    return delta, delta.norm(dim=2) * x.norm(dim=1, keepdim=True)
+
+
+def weighted_sums(delta: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """Sums (R, classes, k) of `delta x^T` with weights (B, R)."""
+    _, runs, classes = delta.shape
+    return ((delta * weights[..., None]).view(-1, runs * classes).T @ x).view(runs, classes, -1)
+
+
+def head_sums(weights: Tensor, x: Tensor, y: Tensor, bounds: Tensor) -> Tensor:
+    """Sums (R, classes, k) of clipped gradients of the cross-entropy of `x @ weight.T`, for R weights."""
+    delta, norms = head_deltas(weights, x, y)
+    return weighted_sums(delta, factors(norms, bounds), x)
 
 
 def head(part: Part, classes: int, q: float, steps: int, settings: Sequence[Setting], seed: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""What each mechanism gains at the same epsilon: `python -m benchmarks.mechanisms`."""
