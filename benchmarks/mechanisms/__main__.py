@@ -8,9 +8,9 @@ are runs of three lengths:
 
 Contestants of the recipe's run:
 
-- recipe: nothing chosen. All others choose the best of five rates (1/4 to 4 times the recipe's) by the cross-entropy of
-  validation data, which epsilon does not count.
-- rate chosen: the recipe with the best of these rates.
+- recipe: nothing chosen. All others choose by the cross-entropy of validation data, which epsilon does not count, among
+  five rates of Adam (1/4 to 4 times the recipe's) and four constant ones of SGD.
+- rate chosen: the recipe with the best of these.
 - adaptive clipping: the bound follows the median of the norms (Andrew et al. 2021), its count is paid for.
 - AdamW-BC: the variance of the noise is taken off the second moment.
 - averaged: a constant rate, and the mean of the weights of the second half.
@@ -18,9 +18,8 @@ Contestants of the recipe's run:
 - allocation: one random batch in each epoch instead of Poisson samples.
 - correlated: the matrix with the least mean squared error of prefix sums, which is a public number.
 
-Of the short runs each family of matrices has its member with the least mean error, and chooses among five rates of Adam
-and four constant ones of SGD. All but `BandMF, cycles` visit the same batches in the same order and gain nothing from
-sampling; independent noise has Poisson samples.
+Of the short runs each family of matrices has its member with the least mean error. All but `BandMF, cycles` visit the
+same batches in the same order and gain nothing from sampling; independent noise has Poisson samples.
 """
 
 from __future__ import annotations
@@ -75,19 +74,18 @@ def lengths(found: Recipe) -> dict[str, Budget]:
 
 def contestants(run: str, budget: Budget, images: bool) -> dict[str, Choice]:
     """Noise and ways to choose from, of each contestant."""
-    plain = independent(budget)
+    plain, both = independent(budget), (ADAM, SGD)
     if run == "recipe":
         name, matrix = best_of_all(budget)
         return {
-            "rate chosen": (plain, (ADAM,)),
-            "adaptive clipping": (plain, (Way(adaptive=True),)),
+            "rate chosen": (plain, both),
+            "adaptive clipping": (plain, (Way(adaptive=True), Way("sgd", falling=False, adaptive=True))),
             "AdamW-BC": (plain, (Way(corrected=True),)),
-            "averaged": (plain, (Way(falling=False, averaged=True),)),
-            **({"views": (plain, (Way(views=VIEWS),))} if images else {}),
-            "allocation": (allocated(budget), (ADAM,)),
-            "correlated": (_said(matrix, name), (ADAM,)),
+            "averaged": (plain, (Way(falling=False, averaged=True), Way("sgd", falling=False, averaged=True))),
+            **({"views": (plain, (Way(views=VIEWS), Way("sgd", falling=False, views=VIEWS)))} if images else {}),
+            "allocation": (allocated(budget), both),
+            "correlated": (_said(matrix, name), both),
         }
-    both = (ADAM, SGD)
     return {
         "independent": (plain, both),
         "allocation": (allocated(budget), both),
@@ -189,8 +187,9 @@ def summary(results: Sequence[Mapping[str, Any]], run: str) -> str:
             ratio = statistics.geometric_mean(row["prefix_error"] / bases[row["data"]]["prefix_error"] for row in rows)
             is_base = name == BASES[run]
             shown = ["" if is_base else f"{gap:+.3f} ± {half:.3f}" for gap, half in gaps]
+            sets = "" if len(rows) == len(bases) else f" ({', '.join(row['data'] for row in rows)})"
             lines.append([
-                f"{epsilon:g}", name, f"{means[0]:.3f}", shown[0], f"{means[1]:.3f}", shown[1], f"{ratio:.2f}",
+                f"{epsilon:g}", name + sets, f"{means[0]:.3f}", shown[0], f"{means[1]:.3f}", shown[1], f"{ratio:.2f}",
                 "" if is_base else verdict(*gaps),
             ])  # fmt: skip
     return markdown(heads, lines)

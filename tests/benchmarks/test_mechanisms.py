@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from pages import blocks
+from pages import run as run_blocks
 
 from benchmarks.mechanisms import __main__ as benchmark
 from benchmarks.mechanisms.heads import SPEED, Way, noise_beside_count, shifted, sums_of_views, train
@@ -154,3 +156,14 @@ def test_the_tables_are_those_of_the_result():
     page = benchmark.PAGE.read_text()
     shown = {**{run: benchmark.summary(RESULTS, run) for run in benchmark.RUNS}, "details": benchmark.details(RESULTS)}
     assert filled(page, shown) == page
+
+
+def test_the_block_of_the_page(capsys):
+    """mechanisms.md: the ratio of errors is that of the table."""
+    names = run_blocks(*blocks("mechanisms.md"))
+    printed = capsys.readouterr().out.strip()
+    assert printed == f"{names['correlated'] / names['independent']:.2f}"
+    budget = Budget(8.0, 1e-5, 32, 8)
+    theirs = in_order(budget, optimal_bands(256, 32), "").mean_error(256) / independent(budget).mean_error(256)
+    assert names["correlated"] / names["independent"] == pytest.approx(theirs, rel=1e-9)
+    assert f"BandMF | 1.38, 1.23 (32 bands) | 1.03, 0.92 (32 bands) | {printed}, " in benchmark.PAGE.read_text()
