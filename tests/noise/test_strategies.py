@@ -25,6 +25,7 @@ STRATEGIES = {
     "BSR, 3 bands": BSR(3),
     "BISR, 1 band": BISR(1),
     "BISR, 3 bands": BISR(3),
+    "BandMF, 1 band": BandMF((2.0,)),
     "BandMF, 3 bands": optimal_bands(9, 3),
     "BandMF, mixed signs": BandMF((1.0, -0.5, 0.7)),
     "BandMF, rising": BandMF((0.2, 0.5, 0.9, 0.1)),
