@@ -29,7 +29,7 @@ NEIGHBOURS: dict[Adjacency, str] = {
 COVERED = (
     "the trained parameters, and all that is computed from them without the training records: answers, texts, "
     "accuracy on public records",
-    "telemetry of the plan, which each step releases in the noise of its gradient",
+    "telemetry of the plan and bounds that adapt, which each step releases in the noise of its gradient",
     "this record: settings of the run, epsilon and delta",
 )
 """What a run releases at the cost that is recorded."""
@@ -145,7 +145,7 @@ class Record(_Published):
         ledger: all that was counted, earlier runs included.
         mechanism: kind of noise. noise_multiplier: noise / sensitivity, of the last step.
         noise_source: generator of the noise. noise_key: `secret`, or `guessable`: then nothing is protected.
-        max_grad_norm: bound on the gradient of one unit. clip: the rule.
+        max_grad_norm: bound on the gradient of one unit; of a rule in `CHANGING` that at the end. clip: the rule.
         rows: how they were kept apart. batches: `COMPARED` or `ELSEWHERE`.
         sampler: how batches are drawn. sampling_prob: chance of a unit to be in a batch. expected_batch_size: of it.
         dataset_size: number that was used for sampling. dataset_size_is: one of `SIZES`.

@@ -168,7 +168,7 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
     else:
         kind, adjacency = "run", record.ledger.adjacency
         title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [("", record.ledger)]
-        last = " in the last step" if record.clip in known.CHANGING else ""
+        last = " at the end" if record.clip in known.CHANGING else ""
         own = {
             "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
             "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",

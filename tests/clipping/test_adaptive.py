@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise_cases import remembering
 from scipy import stats
+from text_job import run
 
 import dpfunc
 from dpfunc import checkpoint, clipping, noise, sampling
+from dpfunc.accounting.record import CLIPS
 from dpfunc.checkpoint._format import state_from_dict, state_to_dict
 from dpfunc.clipped import RULE_LEAF, make_clipped_grad
 from dpfunc.clipping import Adaptive, Statistic, Telemetry, count_share
@@ -226,18 +228,18 @@ def test_a_resumed_run_has_its_bounds(correlated, tmp_path):
         Adaptive(groups=GROUPINGS["mapping"]), noise_multiplier=noises, num_steps=4, telemetry=LOSSES, noise=made
     )
     batch, path = as_batch(random_rows(2, N)), tmp_path / "journal.jsonl"
-    run = {"params": params(), "plan": plan, "data": "these", "journal": path}
+    facts = {"params": params(), "plan": plan, "data": "these", "journal": path}
     dp_step = dpfunc.make_dp_step(linear_loss, plan, journal=checkpoint.Journal(path, plan))
     state = dp_step.init(params(), dpfunc.secure_key())
     if correlated:  # not of dpfunc: no checkpoint describes it
         with pytest.raises(InvalidArgument, match="a plan of dpfunc's own parts"):
-            checkpoint.save(tmp_path / "run", state=state, **run)
+            checkpoint.save(tmp_path / "run", state=state, **facts)
         assert set(state.noise_state["previous"]) == {*params(), "(telemetry)", RULE_LEAF}
         return
     for step in range(2):
         _, state, _ = dp_step(params(), dpfunc.take(batch, plan.draw(state, step)), state)
-    checkpoint.save(tmp_path / "run", state=state, **run)
-    resumed = checkpoint.load(tmp_path / "run", **run).state
+    checkpoint.save(tmp_path / "run", state=state, **facts)
+    resumed = checkpoint.load(tmp_path / "run", **facts).state
     assert resumed.clip_state == state.clip_state
     assert list(resumed.clip_state) == list(state.clip_state)
     for step in (2, 3):
@@ -342,3 +344,19 @@ def test_refused(case):
     make, message = BAD[case]
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+def test_a_record_says_where_the_bound_is_at_the_end(tmp_path, monkeypatch):
+    """It is proven; `dpfunc ledger show` does not take it for the bound of all steps."""
+    monkeypatch.setenv("COLUMNS", "200")
+    plan = plan_of()
+    dp_step = dpfunc.make_dp_step(linear_loss, plan)
+    state = dp_step.init(params(), dpfunc.secure_key())
+    _, state, _ = dp_step(params(), dpfunc.take(as_batch(random_rows(0, N)), plan.draw(state, 0)), state)
+    record = checkpoint.make_record(dp_step, state, unit="one row")
+    assert record.clip == "Adaptive"
+    assert record.clip in CLIPS
+    assert record.max_grad_norm == pytest.approx(state.clip_state["all"] / math.sqrt(0.99))
+    path = tmp_path / "privacy_accounting.json"
+    path.write_text(record.to_json())
+    assert f"Adaptive, norm at most {record.max_grad_norm:g} at the end" in run("ledger", "show", path).output
